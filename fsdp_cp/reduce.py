@@ -1,0 +1,86 @@
+"""Reductions and object exchange over process groups; the object functions work without a process group too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the flat ``x`` of every rank of ``group`` into the flat ``out``, in rank order."""
+    # torch 2.13 renamed the call and warns at every use of the old name; torch 2.11 has the old name only.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    gather(out, x, group=group)
+
+
+def all_gather_objects(obj: Any) -> list[Any]:
+    """One object from every rank, in rank order; ``[obj]`` without a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [obj]
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, obj)
+    return objects
+
+
+def barrier() -> None:
+    """Wait for every rank; nothing without a process group."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce_scalars(values: list[float], mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+    """Reduce several numbers over a one-dimensional mesh in one fp64 collective; the same result on every rank."""
+    packed = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(packed, op=op, group=mesh.get_group())
+    return packed.tolist()
+
+
+def gather_samples(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``(n, ...)`` on every rank of a one-dimensional mesh to ``(ranks x n, ...)``, in rank order."""
+    if mesh.size() == 1:
+        return x
+    out = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
+    all_gather_single(out.view(-1), x.contiguous().view(-1), mesh.get_group())
+    return out
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Euclidean norm of the gradient of all parameters together, the same on every rank.
+
+    The shards' squares are summed locally in fp64 and reduced once for all parameters (a norm of each DTensor would
+    be a collective each). A parameter without a gradient counts as zero, so ranks may differ in that. Replicas
+    (hybrid sharding) are counted once.
+
+    Args:
+        parameters: DTensors of one mesh, sharded over its last axis.
+    """
+    square: Tensor | None = None
+    mesh: DeviceMesh | None = None
+    for parameter in parameters:
+        if mesh is None:
+            mesh = parameter.device_mesh
+            square = torch.zeros((), dtype=torch.float64, device=parameter.to_local().device)
+        assert parameter.device_mesh == mesh, "one mesh per gradient norm"
+        assert isinstance(parameter.placements[-1], Shard)
+        if parameter.grad is not None:
+            square += _local(parameter.grad).double().square().sum()
+    assert mesh is not None and square is not None, "no parameters"
+    dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+    return square.sqrt().item()
+
+
+def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by ``factor``, in place."""
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
