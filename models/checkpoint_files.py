@@ -1,0 +1,93 @@
+"""What a diffusers transformer folder holds, read from ``config.json`` and the safetensors headers alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from fsdp_cp.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerFolder:
+    """A diffusers transformer folder: its config and the shape of every tensor. No weights are read."""
+
+    path: Path
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
+    """Find and describe the transformer in ``checkpoint``.
+
+    Args:
+        checkpoint: a diffusers pipeline folder (its ``transformer/`` is read) or a transformer folder.
+        setting: the setting it came from, for messages ("teacher.checkpoint").
+
+    Raises:
+        UserError: no such folder, no ``config.json``, no or broken safetensors files.
+    """
+    root = Path(checkpoint)
+    if not root.is_dir():
+        raise UserError(f"{setting}={checkpoint} is not a folder; give a diffusers pipeline or transformer folder")
+    path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
+    if not (path / "config.json").is_file():
+        raise UserError(f"{setting}={checkpoint} has neither transformer/config.json nor config.json")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"{setting}={checkpoint}: {path / 'config.json'} is not JSON ({error})") from error
+    index = path / "diffusion_pytorch_model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise UserError(f"{setting}={checkpoint} lacks {missing[0]}, which {index.name} names")
+        files = [path / name for name in names]
+        stray = sorted({p.name for p in path.glob("*.safetensors")} - set(names))
+        if stray:
+            raise UserError(f"{setting}={checkpoint} holds {stray[0]}, which {index.name} does not name; remove it")
+    else:
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{setting}={checkpoint} has no .safetensors file in {path}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
+            raise UserError(f"{setting}={checkpoint}: {file.name} is not a readable safetensors file ({error})") from error
+    return TransformerFolder(path=path, config=config, shapes=shapes)
+
+
+def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
+    """Compare the files with what the network needs.
+
+    Args:
+        folder: what the files hold.
+        expected: name and shape of every tensor of the network.
+        setting: the setting it came from, for messages.
+
+    Raises:
+        UserError: missing tensors, unexpected ones, or other shapes, by name.
+    """
+    found = folder.shapes
+    other = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
+    if other:
+        raise UserError(
+            f"{setting}={folder.path}: {other[0]} has shape {found[other[0]]}, but the network of its config.json"
+            f" needs {expected[other[0]]}" + (f" ({len(other)} tensors differ)" if len(other) > 1 else "")
+        )
+    for what, names in (
+        ("lacks", sorted(expected.keys() - found.keys())),
+        ("has the unexpected", sorted(found.keys() - expected.keys())),
+    ):
+        if names:
+            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise UserError(f"{setting}={folder.path} {what} {listed}; is it a checkpoint of another model?")

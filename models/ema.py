@@ -1,0 +1,63 @@
+"""Exponential moving average of a role's fp32 masters, sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from models.role import Role
+
+
+def ema_decay(update: int, *, decay: float | None, gamma: float) -> float:
+    """The factor of the old average at the ``update``-th update (0-based).
+
+    Args:
+        update: how many updates came before.
+        decay: constant factor ``b``; ``None`` for the power schedule.
+        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
+    """
+    return decay if decay is not None else (1 - 1 / (update + 1)) ** (gamma + 1)
+
+
+class Ema:
+    """The average of ``role``'s weights: DTensors of the masters' dtype and sharding.
+
+    Args:
+        role: the trained role.
+        decay: constant factor, or ``None`` for the power schedule.
+        gamma: exponent of the power schedule.
+        start: updates before which the average just follows the weights.
+    """
+
+    def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):
+        self.role, self.decay, self.gamma, self.start = role, decay, gamma, start
+        self.weights: dict[str, Tensor] = {name: w.clone() for name, w in role.weights().items()}
+
+    @torch.no_grad()
+    def update(self, update: int) -> None:
+        """Average in the weights after the role's ``update``-th optimizer step (0-based)."""
+        b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
+        current = self.role.weights()
+        average = [w.to_local() for w in self.weights.values()]
+        torch._foreach_lerp_(average, [current[name].to_local() for name in self.weights], 1 - b)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Let the role compute with the average inside the context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        current = self.role.weights()
+        for name, average in self.weights.items():
+            mine, its = average.to_local(), current[name].to_local()
+            kept = its.clone()
+            its.copy_(mine)
+            mine.copy_(kept)

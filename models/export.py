@@ -1,0 +1,147 @@
+"""Write a role's weights as a diffusers transformer folder, one file at a time.
+
+``python -m models.export CHECKPOINT OUT`` does it for a training checkpoint, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from diffusers import __version__ as diffusers_version
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
+
+from fsdp_cp.checkpoint import find_resume, read_numbers
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import barrier
+
+NAME = "diffusion_pytorch_model"
+
+
+def export_weights(
+    folder: Path, weights: dict[str, Tensor], config: dict[str, Any], *, dtype: torch.dtype, max_bytes: int = 5 * 10**9
+) -> None:
+    """Write a sharded state dict as a folder that ``from_pretrained`` loads. Called by all ranks; rank 0 writes.
+
+    Args:
+        folder: replaced when complete.
+        weights: DTensors by diffusers name.
+        config: the network's configuration.
+        dtype: of the files.
+        max_bytes: size of a file; rank 0 holds one file's tensors at a time.
+    """
+
+    def gather(name: str) -> Tensor:
+        full = weights[name].full_tensor() if isinstance(weights[name], DTensor) else weights[name]
+        return full.to(device="cpu", dtype=dtype)
+
+    sizes = {name: w.numel() * dtype.itemsize for name, w in weights.items()}
+    _write(folder, sizes, gather, config, max_bytes, writes=rank() == 0)
+    barrier()
+
+
+def _write(
+    folder: Path,
+    sizes: dict[str, int],
+    gather: Callable[[str], Tensor],
+    config: dict[str, Any],
+    max_bytes: int,
+    writes: bool,
+) -> None:
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    unfinished = folder.with_name(folder.name + ".tmp")
+    if writes:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(files):
+        file = f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            full = gather(name)  # a collective: every rank takes part, rank 0 alone keeps the result
+            if writes:
+                tensors[name] = full.contiguous()
+        if writes:
+            save_file(tensors, unfinished / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if writes:
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        public = {key: value for key, value in config.items() if not key.startswith("_")}
+        header = {"_class_name": config.get("_class_name", "WanTransformer3DModel"), "_diffusers_version": diffusers_version}
+        (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, role: str, weights: str, dtype: torch.dtype) -> None:
+    """Export a role of a training checkpoint; needs no process group and never holds more than one file.
+
+    Args:
+        checkpoint: a ``step_*`` folder.
+        out: the folder to write.
+        role: ``student`` or ``fake``.
+        weights: ``raw`` or ``ema``.
+        dtype: of the files.
+
+    Raises:
+        UserError: a role or average that the checkpoint has not.
+    """
+    numbers = read_numbers(checkpoint)
+    prefix = f"{role}.{'ema' if weights == 'ema' else 'weights'}."
+    metadata = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    saved = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if not saved:
+        raise UserError(f"{checkpoint} holds no {weights} weights of a role {role!r}")
+
+    def read(name: str) -> Tensor:
+        value = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+        dcp.load({prefix + name: value}, checkpoint_id=str(checkpoint), no_dist=True)
+        return value.to(dtype)
+
+    sizes = {name: value.size.numel() * dtype.itemsize for name, value in saved.items()}
+    _write(out, sizes, read, numbers["configs"][role], 5 * 10**9, writes=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m models.export", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", help="a run folder (its newest checkpoint is taken) or a step_* folder")
+    parser.add_argument("out", type=Path, help="the diffusers transformer folder to write")
+    parser.add_argument("--role", default="student", choices=("student", "fake"))
+    parser.add_argument("--weights", default="raw", choices=("raw", "ema"))
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    args = parser.parse_args(argv)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    try:
+        checkpoint = find_resume(args.checkpoint, Path(args.checkpoint))
+        if checkpoint is None:
+            raise UserError("give a run folder or a step_* folder")
+        export_checkpoint(checkpoint, args.out, role=args.role, weights=args.weights, dtype=dtype)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

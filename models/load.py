@@ -1,0 +1,145 @@
+"""Build a role: on the meta device, split, sharded, then filled from a diffusers folder or from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.sharding import COMPUTE_DTYPE, shard_module
+from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
+from models.families import family_of
+from models.role import Role
+from models.wan import Wan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """What a role will be, checked against its files before anything is built."""
+
+    name: str
+    family: type[Wan]
+    config: dict[str, Any]
+    """Complete: the family's defaults filled in."""
+    folder: TransformerFolder | None
+    """Where the weights come from; ``None`` for random ones."""
+    activation_checkpointing: bool
+    strategy: str
+
+
+def plan_role(
+    name: str,
+    *,
+    checkpoint: str | None,
+    architecture: dict[str, Any] | None = None,
+    family: str = "wan",
+    activation_checkpointing: bool = False,
+    strategy: str = "optim_grads_params",
+) -> RolePlan:
+    """Check a role's settings; reads headers, builds nothing but a network on the meta device.
+
+    Args:
+        name: the role.
+        checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
+        architecture: the network's configuration where there is no checkpoint.
+        family: the model family.
+        activation_checkpointing: run each block again in backward.
+        strategy: see :func:`fsdp_cp.shard_module`.
+
+    Raises:
+        UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture.
+    """
+    chosen = family_of(family, name)
+    setting = f"{name}.checkpoint"
+    if (checkpoint is None) == (architecture is None):
+        raise UserError(f"{setting} must name a diffusers folder" + (f", or set {name}.architecture for random weights,"
+                        " not both" if architecture is not None else f" (or set {name}.architecture for random weights)"))
+    folder = inspect_transformer(checkpoint, setting) if checkpoint is not None else None
+    with torch.device("meta"):
+        network = chosen.build(folder.config if folder else dict(architecture), setting if folder else f"{name}.architecture")
+    if folder is not None:
+        check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
+    return RolePlan(
+        name=name,
+        family=chosen,
+        config=dict(network.config),
+        folder=folder,
+        activation_checkpointing=activation_checkpointing,
+        strategy=strategy,
+    )
+
+
+def build_role(
+    plan: RolePlan,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    precision: str,
+    trainable: bool,
+    latent_shape: tuple[int, int, int, int],
+    text_shape: tuple[int, int],
+    seed: int = 0,
+) -> Role:
+    """Build ``plan`` on ``mesh``; every rank reads its own shards only.
+
+    Args:
+        plan: from :func:`plan_role`.
+        mesh: the mesh.
+        device: this rank's device.
+        precision: dtype of compute; the masters are fp32 (fp64 for ``"fp64"``).
+        trainable: a frozen role holds no gradients.
+        latent_shape: ``(C, T, H, W)`` of a sample.
+        text_shape: ``(L, D)`` of a caption's embedding.
+        seed: of the random weights, where there is no checkpoint; the same weights on every mesh.
+
+    Raises:
+        UserError: data whose shapes the network cannot take.
+    """
+    setting = f"{plan.name}.checkpoint"
+    tokens = plan.family.tokens(plan.config, latent_shape, setting)
+    if plan.family.text_dim(plan.config) != text_shape[1]:
+        raise UserError(
+            f"{setting} takes text embeddings of size {plan.family.text_dim(plan.config)}, but the data's have"
+            f" {text_shape[1]}; use a checkpoint made for this text encoder, or other data.encoders"
+        )
+    if plan.folder is not None:
+        with torch.device("meta"):
+            network = plan.family.build(plan.config, setting)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = plan.family.build(plan.config, setting)
+        network.to(device)
+    if precision == "fp64":
+        network.to(torch.float64)
+    network.requires_grad_(trainable)
+    plan.family.parallelize(network, mesh)
+    shard_module(
+        network,
+        mesh=mesh,
+        units=plan.family.units(network),
+        strategy=plan.strategy,
+        precision=precision,
+        full_precision_units=plan.family.full_precision_units(network) if precision == "bf16" else (),
+        activation_checkpointing=plan.activation_checkpointing and trainable,
+    )
+    role = Role(
+        name=plan.name,
+        family=plan.family,
+        config=plan.config,
+        network=network,
+        trainable=trainable,
+        precision=precision,
+        tokens=tokens,
+        text_tokens=text_shape[0],
+    )
+    if plan.folder is not None:
+        network.to_empty(device=device)
+        plan.family.restore_buffers(network)
+        dcp.load(role.weights(), storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
+    return role

@@ -1,0 +1,162 @@
+"""The Wan family: diffusers' unmodified ``WanTransformer3DModel`` (text to video) as a role's network."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from torch import Tensor, nn
+
+from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.context_parallel import parallelize_context
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+
+
+class ContextParallelWanProcessor(WanAttnProcessor):
+    """Wan's self-attention over tokens that are split over ``mesh.cp``.
+
+    Projections, norms and the rotary embedding are those of :class:`WanAttnProcessor`; only the attention over all
+    tokens is replaced. Cross-attention to the text, which every rank holds, keeps diffusers' own processor.
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """``hidden_states`` is ``(B, S / cp, dim)``, each of ``rotary_emb`` ``(1, S / cp, 1, head_dim)``."""
+        if attention_mask is not None:
+            raise ValueError("context-parallel Wan self-attention takes no attention_mask")
+        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
+        v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        q, k = _rotate(q, rotary_emb), _rotate(k, rotary_emb)
+        out = context_parallel_attention(q, k, v, mesh=self.mesh).flatten(2, 3).type_as(q)
+        return attn.to_out[1](attn.to_out[0](out))
+
+
+def _rotate(x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
+    """Wan's rotary embedding of neighbouring pairs; ``x`` is ``(B, S, H, D)``, computed in the table's fp32."""
+    cos, sin = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
+    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class Wan:
+    """Build, split and call a Wan transformer. Nothing here knows what role it plays."""
+
+    name = "wan"
+
+    @staticmethod
+    def build(config: dict[str, Any], setting: str) -> WanTransformer3DModel:
+        """A network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
+
+        Raises:
+            UserError: a config of another class, or of an image-to-video Wan.
+        """
+        name = config.get("_class_name", "WanTransformer3DModel")
+        if name != "WanTransformer3DModel":
+            raise UserError(f"{setting} is a {name}, but family=wan needs a WanTransformer3DModel")
+        if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
+            raise UserError(f"{setting} is an image-to-video Wan; only text-to-video ones are built yet")
+        return WanTransformer3DModel.from_config(config)
+
+    @staticmethod
+    def units(network: WanTransformer3DModel) -> list[nn.Module]:
+        """The transformer blocks, each an FSDP unit."""
+        return list(network.blocks)
+
+    @staticmethod
+    def full_precision_units(network: WanTransformer3DModel) -> list[nn.Module]:
+        """What computes in fp32 under ``precision=bf16``, as an FSDP unit of its own.
+
+        diffusers keeps ``rope``, ``time_embedder``, ``scale_shift_table`` and the block norms in fp32 when it loads
+        weights in bf16. Here the time embedder is a unit of its own in fp32; rope has no parameters and its tables
+        stay fp32; the norms compute in fp32 and the modulation adds in fp32 as diffusers writes them, from weights
+        rounded to bf16 (the masters are fp32), since they are gathered with their block.
+        """
+        return [network.condition_embedder.time_embedder]
+
+    @staticmethod
+    def parallelize(network: WanTransformer3DModel, mesh: Mesh) -> None:
+        """Context parallelism by the model's own ``_cp_plan``, and this family's processor on its self-attention."""
+        if mesh.cp_size == 1:
+            return
+        parallelize_context(network, mesh=mesh, plan=network._cp_plan)
+        processor = ContextParallelWanProcessor(mesh)
+        for block in network.blocks:
+            block.attn1.set_processor(processor)
+
+    @staticmethod
+    def restore_buffers(network: WanTransformer3DModel) -> None:
+        """Compute the non-persistent rotary tables again; ``to_empty`` leaves garbage in them."""
+        config = network.config
+        device = network.rope.freqs_cos.device
+        fresh = type(network.rope)(
+            config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len
+        )
+        network.rope.freqs_cos = fresh.freqs_cos.to(device)
+        network.rope.freqs_sin = fresh.freqs_sin.to(device)
+
+    @staticmethod
+    def heads(config: dict[str, Any]) -> int:
+        """Attention heads of ``config``."""
+        return config["num_attention_heads"]
+
+    @staticmethod
+    def tokens(config: dict[str, Any], latent_shape: tuple[int, int, int, int], setting: str) -> int:
+        """Tokens of one sample of latents ``(C, T, H, W)``.
+
+        Raises:
+            UserError: channels or sizes that the network cannot take.
+        """
+        channels, *sizes = latent_shape
+        if channels != config["in_channels"]:
+            raise UserError(
+                f"{setting} takes latents of {config['in_channels']} channels, but the data has {channels};"
+                " use a checkpoint made for this VAE, or other data.encoders"
+            )
+        tokens = 1
+        for key, size, patch in zip(
+            ("data.num_frames", "data.height", "data.width"), sizes, config["patch_size"], strict=True
+        ):
+            if size % patch:
+                raise UserError(f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide")
+            tokens *= size // patch
+        return tokens
+
+    @staticmethod
+    def text_dim(config: dict[str, Any]) -> int:
+        """Size of the text embeddings that the network takes."""
+        return config["text_dim"]
+
+    @staticmethod
+    def velocity(network: nn.Module, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        """Call the network: ``x`` ``(B, C, T, H, W)``, ``time`` ``(B,)`` in [0, 1000], ``text`` ``(B, L, D)``."""
+        with warnings.catch_warnings():
+            # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            return network(hidden_states=x, timestep=time, encoder_hidden_states=text, return_dict=False)[0]
+
+    @staticmethod
+    def forward_flops(config: dict[str, Any], tokens: int, text_tokens: int) -> int:
+        """Floating-point operations of one forward of one sample: matrix products and attention alone."""
+        dim = config["num_attention_heads"] * config["attention_head_dim"]
+        patch = config["patch_size"][0] * config["patch_size"][1] * config["patch_size"][2]
+        self_attention = 4 * tokens * dim * dim + 2 * tokens * tokens * dim
+        cross_attention = 2 * tokens * dim * dim + 2 * text_tokens * dim * dim + 2 * tokens * text_tokens * dim
+        feed_forward = 2 * tokens * dim * config["ffn_dim"]
+        embeddings = text_tokens * dim * (config["text_dim"] + dim) + dim * (config["freq_dim"] + 7 * dim)
+        ends = tokens * dim * patch * (config["in_channels"] + config["out_channels"])
+        return 2 * (config["num_layers"] * (self_attention + cross_attention + feed_forward) + embeddings + ends)
