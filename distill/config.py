@@ -1,0 +1,329 @@
+"""The configuration: Hydra groups in ``configs/``, typed by the dataclasses here and checked before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from distill.data import MovingShapesSettings, VideoFolderSettings
+from distill.methods import METHODS
+from fsdp_cp.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclass(kw_only=True)
+class MeshSettings:
+    """``mesh.*``; see fsdp_cp/mesh.py."""
+
+    dp_replicate: int = 1
+    """Replicas of the sharded networks (hybrid sharding)."""
+    dp_shard: int = -1
+    """Data-parallel ranks to shard over; -1 for what is left of the world."""
+    cp: int = 1
+    """Ranks that share one sample's tokens."""
+    ulysses: Any = "auto"
+    """Degree of the Ulysses all-to-all; ``auto`` is gcd(heads, cp)."""
+    ring: Any = "auto"
+    """Degree of ring attention; ``auto`` is cp / ulysses, which must be 1 for now."""
+
+
+@dataclass(kw_only=True)
+class EmaSettings:
+    """``student.ema.*``."""
+
+    enabled: bool = False
+    decay: float | None = 0.99
+    """Constant factor of the old average; null for the power schedule."""
+    gamma: float = 6.94
+    """Exponent of the power schedule (1 - 1/(i+1)) ** (gamma + 1)."""
+    start: int = 0
+    """Student updates before which the average just follows the weights."""
+
+
+@dataclass(kw_only=True)
+class RoleSettings:
+    """``teacher.*`` and ``fake.*``."""
+
+    checkpoint: str | None = None
+    """Diffusers pipeline or transformer folder."""
+    architecture: dict[str, Any] | None = None
+    """Configuration of a network with random weights, where there is no checkpoint."""
+    family: str = "wan"
+    """Model family."""
+    strategy: str = "optim_grads_params"
+    """Sharding strategy."""
+    activation_checkpointing: bool = False
+    """Run each block again in backward instead of keeping its activations."""
+
+
+@dataclass(kw_only=True)
+class StudentSettings(RoleSettings):
+    """``student.*``."""
+
+    ema: EmaSettings = field(default_factory=EmaSettings)
+
+
+@dataclass(kw_only=True)
+class OptimizerSettings:
+    """``optim.student.*`` and ``optim.fake.*``: AdamW."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.0, 0.999])
+    """Adam's decay factors."""
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    schedule: str = "constant"
+    """``constant`` or ``cosine`` (to ``final_lr`` at the role's last update)."""
+    warmup: int = 0
+    """Updates of this role over which the rate grows linearly from 0."""
+    final_lr: float = 0.0
+    """Rate at the end of ``cosine``, as a share of ``lr``."""
+
+
+@dataclass(kw_only=True)
+class OptimSettings:
+    """``optim.*``."""
+
+    student: OptimizerSettings = field(default_factory=OptimizerSettings)
+    fake: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip: float | None = 10.0
+    """Greatest norm of a role's gradient; null for none."""
+    max_skipped: int = 10
+    """Updates with a non-finite gradient norm in a row (each is skipped) after which the run stops."""
+
+
+@dataclass(kw_only=True)
+class CheckpointSettings:
+    """``checkpoint.*``."""
+
+    every: int = 500
+    """Steps between checkpoints; 0 for one at the end alone."""
+    keep: int = 2
+    """How many to keep; 0 for all."""
+    resume: str = "auto"
+    """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
+
+
+@dataclass(kw_only=True)
+class LogSettings:
+    """``log.*``."""
+
+    every: int = 10
+    """Steps between lines of ``metrics.jsonl``."""
+    wandb: bool = False
+    """Log to Weights & Biases too (needs the ``wandb`` extra)."""
+    tensorboard: bool = False
+    """Log to TensorBoard too (needs the ``tensorboard`` extra)."""
+    project: str = "fsdp_cp"
+    """Project name at Weights & Biases."""
+
+
+@dataclass(kw_only=True)
+class SampleSettings:
+    """``sample.*``: clips made during and after training, and the report."""
+
+    every: int = 0
+    """Steps between sample clips; 0 for the end alone."""
+    prompts: int = 4
+    """Clips per set of samples."""
+    student_steps: list[int] = field(default_factory=lambda: [4])
+    """Numbers of steps at which the student is sampled."""
+    teacher_steps: list[int] = field(default_factory=list)
+    """Numbers of steps at which the teacher is sampled at the end, for comparison."""
+    report_clips: int = 0
+    """Clips per row of ``report.html``; 0 for no report."""
+
+
+@dataclass(kw_only=True)
+class ExportSettings:
+    """``export.*``: the student as a diffusers folder, at the end of the run."""
+
+    weights: str = "auto"
+    """``raw``, ``ema``, or ``auto``: the average if there is one."""
+    dtype: str = "fp32"
+    """``fp32`` or ``bf16``."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Everything that a run is told."""
+
+    steps: int = MISSING
+    """Optimizer steps in all, of whichever role; a longer value on resume goes on."""
+    seed: int = 0
+    batch_size: int = MISSING
+    """Samples per step over all ranks."""
+    micro_batch_size: int | None = None
+    """Samples per data-parallel rank and forward; null for one forward a step."""
+    precision: str = "fp32"
+    """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32."""
+    device: str = "auto"
+    """``auto``, ``cpu`` or ``cuda``."""
+    run_dir: str | None = None
+    """Folder of all output; ``runs/EXPERIMENT`` when not set."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    teacher: RoleSettings = field(default_factory=RoleSettings)
+    student: StudentSettings = field(default_factory=StudentSettings)
+    fake: RoleSettings = field(default_factory=RoleSettings)
+    method: Any = MISSING
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    data: Any = MISSING
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    export: ExportSettings = field(default_factory=ExportSettings)
+
+
+DATA = {"moving_shapes": MovingShapesSettings, "video_folder": VideoFolderSettings}
+
+
+def _register() -> None:
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for name, (_, settings) in METHODS.items():
+        store.store(group="method", name=f"{name}_schema", node=settings)
+    for name, settings in DATA.items():
+        store.store(group="data", name=f"{name}_schema", node=settings)
+
+
+def compose_config(overrides: list[str]) -> Config:
+    """Compose the YAML groups with command-line overrides (Hydra's grammar) into a checked :class:`Config`.
+
+    Raises:
+        UserError: an unknown key (with the nearest known one), a value of another type, a bad combination.
+    """
+    _register()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = compose("config", overrides=overrides, return_hydra_config=True)
+        experiment = composed.hydra.runtime.choices.get("experiment")
+        OmegaConf.set_struct(composed, False)
+        composed.pop("hydra")
+        if composed.run_dir is None:
+            composed.run_dir = f"runs/{experiment}"
+        config: Config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from error
+        raise UserError(_explain(error, overrides)) from error
+    check(config)
+    return config
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    """Hydra's and OmegaConf's messages as one line with the nearest key that exists."""
+    text = str(error.__cause__ or error) if "Could not override" not in str(error) else str(error)
+    match = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)
+    if match:
+        key = match.group(1)
+        full = next((o.split("=")[0].lstrip("+~") for o in overrides if o.split("=")[0].endswith(key)), key)
+        known = _known_keys(overrides)
+        near = difflib.get_close_matches(full, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else "; see python train.py --help"
+        return f"there is no setting {full}{hint}"
+    option = re.search(r"(?:Could not find|In .*: Could not find) '([^']+)'", text)
+    if option:
+        group, _, name = option.group(1).partition("/")
+        choices = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
+        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"there is no {group}={name}{hint}; use {' or '.join(choices) or 'another group'}"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("object_type")]
+    return " ".join(lines)
+
+
+def _known_keys(overrides: list[str]) -> list[str]:
+    """Every dotted key under the groups that the overrides choose."""
+    groups = [o for o in overrides if re.match(r"(experiment|method|data)=\w+$", o)]
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = compose("config", overrides=groups)
+    except (HydraException, OmegaConfBaseException):
+        return []
+    keys: list[str] = []
+
+    def collect(node: DictConfig, prefix: str) -> None:
+        for key in node:
+            keys.append(f"{prefix}{key}")
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+                collect(child, f"{prefix}{key}.")
+
+    collect(composed, "")
+    return keys
+
+
+def check(config: Config) -> None:
+    """Bounds that types cannot say.
+
+    Raises:
+        UserError: naming the setting and a value that works.
+    """
+    for name, value, least in (
+        ("steps", config.steps, 1),
+        ("seed", config.seed, 0),
+        ("batch_size", config.batch_size, 1),
+        ("checkpoint.every", config.checkpoint.every, 0),
+        ("checkpoint.keep", config.checkpoint.keep, 0),
+        ("log.every", config.log.every, 1),
+        ("sample.every", config.sample.every, 0),
+        ("sample.prompts", config.sample.prompts, 1),
+        ("sample.report_clips", config.sample.report_clips, 0),
+        ("optim.max_skipped", config.optim.max_skipped, 1),
+    ):
+        if value < least:
+            raise UserError(f"{name}={value} must be at least {least}")
+    for name, value, choices in (
+        ("precision", config.precision, ("fp32", "bf16")),
+        ("device", config.device, ("auto", "cpu", "cuda")),
+        ("export.weights", config.export.weights, ("auto", "raw", "ema")),
+        ("export.dtype", config.export.dtype, ("fp32", "bf16")),
+        ("optim.student.schedule", config.optim.student.schedule, ("constant", "cosine")),
+        ("optim.fake.schedule", config.optim.fake.schedule, ("constant", "cosine")),
+    ):
+        if value not in choices:
+            raise UserError(f"{name}={value} is unknown; use {' or '.join(choices)}")
+    if config.export.weights == "ema" and not config.student.ema.enabled:
+        raise UserError("export.weights=ema needs student.ema.enabled=true")
+    for name, value in (("optim.student.betas", config.optim.student.betas), ("optim.fake.betas", config.optim.fake.betas)):
+        if len(value) != 2 or not all(0 <= b < 1 for b in value):
+            raise UserError(f"{name}={value} must be two numbers of at least 0 and below 1")
+    if config.optim.clip is not None and config.optim.clip <= 0:
+        raise UserError(f"optim.clip={config.optim.clip} must be above 0, or null for none")
+    decay = config.student.ema.decay
+    if decay is not None and not 0 <= decay < 1:
+        raise UserError(f"student.ema.decay={decay} must be at least 0 and below 1, or null for the power schedule")
+
+
+def micro_batch_size(config: Config, dp_size: int) -> int:
+    """Samples per data-parallel rank and forward.
+
+    Raises:
+        UserError: a batch that does not divide into them.
+    """
+    if config.batch_size % dp_size:
+        raise UserError(
+            f"batch_size={config.batch_size} is not a multiple of the {dp_size} data-parallel ranks;"
+            f" use batch_size={max(1, config.batch_size // dp_size) * dp_size}"
+        )
+    local = config.batch_size // dp_size
+    micro = config.micro_batch_size if config.micro_batch_size is not None else local
+    if micro < 1 or local % micro:
+        fitting = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
+        raise UserError(
+            f"micro_batch_size={micro} does not divide batch_size / data-parallel ranks ="
+            f" {config.batch_size} / {dp_size} = {local}; use {fitting}"
+        )
+    return micro

@@ -1,0 +1,136 @@
+"""Data sets: what they share, and how the settings choose one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_cp.errors import UserError
+
+
+class ClipDataset(Protocol):
+    """Short clips with captions, as latents and text embeddings."""
+
+    latent_shape: tuple[int, int, int, int]
+    """``(C, T, H, W)`` of one sample's latents."""
+    text_shape: tuple[int, int]
+    """``(L, D)`` of one caption's embedding."""
+    fps: float
+    """Frames per second of the decoded clips."""
+    null_text: Tensor
+    """Embedding of the negative prompt, fp32 ``(L, D)``."""
+    fingerprint: str
+    """Short hash of all that decides what item ``i`` is."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``{"latents": fp32 (C, T, H, W), "text": fp32 (L, D), "caption": str}``."""
+        ...
+
+    def captions(self) -> list[str]:
+        """The distinct captions, in a fixed order."""
+        ...
+
+    def embed(self, captions: list[str]) -> Tensor:
+        """fp32 ``(n, L, D)``; UserError for a caption that the data set does not know."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """``(n, C, T, H, W)`` to uint8 ``(n, T, H, W, 3)`` pixels."""
+        ...
+
+
+@dataclass(kw_only=True)
+class MovingShapesSettings:
+    """``data=moving_shapes``."""
+
+    name: str = "moving_shapes"
+    path: str | None = None
+    """Not used: the clips are rendered."""
+    encoders: str = "assets/quickstart_teacher"
+    """Folder with the word table ``words.safetensors``."""
+    cache: str | None = None
+    """Not used: nothing is encoded."""
+    num_frames: int = 6
+    """Frames of a clip."""
+    height: int = 16
+    """Pixels."""
+    width: int = 16
+    """Pixels."""
+    fps: float = 8.0
+    """Frames per second of the sample videos."""
+    negative_prompt: str = ""
+    """Caption of the unconditional branch of guidance."""
+    num_clips: int = 65536
+    """Clips in an epoch."""
+
+
+@dataclass(kw_only=True)
+class VideoFolderSettings:
+    """``data=video_folder``."""
+
+    name: str = "video_folder"
+    path: str | None = None
+    """Folder with mp4 files and ``metadata.csv`` (``file_name,caption``)."""
+    encoders: str | None = None
+    """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
+    cache: str | None = None
+    """Folder of the encoded latents; ``RUN_DIR/latents`` when not set."""
+    num_frames: int = 81
+    """Frames of a clip."""
+    height: int = 480
+    """Pixels, after resizing and cropping."""
+    width: int = 832
+    """Pixels, after resizing and cropping."""
+    fps: float = 16.0
+    """Frames per second at which clips are sampled."""
+    negative_prompt: str = ""
+    """Caption of the unconditional branch of guidance."""
+    max_text_tokens: int = 512
+    """Tokens of a caption; longer ones are cut, and that is logged."""
+
+
+def build_dataset(
+    settings: MovingShapesSettings | VideoFolderSettings, *, seed: int, device: torch.device, run_dir: Path
+) -> ClipDataset:
+    """The data set of ``settings.name``; called by all ranks (a video folder is encoded by all together).
+
+    Raises:
+        UserError: settings that do not fit, a folder without a usable clip.
+    """
+    if settings.name == "moving_shapes":
+        from distill.data.moving_shapes import MovingShapes
+
+        return MovingShapes(
+            encoders=settings.encoders,
+            num_frames=settings.num_frames,
+            height=settings.height,
+            width=settings.width,
+            fps=settings.fps,
+            negative_prompt=settings.negative_prompt,
+            num_clips=settings.num_clips,
+            seed=seed,
+        )
+    assert settings.name == "video_folder"
+    from distill.data.video_folder import VideoFolder
+
+    for key in ("path", "encoders"):
+        if getattr(settings, key) is None:
+            raise UserError(f"data.{key} is not set; data=video_folder needs a folder there")
+    return VideoFolder(
+        path=settings.path,
+        encoders=settings.encoders,
+        num_frames=settings.num_frames,
+        height=settings.height,
+        width=settings.width,
+        fps=settings.fps,
+        negative_prompt=settings.negative_prompt,
+        cache=settings.cache or str(run_dir / "latents"),
+        max_text_tokens=settings.max_text_tokens,
+        device=device,
+    )

@@ -1,0 +1,71 @@
+"""Which clip is at which position of which global batch: a function of seed, epoch and position alone.
+
+So the order is the same on every mesh, and a resumed run goes on by its position; nothing is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsdp_cp.rng import permutation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How a global batch is spread: micro-batches of ``micro`` samples on each of ``dp_size`` ranks."""
+
+    global_size: int
+    micro: int
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        assert self.global_size % (self.micro * self.dp_size) == 0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step."""
+        return self.global_size // (self.micro * self.dp_size)
+
+    def positions(self, micro_batch: int) -> list[int]:
+        """Positions in the global batch of this rank's ``micro_batch``-th micro-batch."""
+        first = (micro_batch * self.dp_size + self.dp_rank) * self.micro
+        return list(range(first, first + self.micro))
+
+
+@lru_cache(maxsize=2)
+def _epoch(seed: int, epoch: int, clips: int) -> list[int]:
+    return permutation(seed, "data/order", epoch, clips)
+
+
+def clip_at(seed: int, clips: int, position: int) -> int:
+    """Index of the clip at ``position`` of the endless stream of samples: each epoch is a permutation of its own."""
+    epoch, offset = divmod(position, clips)
+    return _epoch(seed, epoch, clips)[offset]
+
+
+class MicroBatchSampler:
+    """For ``DataLoader(batch_sampler=...)``: clip indices of this rank's micro-batches, from ``first_step`` on.
+
+    Args:
+        seed: the run's seed.
+        clips: length of the data set.
+        batching: this rank's share.
+        first_sample: how many samples of the stream were used before ``first_step``.
+        steps: how many steps to give.
+    """
+
+    def __init__(self, *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int):
+        self.seed, self.clips, self.batching = seed, clips, batching
+        self.first_sample, self.steps = first_sample, steps
+
+    def __len__(self) -> int:
+        return self.steps * self.batching.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.steps):
+            start = self.first_sample + step * self.batching.global_size
+            for micro_batch in range(self.batching.accumulation):
+                yield [clip_at(self.seed, self.clips, start + p) for p in self.batching.positions(micro_batch)]

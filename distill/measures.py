@@ -1,0 +1,274 @@
+"""What clips of `moving_shapes` look like, measured from their pixels alone.
+
+Two kinds of measures. *Caption accuracy*: an analytic detector reads colour and motion off each clip; a clip that is
+blurred, incoherent, or fits nothing is undecided, and undecided counts as wrong. *Distances*: the Wasserstein distance
+(scipy.stats.wasserstein_distance) between the distribution of an analytic feature over the clips and over held-out
+renders, in standard deviations of the renders' feature. Every measure comes with a standard error.
+
+Shapes: clips are uint8 (n, T, H, W, 3). Coverage (n, T, H, W) is the share of each pixel that the foreground covers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
+
+import numpy as np
+from scipy.ndimage import label, maximum_filter
+from scipy.stats import wasserstein_distance
+
+from distill.data.moving_shapes import BACKGROUND, BLINK_PERIOD, RGB, caption_parts
+from fsdp_cp.errors import UserError
+
+FEATURES = ("area", "compactness", "edge_sharpness", "displacement")
+HIGHER_IS_BETTER = {
+    "colour_accuracy": True,
+    "motion_accuracy": True,
+    **{f"distance/{name}": False for name in FEATURES},
+}
+"""The keys of ``measure``'s answer, in order, and which way is better."""
+
+# The detector's limits. Lengths in units of min(H, W) / 16, the scale that moving_shapes draws in.
+_MIN_AREA = 4.5  # of a visible shape; the smallest that is rendered covers 9
+_EMPTY_AREA = 1.5  # at most this many stray pixels in a frame that counts as empty
+_MIN_STEP = 0.8  # across the outline, over two pixels; renders: 0.95 or more; blurred by 0.7 pixels: at most 0.78
+_MIN_ROUNDNESS = 0.72  # renders: 0.78 or more; torn or scattered shapes less
+_MAX_STRAY = 0.1  # share of the foreground outside its largest piece
+_MAX_COLOUR_ERROR = 0.25  # distance in RGB (0 to 1) to the nearest colour; two colours differ by 0.4 or more
+_MIN_GROWTH = 1.2  # of the radius, first frame to last; renders: 2.1 to 4.3
+_MAX_RADIUS_RANGE = 0.6  # of a shape that keeps its size
+_MIN_DRIFT = 2.5  # first frame to last; renders: 4.5 to 7
+_MAX_WANDER = 1.0  # of the centre of a shape that stays where it is
+_MAX_MISFIT = 0.45  # of radius or centre, from a straight line in time
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A measured number and its standard error (same unit)."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Per frame, arrays (n, T) and centres (n, T, 2); NaN where a frame has no foreground."""
+
+    coverage: np.ndarray
+    mask: np.ndarray
+    area: np.ndarray
+    compactness: np.ndarray
+    sharpness: np.ndarray
+    step: np.ndarray
+    roundness: np.ndarray
+    centre: np.ndarray
+    unit: float
+
+
+def _check(clips: np.ndarray, what: str) -> np.ndarray:
+    clips = np.asarray(clips)
+    if clips.ndim != 5 or clips.shape[-1] != 3 or clips.dtype != np.uint8 or not len(clips):
+        raise UserError(f"{what} must be uint8 clips of shape (n, T, H, W, 3), not {clips.dtype} {clips.shape}")
+    return clips
+
+
+def coverage(clips: np.ndarray) -> np.ndarray:
+    """Foreground share of each pixel, (n, T, H, W) in [0, 1]: each colour has one channel at full brightness."""
+    brightest = clips.max(axis=-1) / 255.0
+    return np.clip((brightest - BACKGROUND) / (1 - BACKGROUND), 0.0, 1.0)
+
+
+def _geometry(clips: np.ndarray) -> _Geometry:
+    alpha = coverage(clips)
+    height, width = alpha.shape[2:]
+    unit = min(height, width) / 16.0
+    mask = alpha > 0.5
+    # Noise on the background would dominate sums over the whole frame: count the mask and its rim only.
+    soft = np.clip((alpha - 0.25) / 0.5, 0.0, 1.0) * maximum_filter(mask, size=(1, 1, 3, 3))
+    area = soft.sum(axis=(2, 3))
+    seen = mask.sum(axis=(2, 3)) >= _MIN_AREA * unit**2
+    padded = np.pad(soft, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    gx = (padded[:, :, 1:, 1:] - padded[:, :, 1:, :-1] + padded[:, :, :-1, 1:] - padded[:, :, :-1, :-1]) / 2
+    gy = (padded[:, :, 1:, 1:] - padded[:, :, :-1, 1:] + padded[:, :, 1:, :-1] - padded[:, :, :-1, :-1]) / 2
+    perimeter = np.sqrt(gx**2 + gy**2).sum(axis=(2, 3))
+    # Steps between neighbouring pixels, weighted by themselves: 1 for a step edge, about 1/k for a ramp over k pixels.
+    outer = np.pad(alpha, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    steps = [abs(np.diff(outer, axis=axis)).reshape(*alpha.shape[:2], -1) for axis in (2, 3)]
+    steps = np.concatenate(steps, axis=-1)
+    steps = np.where(steps > 0.15, steps, 0.0)
+    x, y = np.arange(width) + 0.5, np.arange(height) + 0.5
+    step = _step_over_two_pixels(alpha, mask)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        compactness = 4 * np.pi * area / perimeter**2
+        sharpness = (steps**2).sum(axis=-1) / steps.sum(axis=-1)
+        centre = np.stack([(soft * x).sum(axis=(2, 3)) / area, (soft * y[:, None]).sum(axis=(2, 3)) / area], axis=-1)
+        # Area against its second moment about its centre: 1 for a disc, 0.95 for a square, less for what is spread out.
+        spread = (x - centre[..., None, None, 0]) ** 2 + (y[:, None] - centre[..., None, None, 1]) ** 2 + 1 / 6
+        roundness = area**2 / (2 * np.pi * (soft * spread).sum(axis=(2, 3)))
+    for values in (compactness, sharpness, step, roundness, centre):
+        values[~seen] = np.nan
+    return _Geometry(alpha, mask, area, compactness, sharpness, step, roundness, centre, unit)
+
+
+def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """(n, T): the steepest rise and fall over two pixels of the rows and columns through the mask; their median.
+
+    1 for an anti-aliased outline wherever it falls between the pixels, which a step over one pixel is not.
+    """
+    found = []
+    for axis in (2, 3):
+        crossed = mask.any(axis=axis)
+        padding = [(0, 0)] * 4
+        padding[axis] = (2, 2)
+        lines = np.pad(alpha, padding)
+        change = np.take(lines, range(2, lines.shape[axis]), axis) - np.take(lines, range(lines.shape[axis] - 2), axis)
+        found += [np.where(crossed, change.max(axis=axis), np.nan), np.where(crossed, -change.min(axis=axis), np.nan)]
+    steps = np.concatenate(found, axis=-1)
+    steps[np.isnan(steps).all(axis=-1)] = 0.0  # an empty frame; the caller knows
+    return np.nanmedian(steps, axis=-1)
+
+
+def features(clips: np.ndarray) -> dict[str, np.ndarray]:
+    """Analytic features of uint8 clips (n, T, H, W, 3), each (n, k), NaN where a frame has no foreground to measure.
+
+    area: share of the frame that is foreground, (n, T).
+    compactness: 4 pi area / perimeter^2, (n, T); 1 for a disc, 0.79 for a square, less for torn or scattered shapes.
+    edge_sharpness: mean step between neighbouring pixels along the outline, (n, T); 1 for a hard edge.
+    displacement: distance that the centre moves from a frame to the next, in frame sides, (n, T - 1).
+
+    The last three are 0 for a clip in which they can be measured nowhere, so that it cannot drop out of the sample.
+    """
+    geometry = _geometry(_check(clips, "clips"))
+    height, width = geometry.coverage.shape[2:]
+    moved = np.diff(geometry.centre, axis=1) / min(height, width)
+    found = {
+        "area": geometry.area / (height * width),
+        "compactness": geometry.compactness,
+        "edge_sharpness": geometry.sharpness,
+        "displacement": np.sqrt((moved**2).sum(axis=-1)),
+    }
+    for values in found.values():
+        values[np.isnan(values).all(axis=1)] = 0.0
+    return found
+
+
+def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
+    """(colour, motion) of each of uint8 clips (n, T, H, W, 3); None where the detector cannot decide.
+
+    Both are None for a clip that is blurred or incoherent (torn apart, scattered) or empty.
+    """
+    clips = _check(clips, "clips")
+    geometry = _geometry(clips)
+    found = []
+    for i in range(len(clips)):
+        seen = ~np.isnan(geometry.sharpness[i])
+        if not _coherent(geometry, i, seen):
+            found.append((None, None))
+        else:
+            found.append((_colour(clips[i], geometry.coverage[i]), _motion(geometry, i, seen)))
+    return found
+
+
+def _coherent(geometry: _Geometry, i: int, seen: np.ndarray) -> bool:
+    if not seen.any():
+        return False
+    if geometry.step[i, seen].mean() < _MIN_STEP or geometry.roundness[i, seen].min() < _MIN_ROUNDNESS:
+        return False
+    for mask in geometry.mask[i, seen]:
+        pieces, count = label(mask)
+        sizes = np.bincount(pieces.ravel(), minlength=count + 1)[1:]
+        if sizes.max() < (1 - _MAX_STRAY) * sizes.sum():
+            return False
+    return True
+
+
+def _colour(clip: np.ndarray, alpha: np.ndarray) -> str | None:
+    inside = alpha > 0.8  # covered pixels only: the edge's are mixed with the background
+    if not inside.any():
+        return None
+    names = list(RGB)
+    errors = np.linalg.norm(np.array([RGB[name] for name in names]) - clip[inside].mean(axis=0) / 255.0, axis=1)
+    best = int(errors.argmin())
+    return names[best] if errors[best] <= _MAX_COLOUR_ERROR else None
+
+
+def _line_misfit(values: np.ndarray) -> float:
+    """Largest distance of (T,) or (T, 2) values from their straight line in time."""
+    time = np.linspace(-1.0, 1.0, len(values))
+    design = np.stack([np.ones_like(time), time], axis=1)
+    solution, *_ = np.linalg.lstsq(design, values, rcond=None)
+    return float(abs(values - design @ solution).max())
+
+
+def _motion(geometry: _Geometry, i: int, seen: np.ndarray) -> str | None:
+    centre, frames = geometry.centre[i] / geometry.unit, np.arange(len(seen))
+    radius = np.sqrt(geometry.area[i] / np.pi) / geometry.unit
+    still = np.ptp(centre[seen], axis=0).max() <= _MAX_WANDER
+    constant = np.ptp(radius[seen]) <= _MAX_RADIUS_RANGE
+    if not seen.all():
+        half = BLINK_PERIOD // 2
+        regular = any((((frames + phase) // half) % 2 == 0).tolist() == seen.tolist() for phase in range(BLINK_PERIOD))
+        empty = (geometry.mask[i, ~seen].sum(axis=(1, 2)) <= _EMPTY_AREA * geometry.unit**2).all()
+        return "blinking" if regular and empty and still and constant else None
+    if _line_misfit(radius) > _MAX_MISFIT or _line_misfit(centre) > _MAX_MISFIT:
+        return None
+    if still and abs(radius[-1] - radius[0]) >= _MIN_GROWTH:
+        return "growing" if radius[-1] > radius[0] else "shrinking"
+    if constant and np.linalg.norm(centre[-1] - centre[0]) >= _MIN_DRIFT:
+        return "drifting"
+    return None
+
+
+def _accuracy(right: Sequence[bool]) -> Measure:
+    n, share = len(right), float(np.mean(right))
+    # At 0 or 1 the plain binomial error is 0, and any difference would look infinitely significant: Agresti-Coull.
+    smoothed = (sum(right) + 2) / (n + 4)
+    return Measure(share, float(np.sqrt(smoothed * (1 - smoothed) / (n + 4))))
+
+
+def _distance(values: np.ndarray, reference: np.ndarray, resamples: int, seed: int) -> Measure:
+    target = reference[~np.isnan(reference)]
+    scale = max(float(target.std()), 1e-12)
+
+    def distance(rows: np.ndarray) -> float:
+        return float(wasserstein_distance(rows[~np.isnan(rows)], target)) / scale
+
+    rng = np.random.default_rng(seed)
+    drawn = [distance(values[rng.integers(len(values), size=len(values))]) for _ in range(resamples)]
+    return Measure(distance(values), float(np.std(drawn, ddof=1)))
+
+
+def measure(
+    clips: np.ndarray, captions: Sequence[str], reference: np.ndarray, *, resamples: int = 100, seed: int = 0
+) -> dict[str, Measure]:
+    """Measures uint8 clips (n, T, H, W, 3), asked for by n captions, against held-out renders (m, T, H, W, 3).
+
+    Accuracies are shares of clips (binomial standard error), distances are in standard deviations of the reference's
+    feature (standard error by a bootstrap over clips, ``resamples`` times, seeded). The captions of clips and of the
+    reference should be balanced alike. The keys are those of ``HIGHER_IS_BETTER``.
+
+    Raises UserError for arrays of other shapes, a caption that moving_shapes does not have, or counts that differ.
+    """
+    clips, reference = _check(clips, "clips"), _check(reference, "reference")
+    if len(captions) != len(clips):
+        raise UserError(f"{len(captions)} captions for {len(clips)} clips; give one caption per clip")
+    if clips.shape[1:] != reference.shape[1:]:
+        raise UserError(f"clips are {clips.shape[1:]}, the reference is {reference.shape[1:]}; render it alike")
+    asked = [caption_parts(caption) for caption in captions]
+    found = detect(clips)
+    result = {
+        "colour_accuracy": _accuracy([a[0] == f[0] for a, f in zip(asked, found, strict=True)]),
+        "motion_accuracy": _accuracy([a[2] == f[1] for a, f in zip(asked, found, strict=True)]),
+    }
+    ours, theirs = features(clips), features(reference)
+    for name in FEATURES:
+        result[f"distance/{name}"] = _distance(ours[name], theirs[name], resamples, seed)
+    return result
+
+
+def worse_by(a: Measure, b: Measure, key: str) -> float:
+    """By how many combined standard errors ``a`` is worse than ``b`` (negative: better) on the measure ``key``."""
+    difference = b.value - a.value if HIGHER_IS_BETTER[key] else a.value - b.value
+    error = hypot(a.standard_error, b.standard_error)
+    if error == 0.0:
+        return 0.0 if difference == 0.0 else float(np.copysign(np.inf, difference))
+    return difference / error

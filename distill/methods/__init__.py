@@ -1,0 +1,23 @@
+"""Distillation methods, one file each. A method never touches a process group, an optimizer or FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distill.methods.base import Batch, Loss, Method
+from distill.methods.dmd2 import Dmd2, Dmd2Settings
+from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
+from models.role import Role
+
+__all__ = ["METHODS", "Batch", "Loss", "Method", "build_method"]
+
+METHODS: dict[str, tuple[type[Method], type]] = {
+    "flow_matching": (FlowMatching, FlowMatchingSettings),
+    "dmd2": (Dmd2, Dmd2Settings),
+}
+
+
+def build_method(settings: FlowMatchingSettings | Dmd2Settings, roles: Mapping[str, Role]) -> Method:
+    """The method of ``settings.name`` over ``roles``."""
+    method, _ = METHODS[settings.name]
+    return method(settings, roles)

@@ -1,0 +1,86 @@
+"""``metrics.jsonl`` and, if asked for, Weights & Biases and TensorBoard. Rank 0 alone makes one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distill.config import LogSettings
+from fsdp_cp.errors import UserError
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the lines after ``step``, and a torn last line; a resumed run writes them again.
+
+    Args:
+        path: ``metrics.jsonl``; may be absent.
+        step: the checkpoint's step.
+    """
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] <= step:
+            kept.append(line)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.replace(path)
+
+
+class MetricsLog:
+    """Appends one JSON object per logged step, with its 1-based ``step``; non-finite numbers become null.
+
+    Args:
+        run_dir: the run's folder.
+        settings: ``log.*``.
+        config: the whole configuration, for the services that show it.
+
+    Raises:
+        UserError: a service whose package is not installed.
+    """
+
+    def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any]):
+        self._file = (run_dir / "metrics.jsonl").open("a")
+        self._wandb = self._tensorboard = None
+        if settings.wandb:
+            try:
+                import wandb
+            except ImportError as error:
+                raise UserError("log.wandb=true needs wandb; pip install 'fsdp-cp[wandb]'") from error
+            # A fixed id lets a resumed run continue its curves.
+            self._wandb = wandb.init(
+                project=settings.project, name=run_dir.name, id=run_dir.name, resume="allow", dir=run_dir, config=config
+            )
+        if settings.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UserError("log.tensorboard=true needs tensorboard; pip install 'fsdp-cp[tensorboard]'") from error
+            self._tensorboard = SummaryWriter(run_dir / "tensorboard")
+
+    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log ``metrics`` of the 1-based ``step``."""
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._tensorboard is not None:
+            self._tensorboard.close()

@@ -1,0 +1,290 @@
+"""The report of a distillation run: `report.html` and `report.json` in its folder, and a picture for a README.
+
+The page says first, in plain words computed from the numbers, whether the student beats the teacher at the same number
+of steps; then come the clips, the measures, the training curves and the facts of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from distill import charts
+from distill.measures import HIGHER_IS_BETTER, Measure, worse_by
+from distill.media import atomic_path, contact_sheet
+
+log = logging.getLogger(__name__)
+
+ROLE_COLOURS = {"heldout": "#8a94a0", "teacher": "#3f6fb5", "student": "#12805c"}
+
+COUNTS_FROM = 3.0
+"""A measure counts at n steps where the teacher there is worse than at its full steps by so many standard errors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReportRow:
+    """One line of the report: a way to make clips, what it made, and how that measures."""
+
+    name: str
+    """As shown: "teacher, 50 steps"."""
+    role: Literal["teacher", "student", "heldout"]
+    steps: int | None
+    """Sampling steps; None for held-out renders."""
+    measures: Mapping[str, Measure] | None
+    """By measure name; None for data sets without measures."""
+    clips: np.ndarray
+    """uint8 (n, T, H, W, 3); clip i belongs to caption i and noise i, in every row."""
+    evaluations: int
+    """Network evaluations that one clip takes (guidance evaluates twice a step); 0 for held-out renders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Student against teacher, at one number of steps and on one measure."""
+
+    steps: int
+    measure: str
+    full_steps: int
+    teacher_full: Measure
+    teacher: Measure
+    student: Measure
+    standard_errors_worse: float
+    """(teacher at n, worse than at full steps) / (standard error of that difference); negative where it is better."""
+    counts: bool
+    """The teacher loses something by taking so few steps, so there is something to win: at least `COUNTS_FROM`."""
+    student_better: bool
+    """The student's value is strictly better than the teacher's at the same number of steps."""
+    student_margin: float
+    """(student better than teacher at the same steps) / (standard error of that difference)."""
+    student_reaches_full: bool
+    """The student is better than the teacher at full steps, or less than `COUNTS_FROM` standard errors worse."""
+
+
+def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
+    """Compares each student row with the teacher row of the same number of steps, measure by measure.
+
+    The full-step teacher is the teacher row with the most steps.  Ordered by steps, then by measure as the rows have
+    them.  Empty without measures or without such pairs.  A value that is not finite never counts and never wins."""
+    teachers = {r.steps: r for r in rows if r.role == "teacher" and r.steps is not None}
+    students = {r.steps: r for r in rows if r.role == "student" and r.steps is not None}
+    full_steps = max(teachers, default=0)
+    found = []
+    for steps in sorted(students.keys() & teachers.keys() - {full_steps}):
+        columns = [teachers[full_steps].measures, teachers[steps].measures, students[steps].measures]
+        if None not in columns:
+            for measure in columns[0]:
+                if all(measure in column for column in columns):
+                    found.append(_compare(measure, steps, full_steps, *(column[measure] for column in columns)))
+    return found
+
+
+def _compare(name: str, steps: int, full_steps: int, full: Measure, teacher: Measure, student: Measure) -> Comparison:
+    worse = _worse_by(teacher, full, name)
+    margin = -_worse_by(student, teacher, name)
+    return Comparison(
+        steps=steps,
+        measure=name,
+        full_steps=full_steps,
+        teacher_full=full,
+        teacher=teacher,
+        student=student,
+        standard_errors_worse=worse,
+        counts=worse >= COUNTS_FROM,
+        student_better=margin > 0,
+        student_margin=margin,
+        student_reaches_full=_worse_by(student, full, name) < COUNTS_FROM,
+    )
+
+
+def _worse_by(a: Measure, b: Measure, name: str) -> float:
+    # An infinite or missing value would otherwise count as infinitely many standard errors.
+    return worse_by(a, b, name) if math.isfinite(a.value) and math.isfinite(b.value) else math.nan
+
+
+def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str:
+    """The first paragraph of the report: whether the student beats the teacher, in words, computed from the numbers."""
+    if all(row.measures is None for row in rows):
+        return "This data set has no measures of its own, so nothing is scored here: judge the clips below by eye."
+    if not comparisons:
+        return "Nothing to compare: no student and teacher were measured at the same number of steps."
+    full = f"{comparisons[0].full_steps}"
+    tried = sorted({c.steps for c in comparisons})
+    counted = [c for c in comparisons if c.counts]
+    if not counted:
+        head = f"Nothing to win here: at {_listed(tried)} step{'s' * (tried != [1])} the teacher is on no measure"
+        return f"{head} {COUNTS_FROM:g} standard errors worse than at {full}. {_cost(rows, comparisons)}".strip()
+    won = [c for c in counted if c.student_better]
+    clear = sum(c.student_margin >= COUNTS_FROM for c in won)
+    shares = []
+    for steps in tried:
+        here = [c for c in counted if c.steps == steps]
+        shares.append(f"{sum(c.student_better for c in here)} of {len(here)} at {_steps(steps)}")
+    sentences = [
+        f"At the same number of steps the student beats the teacher on {len(won)} of the {len(counted)} measures that"
+        f" count ({_listed(shares)}), on {clear} of them by {COUNTS_FROM:g} standard errors or more.",
+        f"A measure counts where the teacher with so few steps is at least {COUNTS_FROM:g} standard errors worse than"
+        f" with {full}.",
+    ]
+    lost = [f"{label(c.measure)} at {_steps(c.steps)}" for c in counted if not c.student_better]
+    sentences += [f"The student does not beat it on {_listed(lost)}."] if lost else []
+    return " ".join([*sentences, _cost(rows, comparisons)]).strip()
+
+
+def _cost(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str:
+    """What the best student costs next to the full teacher, and how close it comes."""
+    steps = max(c.steps for c in comparisons)
+    full_steps = comparisons[0].full_steps
+    student = next(r for r in rows if r.role == "student" and r.steps == steps)
+    teacher = next(r for r in rows if r.role == "teacher" and r.steps == full_steps)
+    here = [c for c in comparisons if c.steps == steps]
+    near = sum(c.student_reaches_full for c in here)
+    return (
+        f"With {_steps(steps)} the student takes {_evaluations(student.evaluations)} a clip where the teacher with"
+        f" {full_steps} takes {teacher.evaluations}, and on {near} of {len(here)} measures it is better than that"
+        f" teacher or less than {COUNTS_FROM:g} standard errors worse."
+    )
+
+
+def write_report(
+    run_dir: str | os.PathLike[str],
+    *,
+    title: str,
+    rows: Sequence[ReportRow],
+    reference: ReportRow,
+    captions: Sequence[str],
+    config_summary: Mapping[str, Any],
+    fps: float = 8.0,
+) -> None:
+    """Writes `report.html` and `report.json` into `run_dir`, from the rows and the run's own `metrics.jsonl`.
+
+    `rows`: teacher and student rows, in any order.  `reference`: held-out renders (role "heldout") of the same captions;
+    its measures are the noise floor.  `captions`: of the clips, in their order.  `config_summary`: the facts of the run
+    (mesh, steps, seconds, versions, peak memory), shown in their order; a value whose key ends in "command" is shown as
+    code, a nested mapping as a list.  `fps`: of the looping clips.
+    The page is one file that loads nothing from elsewhere.  Raises ValueError for rows that do not fit together."""
+    from distill.report_page import page  # lazily: it loads matplotlib
+
+    ordered = in_order([reference, *rows])
+    _check(ordered, captions)
+    run_dir = Path(run_dir)
+    comparisons = student_beats_teacher(ordered)
+    records, unreadable = charts.read_metrics(run_dir / "metrics.jsonl")
+    data = {
+        "version": 1,
+        "title": title,
+        "verdict": verdict(ordered, comparisons),
+        "rows": [_row_json(row) for row in ordered],
+        "comparisons": [asdict(c) for c in comparisons],
+        "captions": list(captions),
+        "run": dict(config_summary),
+        "metrics": {"records": len(records), "unreadable_lines": unreadable},
+    }
+    text = json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    with atomic_path(run_dir / "report.json") as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    # The page is made from what was written, so that the two cannot differ.
+    html = page(json.loads(text), rows=ordered, records=records, fps=fps)
+    with atomic_path(run_dir / "report.html") as temporary:
+        temporary.write_text(html, encoding="utf-8")
+    log.info("report: %s", run_dir / "report.html")
+
+
+def report_picture(
+    path: str | os.PathLike[str],
+    rows: Sequence[ReportRow],
+    captions: Sequence[str],
+    *,
+    title: str = "",
+    clips: int = 3,
+    frames: int = 6,
+    width: int = 1500,
+) -> Image.Image:
+    """A PNG for a README: one labelled row per model (full teacher first, student last), one column per caption.
+
+    Shows the first `clips` captions and at most `frames` frames of each clip; `width` in pixels, about."""
+    ordered = in_order(rows)
+    _check(ordered, captions)
+    return contact_sheet(
+        path,
+        [(row.name, row.clips[:clips]) for row in ordered],
+        captions=captions[:clips],
+        notes=[_evaluations(row.evaluations) if row.evaluations else "" for row in ordered],
+        colours=[ROLE_COLOURS[row.role] for row in ordered],
+        title=title,
+        frames=frames,
+        width=width,
+    )
+
+
+def in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
+    """Held-out renders, then the teacher, then the student, each from many steps to few."""
+    roles = list(ROLE_COLOURS)
+    return sorted(rows, key=lambda row: (roles.index(row.role), -(row.steps or 0)))
+
+
+def _check(rows: Sequence[ReportRow], captions: Sequence[str]) -> None:
+    if not captions:
+        raise ValueError("a report needs at least one caption")
+    for row in rows:
+        if row.role not in ROLE_COLOURS:
+            raise ValueError(f"row {row.name!r}: role={row.role!r}; use one of {', '.join(ROLE_COLOURS)}")
+        if len(row.clips) < len(captions):
+            raise ValueError(f"row {row.name!r} has {len(row.clips)} clips for {len(captions)} captions")
+        unknown = set(row.measures or ()) - set(HIGHER_IS_BETTER)
+        if unknown:
+            raise ValueError(f"row {row.name!r} has measures without a direction: {', '.join(sorted(unknown))}")
+
+
+def _row_json(row: ReportRow) -> dict[str, Any]:
+    measures = None if row.measures is None else {
+        name: {**asdict(m), "higher_is_better": HIGHER_IS_BETTER[name]} for name, m in row.measures.items()
+    }  # fmt: skip
+    return {
+        "name": row.name,
+        "role": row.role,
+        "steps": row.steps,
+        "evaluations": row.evaluations,
+        "measures": measures,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can say it: what is not finite becomes null, what is no number, text, list or mapping becomes text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def label(measure: str) -> str:
+    """A measure's name in words: "distance/edge_sharpness" is "edge sharpness distance"."""
+    group, _, name = measure.rpartition("/")
+    return f"{name} {group}".strip().replace("_", " ")
+
+
+def _listed(items: Sequence[object]) -> str:
+    """As in a sentence: "a", "a and b", "a, b and c"."""
+    words = [str(item) for item in items]
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def _evaluations(count: int) -> str:
+    return f"{count} network evaluation{'s' * (count != 1)}"

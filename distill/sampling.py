@@ -1,0 +1,61 @@
+"""Clips from a role: the same captions and noise give the same clips on every mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distill.data import ClipDataset
+from distill.methods import Method
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import gather_samples
+from fsdp_cp.rng import StepRandom
+
+
+def sample_captions(data: ClipDataset, count: int) -> list[str]:
+    """``count`` captions, spread evenly over those of the data set (balanced when it is a multiple of them)."""
+    captions = data.captions()
+    return [captions[(i * len(captions) // min(count, len(captions))) % len(captions)] for i in range(count)]
+
+
+@torch.no_grad()
+def generate(
+    method: Method,
+    role: str,
+    *,
+    steps: int,
+    captions: list[str],
+    data: ClipDataset,
+    mesh: Mesh,
+    device: torch.device,
+    seed: int,
+    batch: int,
+) -> Tensor:
+    """Latents ``(n, C, T, H, W)`` of ``n`` captions, on every rank. Called by all ranks.
+
+    Args:
+        method: knows the sampler that fits the role.
+        role: ``teacher``, ``student`` or ``fake``.
+        steps: sampling steps.
+        captions: one per clip.
+        data: embeds the captions.
+        mesh: clips are spread over ``mesh.dp``.
+        device: this rank's device.
+        seed: of the noise; clip ``i`` starts from the same noise for every role and number of steps.
+        batch: clips per forward on a rank.
+    """
+    # Every rank must run as many forwards as the others: the last positions are filled up by repeating captions.
+    chunk = batch * mesh.dp_size
+    padded = -(-len(captions) // chunk) * chunk
+    text = data.embed([captions[i % len(captions)] for i in range(padded)]).to(device)
+    null_text = data.null_text.to(device)
+    clips = []
+    for start in range(0, padded, chunk):
+        first = start + mesh.dp_rank * batch
+        positions = range(first, first + batch)
+        random = StepRandom(seed=seed, step=0, positions=positions, device=device)
+        noise = random.normal("sample/noise", data.latent_shape)
+        mine = text[first : first + batch]
+        latents = method.generate(role, noise, mine, null_text.expand_as(mine), steps, random)
+        clips.append(gather_samples(latents, mesh.dp))
+    return torch.cat(clips)[: len(captions)]

@@ -1,0 +1,97 @@
+"""Everything that can be refused before a process group, data or a network exists; and the run's folder."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distill.config import Config, micro_batch_size
+from distill.methods import METHODS, Method
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank, world_size
+from fsdp_cp.mesh import resolve_mesh
+from fsdp_cp.reduce import barrier
+from models.load import RolePlan, plan_role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A configuration that fits the world and its checkpoints."""
+
+    run_dir: Path
+    method: type[Method]
+    roles: list[RolePlan]
+    heads: int
+    """Greatest common divisor of the heads of all roles, which share the mesh."""
+    mesh_settings: dict[str, Any]
+    micro: int
+    """Samples per data-parallel rank and forward."""
+
+
+def plan_run(config: Config) -> RunPlan:
+    """Check ``config`` against the world and the files it names.
+
+    Raises:
+        UserError: whatever does not fit, in one line.
+    """
+    method, _ = METHODS[config.method.name]
+    roles = [
+        plan_role(
+            name,
+            checkpoint=settings.checkpoint,
+            architecture=settings.architecture,
+            family=settings.family,
+            activation_checkpointing=settings.activation_checkpointing,
+            strategy=settings.strategy,
+        )
+        for name, settings in ((name, getattr(config, name)) for name in method.required_roles)
+    ]
+    patches = {tuple(role.config["patch_size"]) for role in roles}
+    if len(patches) > 1:
+        raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
+    heads = math.gcd(*(role.family.heads(role.config) for role in roles))
+    mesh_settings = asdict(config.mesh)
+    shape = resolve_mesh(world_size=world_size(), heads=heads, **mesh_settings)
+    return RunPlan(
+        run_dir=Path(config.run_dir),
+        method=method,
+        roles=roles,
+        heads=heads,
+        mesh_settings=mesh_settings,
+        micro=micro_batch_size(config, shape.dp),
+    )
+
+
+def prepare_run_dir(config: Config, run_dir: Path) -> None:
+    """Make the run's folder and write ``config.yaml``; with ``resume=never``, move an earlier run's output aside.
+
+    Called by all ranks, on a file system that they share; rank 0 writes.
+    """
+    if rank() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if config.checkpoint.resume == "never":
+            _move_aside(run_dir)
+        OmegaConf.save(OmegaConf.create(asdict(config)), run_dir / "config.yaml")
+    barrier()
+
+
+def _move_aside(run_dir: Path) -> None:
+    """Nothing is deleted: an earlier run's files go to ``previous/N/``. The latent cache stays, it is keyed."""
+    names = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "export", "report.html", "report.json", "report.png")
+    found = [run_dir / name for name in names if (run_dir / name).exists()]
+    if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "checkpoints").exists():
+        return
+    previous = run_dir / "previous"
+    number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
+    target = previous / str(number)
+    target.mkdir(parents=True)
+    for path in found:
+        path.rename(target / path.name)
+    log.info("checkpoint.resume=never: moved the earlier run's files to %s", target)

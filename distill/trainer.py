@@ -1,0 +1,313 @@
+"""The training loop: accumulation, clipping, optimizers, EMA, schedules, metrics, checkpoints and exact resume."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from distill.config import Config
+from distill.data import ClipDataset
+from distill.data.order import Batching, MicroBatchSampler
+from distill.evaluate import Evaluator
+from distill.methods import Batch, Method
+from distill.metrics import MetricsLog, cut_back
+from distill.optimizers import RoleOptimizer, learning_rate
+from fsdp_cp import checkpoint
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank, world_size
+from fsdp_cp.memory import peak_flops, peak_gib
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.microbatch import microbatch
+from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads
+from fsdp_cp.rng import StepRandom
+from models.ema import Ema
+from models.export import export_weights
+from models.role import Role
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Runs ``config.steps`` optimizer steps, of whichever role the method says, on full latents.
+
+    Args:
+        config: the checked configuration.
+        mesh: the mesh.
+        device: this rank's device.
+        data: the clips.
+        method: yields the losses.
+        micro: samples per data-parallel rank and forward.
+        run_dir: the run's folder.
+        resume_from: the checkpoint to go on from, or ``None``.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        data: ClipDataset,
+        method: Method,
+        micro: int,
+        run_dir: Path,
+        resume_from: Path | None,
+    ):
+        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
+        self.run_dir = run_dir
+        self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
+        self.optimizers = {name: RoleOptimizer(role, getattr(config.optim, name)) for name, role in self.roles.items()}
+        ema = config.student.ema
+        self.ema = Ema(self.roles["student"], decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
+        self.batching = Batching(
+            global_size=config.batch_size, micro=micro, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+        )
+        self.null_text = data.null_text.to(device)
+        self.step = 0
+        self.samples = 0
+        self.updates = dict.fromkeys(self.roles, 0)
+        self.skipped = dict.fromkeys(self.roles, 0)
+        self.skipped_in_a_row = 0
+        self.seconds = 0.0
+        self.planned_updates = {
+            name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
+        }
+        self.evaluator = Evaluator(
+            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro
+        )
+        if resume_from is not None:
+            self._restore(resume_from)
+
+    def run(self) -> None:
+        """Train, then export the student and write samples and the report."""
+        self._announce()
+        metrics_log = None
+        if rank() == 0:
+            cut_back(self.run_dir / "metrics.jsonl", self.step)
+            metrics_log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
+        progress = tqdm(total=self.config.steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05)
+        first, started = self.step, time.perf_counter()
+        for micro_batches in self._steps_of_data():
+            metrics = self._train_step(micro_batches)
+            progress.update()
+            if self.step % self.config.log.every == 0 or self.step == self.config.steps:
+                metrics["memory/peak_gib"] = self._peak_memory()
+                if metrics_log is not None:
+                    metrics_log.write(self.step, metrics)
+                    progress.set_postfix({k: f"{v:.4f}" for k, v in metrics.items() if k.endswith("/loss")})
+            if self.step == first + 20 and rank() == 0:
+                left = (time.perf_counter() - started) / 20 * (self.config.steps - self.step)
+                log.info("about %.1f minutes of training left", left / 60)
+            every = self.config.checkpoint.every
+            if (every and self.step % every == 0) or self.step == self.config.steps:
+                self._save()
+            every = self.config.sample.every
+            if every and self.step % every == 0 and self.step < self.config.steps:
+                self._sample(with_teacher=False)
+        progress.close()
+        if metrics_log is not None:
+            metrics_log.close()
+        self._finish()
+
+    def _steps_of_data(self):
+        """The micro-batches of each remaining step, in turn."""
+        sampler = MicroBatchSampler(
+            seed=self.config.seed,
+            clips=len(self.data),
+            batching=self.batching,
+            first_sample=self.samples,
+            steps=self.config.steps - self.step,
+        )
+        micro_batches = iter(DataLoader(self.data, batch_sampler=sampler, pin_memory=self.device.type == "cuda"))
+        for _ in range(self.config.steps - self.step):
+            yield [self._to_batch(next(micro_batches)) for _ in range(self.batching.accumulation)]
+
+    def _to_batch(self, items: dict[str, Any]) -> Batch:
+        return Batch(
+            latents=items["latents"].to(self.device, non_blocking=True),
+            text=items["text"].to(self.device, non_blocking=True),
+            null_text=self.null_text,
+        )
+
+    def _train_step(self, micro_batches: list[Batch]) -> dict[str, float | None]:
+        """One update of the role whose turn it is; returns its metrics, equal on all ranks."""
+        started = time.perf_counter()
+        name = self.method.trained_role(self.step)
+        role = self.roles[name]
+        total, losses = self._accumulate_gradients(role, micro_batches)
+        norm = grad_norm(role.parameters())
+        lr = learning_rate(getattr(self.config.optim, name), self.updates[name], self.planned_updates[name])
+        self._update(name, norm, lr)
+        # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
+        names = sorted(losses)
+        flops = float(sum(r.flops for r in self.method.roles.values()))
+        reduced = all_reduce_scalars([total, flops, *(losses[n] for n in names)], self.mesh.dp)
+        for r in self.method.roles.values():
+            r.flops = 0
+        seconds = time.perf_counter() - started
+        self.step += 1
+        self.samples += self.config.batch_size
+        self.seconds += seconds
+        peak = peak_flops(self.device)
+        metrics: dict[str, float | None] = {
+            f"{name}/loss": reduced[0],
+            f"{name}/grad_norm": norm,
+            f"{name}/lr": lr,
+            f"{name}/skipped": float(self.skipped[name]),
+            "perf/seconds_per_step": seconds,
+            "perf/tokens_per_second": role.tokens * self.config.batch_size / seconds,
+            "perf/mfu": None if peak is None else reduced[1] / seconds / (peak * world_size()),
+        }
+        if len(names) > 1:
+            metrics |= {f"{name}/{n}": value for n, value in zip(names, reduced[2:], strict=True)}
+        return metrics
+
+    def _accumulate_gradients(self, role: Role, micro_batches: list[Batch]) -> tuple[float, dict[str, float]]:
+        """Backward of every loss of every micro-batch; returns this rank's share of the total and of each loss."""
+        share = self.batching.micro / self.config.batch_size
+        sums: dict[str, torch.Tensor] = {}
+        weights: dict[str, float] = {}
+        first = True
+        for i, batch in enumerate(micro_batches):
+            random = StepRandom(
+                seed=self.config.seed, step=self.step, positions=self.batching.positions(i), device=self.device
+            )
+            # The closures do the work: listing the losses, to know which backward is the last, runs nothing early.
+            for loss, following in pairwise([*self.method.losses(self.step, batch, random), None]):
+                is_last = i == len(micro_batches) - 1 and following is None
+                with microbatch(role.network, is_first=first, is_last=is_last):
+                    value = loss.closure()
+                    (loss.weight * share * value).backward()
+                first = False
+                weights[loss.name] = loss.weight
+                sums[loss.name] = sums.get(loss.name, 0.0) + share * value.detach().double()
+        losses = {name: float(value) for name, value in sums.items()}
+        return sum(weights[name] * value for name, value in losses.items()), losses
+
+    def _update(self, name: str, norm: float, lr: float) -> None:
+        """Clip and step, or skip the update where the norm, which all ranks agree on, is not finite."""
+        optimizer = self.optimizers[name]
+        if not math.isfinite(norm):
+            optimizer.clear_gradients()
+            self.skipped[name] += 1
+            self.skipped_in_a_row += 1
+            if rank() == 0:
+                log.warning("step %d: the gradient norm of %s is %s; update skipped", self.step + 1, name, norm)
+            if self.skipped_in_a_row >= self.config.optim.max_skipped:
+                raise RuntimeError(
+                    f"{self.skipped_in_a_row} updates in a row had a non-finite gradient (optim.max_skipped);"
+                    f" stopped at step {self.step + 1}; lower optim.{name}.lr or resume from an earlier checkpoint"
+                )
+            return
+        self.skipped_in_a_row = 0
+        clip = self.config.optim.clip
+        if clip is not None and norm > clip:
+            scale_grads(self.roles[name].parameters(), clip / norm)
+        optimizer.step(lr)
+        if name == "student" and self.ema is not None:
+            self.ema.update(self.updates[name])
+        self.updates[name] += 1
+
+    def _peak_memory(self) -> float:
+        return all_reduce_scalars([peak_gib(self.device)], self.mesh.world, dist.ReduceOp.MAX)[0]
+
+    def _tensors(self) -> dict[str, Any]:
+        """Everything that trains, by role; the teacher is not among it, since it does not change."""
+        tensors: dict[str, Any] = {
+            name: {"weights": role.weights(), "adamw": self.optimizers[name].state()} for name, role in self.roles.items()
+        }
+        if self.ema is not None:
+            tensors["student"]["ema"] = self.ema.weights
+        return tensors
+
+    def _numbers(self) -> dict[str, Any]:
+        """Plain state. Random streams are functions of seed, step and position, so these restore them too."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "seed": self.config.seed,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "seconds": self.seconds,
+            "method": self.method.settings.name,
+            "data": self.data.fingerprint,
+            "configs": {name: role.config for name, role in self.roles.items()},
+        }
+
+    def _save(self) -> None:
+        folder = self.run_dir / "checkpoints"
+        checkpoint.save(folder, self.step, self._tensors(), self._numbers(), self.config.checkpoint.keep)
+
+    def _restore(self, folder: Path) -> None:
+        numbers, mine = checkpoint.read_numbers(folder), self._numbers()
+        for key, setting in (("seed", "seed"), ("method", "method"), ("data", "data.*")):
+            if numbers[key] != mine[key]:
+                raise UserError(
+                    f"checkpoint.resume: {folder} was made with other {setting} ({numbers[key]}, now {mine[key]});"
+                    " use the same settings, another run_dir, or checkpoint.resume=never"
+                )
+        checkpoint.load(folder, self._tensors())
+        self.step, self.samples, self.seconds = numbers["step"], numbers["samples"], numbers["seconds"]
+        self.updates, self.skipped = dict(numbers["updates"]), dict(numbers["skipped"])
+        self.skipped_in_a_row = numbers["skipped_in_a_row"]
+        if rank() == 0:
+            log.info("resumed from step %d (%s)", self.step, folder)
+
+    def _announce(self) -> None:
+        if rank() != 0:
+            return
+        for name, role in self.method.roles.items():
+            count = sum(p.numel() for p in role.parameters())
+            log.info("%s: %s parameters, %s", name, f"{count:,}", "trained" if role.trainable else "frozen")
+        tokens = next(iter(self.roles.values())).tokens
+        log.info("mesh: %s; %d tokens a sample, %d on each rank", self.mesh.shape, tokens, tokens // self.mesh.cp_size)
+        log.info(
+            "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
+            self.config.batch_size,
+            self.batching.accumulation,
+            self.batching.micro,
+            self.mesh.dp_size,
+            self.config.steps,
+            len(self.data),
+            self.run_dir,
+        )
+
+    def _sample(self, *, with_teacher: bool) -> None:
+        if self.ema is None:
+            self.evaluator.write_samples(self.step, with_teacher=with_teacher)
+            return
+        with self.ema.swapped_in():
+            self.evaluator.write_samples(self.step, with_teacher=with_teacher)
+
+    def _finish(self) -> None:
+        """Export, samples and report, with the averaged student where there is one."""
+        use_ema = self.ema is not None and self.config.export.weights != "raw"
+        weights = self.ema.weights if use_ema else self.roles["student"].weights()
+        dtype = torch.bfloat16 if self.config.export.dtype == "bf16" else torch.float32
+        export_weights(self.run_dir / "export" / "student", weights, self.roles["student"].config, dtype=dtype)
+        self._sample(with_teacher=True)
+        if self.config.sample.report_clips:
+            memory = self._peak_memory()
+            facts = {
+                "steps": self.step,
+                "minutes of training": round(self.seconds / 60, 2),
+                "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
+                "peak memory per rank, GiB": round(memory, 3),
+            }
+            if self.ema is None:
+                self.evaluator.write_report(facts)
+            else:
+                with self.ema.swapped_in():
+                    self.evaluator.write_report(facts)
+        barrier()

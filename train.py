@@ -1,0 +1,77 @@
+"""Distil a video diffusion transformer: ``torchrun --nproc-per-node N train.py experiment=NAME key=value ...``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import local_rank, rank
+
+
+def run(overrides: list[str]) -> None:
+    """Compose the settings, check them, build mesh, data and roles, and train."""
+    from distill.config import compose_config
+    from distill.setup import plan_run, prepare_run_dir
+
+    config = compose_config(overrides)
+    plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
+
+    from distill.data import build_dataset
+    from distill.methods import build_method
+    from distill.trainer import Trainer
+    from fsdp_cp.checkpoint import find_resume
+    from fsdp_cp.launch import choose_device, process_group
+    from fsdp_cp.mesh import build_mesh
+    from models.load import build_role
+
+    device = choose_device(config.device)
+    with process_group(device):
+        resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
+        mesh = build_mesh(**plan.mesh_settings, heads=plan.heads, device_type=device.type)
+        prepare_run_dir(config, plan.run_dir)
+        data = build_dataset(config.data, seed=config.seed, device=device, run_dir=plan.run_dir)
+        roles = {
+            role.name: build_role(
+                role,
+                mesh=mesh,
+                device=device,
+                precision=config.precision,
+                trainable=role.name in plan.method.trained_roles,
+                latent_shape=data.latent_shape,
+                text_shape=data.text_shape,
+                seed=config.seed,
+            )
+            for role in plan.roles
+        }
+        Trainer(
+            config=config,
+            mesh=mesh,
+            device=device,
+            data=data,
+            method=build_method(config.method, roles),
+            micro=plan.micro,
+            run_dir=plan.run_dir,
+            resume_from=resume_from,
+        ).run()
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0, or 2 with one line for a user's mistake."""
+    if {"-h", "--help"} & set(arguments):
+        from distill.config import usage
+
+        print(usage())
+        return 0
+    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    try:
+        run(arguments)
+    except UserError as error:
+        if local_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
