@@ -108,7 +108,8 @@ def unrecorded_forward(model: nn.Module) -> Iterator[None]:
     gather a block too many. What was noted inside this context is dropped on leaving it. The lists are private
     (``FSDPParamGroup._post_forward_indices``, ``FSDPCommContext.post_forward_order``; torch 2.11 to 2.13).
     """
-    recorded = len(model._get_fsdp_state()._comm_ctx.post_forward_order)
+    # Before the first forward of all the list does not exist.
+    recorded = len(getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
     try:
         yield
     finally:

@@ -116,7 +116,7 @@ def build_role(
             network = plan.family.build(plan.config, setting)
         network.to(device)
     if precision == "fp64":
-        network.to(torch.float64)
+        torch.nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
     network.requires_grad_(trainable)
     plan.family.parallelize(network, mesh)
     shard_module(

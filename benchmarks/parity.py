@@ -1,0 +1,314 @@
+"""Is the run the same run on every mesh? ``python -m benchmarks.parity`` prints how far each mesh is off.
+
+The real trainer runs DMD2 (one fake update per student update) on a tiny Wan, on each mesh. The oracle shares only
+the method's formulas with it: plain diffusers networks in one process, ``torch.optim.AdamW``,
+``torch.nn.utils.clip_grad_norm_``; no mesh, no sharding, no trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from distill.config import Config, OptimizerSettings, OptimSettings
+from distill.data.order import clip_at
+from distill.methods import Batch, build_method
+from distill.methods.dmd2 import Dmd2Settings
+from distill.trainer import Trainer
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.rng import StepRandom
+from models.load import build_role, plan_role
+from models.role import Role
+from models.wan import Wan
+
+ARCHITECTURE = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 10,
+    "freq_dim": 16,
+    "ffn_dim": 64,
+    "num_layers": 3,
+    "cross_attn_norm": True,
+    "rope_max_seq_len": 32,
+}
+LATENT_SHAPE = (4, 3, 8, 8)  # 48 tokens
+TEXT_SHAPE = (5, 10)
+BATCH = 4
+MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One run: mesh sizes, precision and so on. ``dp_shard x cp x dp_replicate`` ranks."""
+
+    dp_shard: int = 1
+    cp: int = 1
+    dp_replicate: int = 1
+    steps: int = 6
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    micro_batch_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_shard * self.cp * self.dp_replicate
+
+
+@dataclass
+class Trace:
+    """What a run did, step by step."""
+
+    roles: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    """Full gradients before clipping, by parameter name."""
+    weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """Full weights of each trained role at the end."""
+
+
+class RandomClips:
+    """An in-memory data set of random latents and text embeddings."""
+
+    latent_shape, text_shape, fps, fingerprint = LATENT_SHAPE, TEXT_SHAPE, 8.0, "random"
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.latents = torch.randn(32, *LATENT_SHAPE, generator=generator)
+        self.text = torch.randn(32, *TEXT_SHAPE, generator=generator)
+        self.null_text = torch.randn(*TEXT_SHAPE, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"latents": self.latents[index], "text": self.text[index], "caption": str(index)}
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Random teacher, student and fake networks in diffusers layout; three different ones."""
+    for seed, name in enumerate(("teacher", "student", "fake")):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = WanTransformer3DModel(**ARCHITECTURE)
+            # diffusers' initialisation leaves biases at 0, which would hide errors in their gradients.
+            for parameter in network.parameters():
+                parameter.data += 0.05 * torch.randn_like(parameter)
+        network.save_pretrained(folder / name)
+
+
+def _config(setup: Setup, folder: Path) -> Config:
+    settings = OptimizerSettings(lr=1e-4, betas=[0.0, 0.99], weight_decay=0.01)
+    config = Config(
+        steps=setup.steps,
+        batch_size=BATCH,
+        seed=3,
+        run_dir=str(folder / "run"),
+        method=Dmd2Settings(fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0),
+        optim=OptimSettings(student=settings, fake=settings, clip=0.5),
+        data=None,
+    )
+    return config
+
+
+class _RecordingTrainer(Trainer):
+    """The trainer, which notes full gradients as they are before clipping."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.trace = Trace()
+
+    def _update(self, name: str, norm: float, lr: float) -> None:
+        named = self.roles[name].network.named_parameters()
+        self.trace.gradients.append({n: p.grad.full_tensor().clone() for n, p in named if p.grad is not None})
+        super()._update(name, norm, lr)
+
+    def record(self) -> Trace:
+        """Run all steps; nothing is written."""
+        for micro_batches in self._steps_of_data():
+            name = self.method.trained_role(self.step)
+            metrics = self._train_step(micro_batches)
+            self.trace.roles.append(name)
+            self.trace.losses.append(metrics[f"{name}/loss"])
+            self.trace.norms.append(metrics[f"{name}/grad_norm"])
+        for name, role in self.roles.items():
+            self.trace.weights[name] = {n: w.full_tensor().clone() for n, w in role.weights().items()}
+        return self.trace
+
+
+def sharded_trace(setup: Setup, folder: Path) -> Trace:
+    """The project's trainer on this process group's ranks."""
+    mesh = build_mesh(dp_replicate=setup.dp_replicate, dp_shard=setup.dp_shard, cp=setup.cp, heads=4)
+    device = torch.device("cpu")
+    roles = {}
+    for name in ("teacher", "student", "fake"):
+        plan = plan_role(name, checkpoint=str(folder / name), activation_checkpointing=setup.activation_checkpointing)
+        roles[name] = build_role(
+            plan,
+            mesh=mesh,
+            device=device,
+            precision=setup.precision,
+            trainable=name != "teacher",
+            latent_shape=LATENT_SHAPE,
+            text_shape=TEXT_SHAPE,
+        )
+    config = _config(setup, folder)
+    data = RandomClips()
+    if setup.precision == "fp64":
+        data.latents, data.text, data.null_text = data.latents.double(), data.text.double(), data.null_text.double()
+    trainer = _RecordingTrainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro=setup.micro_batch_size,
+        run_dir=folder / "run",
+        resume_from=None,
+    )
+    return trainer.record()
+
+
+class _PlainRole(Role):
+    """A diffusers network called directly."""
+
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        return self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text).sample
+
+
+def oracle_trace(setup: Setup, folder: Path) -> Trace:
+    """The same steps with plain networks, one process, the whole batch at once."""
+    dtype = torch.float64 if setup.precision == "fp64" else torch.float32
+    roles = {}
+    for name in ("teacher", "student", "fake"):
+        network = WanTransformer3DModel.from_pretrained(folder / name).requires_grad_(name != "teacher")
+        torch.nn.Module.to(network, dtype)
+        roles[name] = _PlainRole(
+            name=name, family=Wan, config={}, network=network, trainable=name != "teacher", precision="fp32",
+            tokens=0, text_tokens=0,
+        )  # fmt: skip
+    config = _config(setup, folder)
+    method = build_method(config.method, roles)
+    settings = config.optim.student
+    optimizers = {
+        name: torch.optim.AdamW(
+            roles[name].network.parameters(), lr=settings.lr, betas=tuple(settings.betas), weight_decay=settings.weight_decay
+        )
+        for name in ("student", "fake")
+    }
+    data, trace = RandomClips(), Trace()
+    for step in range(setup.steps):
+        indices = [clip_at(config.seed, len(data), step * BATCH + i) for i in range(BATCH)]
+        batch = Batch(
+            latents=data.latents[indices].to(dtype), text=data.text[indices].to(dtype), null_text=data.null_text.to(dtype)
+        )
+        name = method.trained_role(step)
+        parameters = dict(roles[name].network.named_parameters())
+        total = 0.0
+        for loss in method.losses(step, batch, StepRandom(seed=config.seed, step=step, positions=range(BATCH))):
+            value = loss.weight * loss.closure()
+            value.backward()
+            total += value.item()
+        trace.roles.append(name)
+        trace.losses.append(total)
+        trace.gradients.append({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip).item())
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+    trace.weights = {n: {k: p.detach().clone() for k, p in roles[n].network.named_parameters()} for n in optimizers}
+    return trace
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences of a run from the oracle, over all steps."""
+
+    loss: float
+    norm: float
+    gradient: float
+    """Over tensors: norm of the difference to norm of the truth (at least 1e-6 of the whole gradient's norm)."""
+    weight: float
+    worst: str
+    """The tensor with the largest gradient difference."""
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.norm, self.gradient, self.weight)
+
+
+def compare(trace: Trace, oracle: Trace) -> Difference:
+    """How far ``trace`` is from ``oracle``. Raises if a gradient is missing or a role differs."""
+    assert trace.roles == oracle.roles, (trace.roles, oracle.roles)
+    worst, gradient = "", 0.0
+    for step, (ours, truth) in enumerate(zip(trace.gradients, oracle.gradients, strict=True)):
+        assert ours.keys() == truth.keys(), ours.keys() ^ truth.keys()
+        whole = torch.stack([g.norm() for g in truth.values()]).norm()
+        for name, g in truth.items():
+            error = ((ours[name] - g).norm() / g.norm().clamp_min(1e-6 * whole)).item()
+            if error > gradient:
+                gradient, worst = error, f"{trace.roles[step]} step {step + 1} {name}"
+    weight = max(
+        ((trace.weights[role][n] - w).norm() / w.norm()).item()
+        for role, weights in oracle.weights.items()
+        for n, w in weights.items()
+    )
+    return Difference(
+        loss=max(abs(a - b) / abs(b) for a, b in zip(trace.losses, oracle.losses, strict=True)),
+        norm=max(abs(a - b) / abs(b) for a, b in zip(trace.norms, oracle.norms, strict=True)),
+        gradient=gradient,
+        weight=weight,
+        worst=worst,
+    )
+
+
+def trace_on_ranks(setup: Setup, folder: Path) -> Trace:
+    """:func:`sharded_trace` on as many processes as ``setup`` needs; the ranks' traces must be the same."""
+    traces = run_ranks(setup.world_size, sharded_trace, setup, folder, preload=("torch", "distill.trainer"))
+    for other in traces[1:]:
+        assert other.losses == traces[0].losses and other.norms == traces[0].norms, "ranks disagree"
+    return traces[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    args = parser.parse_args(argv)
+    print("largest relative difference from plain diffusers networks in one process\n")
+    print("| precision | dp_shard x cp | checkpointing | steps | loss | gradient norm | gradients (per tensor) | weights |")
+    print("|---|---|---|---|---|---|---|---|")
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_checkpoints(folder)
+        for precision, steps, bound in (("fp32", args.steps, 1e-5), ("fp64", 1, 1e-6)):
+            oracle = oracle_trace(Setup(precision=precision, steps=steps), folder)
+            for dp_shard, cp in MESHES:
+                for checkpointing in (False, True) if precision == "fp32" else (False,):
+                    setup = Setup(
+                        dp_shard=dp_shard, cp=cp, precision=precision, steps=steps, activation_checkpointing=checkpointing
+                    )
+                    d = compare(trace_on_ranks(setup, folder), oracle)
+                    failed |= d.largest > bound
+                    print(
+                        f"| {precision} | {dp_shard} x {cp} | {'on' if checkpointing else 'off'} | {steps} | {d.loss:.1e} |"
+                        f" {d.norm:.1e} | {d.gradient:.1e} | {d.weight:.1e} |",
+                        flush=True,
+                    )
+    print("\nFAILED" if failed else "\nall within 1e-5 (fp32) and 1e-6 (fp64)")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
