@@ -109,9 +109,10 @@ def write_checkpoints(folder: Path) -> None:
         network.save_pretrained(folder / name)
 
 
-def _config(setup: Setup, folder: Path) -> Config:
+def make_config(setup: Setup, folder: Path) -> Config:
+    """DMD2 in miniature: 3 rollout steps, guidance, clipping that bites."""
     settings = OptimizerSettings(lr=1e-4, betas=[0.0, 0.99], weight_decay=0.01)
-    config = Config(
+    return Config(
         steps=setup.steps,
         batch_size=BATCH,
         seed=3,
@@ -120,10 +121,9 @@ def _config(setup: Setup, folder: Path) -> Config:
         optim=OptimSettings(student=settings, fake=settings, clip=0.5),
         data=None,
     )
-    return config
 
 
-class _RecordingTrainer(Trainer):
+class RecordingTrainer(Trainer):
     """The trainer, which notes full gradients as they are before clipping."""
 
     def __init__(self, **kwargs: Any):
@@ -148,8 +148,8 @@ class _RecordingTrainer(Trainer):
         return self.trace
 
 
-def sharded_trace(setup: Setup, folder: Path) -> Trace:
-    """The project's trainer on this process group's ranks."""
+def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path | None = None) -> RecordingTrainer:
+    """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
     mesh = build_mesh(dp_replicate=setup.dp_replicate, dp_shard=setup.dp_shard, cp=setup.cp, heads=4)
     device = torch.device("cpu")
     roles = {}
@@ -164,21 +164,24 @@ def sharded_trace(setup: Setup, folder: Path) -> Trace:
             latent_shape=LATENT_SHAPE,
             text_shape=TEXT_SHAPE,
         )
-    config = _config(setup, folder)
     data = RandomClips()
     if setup.precision == "fp64":
         data.latents, data.text, data.null_text = data.latents.double(), data.text.double(), data.null_text.double()
-    trainer = _RecordingTrainer(
+    return RecordingTrainer(
         config=config,
         mesh=mesh,
         device=device,
         data=data,
         method=build_method(config.method, roles),
         micro=setup.micro_batch_size,
-        run_dir=folder / "run",
-        resume_from=None,
+        run_dir=Path(config.run_dir),
+        resume_from=resume_from,
     )
-    return trainer.record()
+
+
+def sharded_trace(setup: Setup, folder: Path) -> Trace:
+    """All steps of ``setup`` on this process group's ranks."""
+    return make_trainer(setup, folder, make_config(setup, folder)).record()
 
 
 class _PlainRole(Role):
@@ -199,7 +202,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             name=name, family=Wan, config={}, network=network, trainable=name != "teacher", precision="fp32",
             tokens=0, text_tokens=0,
         )  # fmt: skip
-    config = _config(setup, folder)
+    config = make_config(setup, folder)
     method = build_method(config.method, roles)
     settings = config.optim.student
     optimizers = {

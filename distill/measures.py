@@ -36,8 +36,8 @@ _MAX_STRAY = 0.1  # share of the foreground outside its largest piece
 _MAX_COLOUR_ERROR = 0.25  # distance in RGB (0 to 1) to the nearest colour; two colours differ by 0.4 or more
 _MIN_GROWTH = 1.2  # of the radius, first frame to last; renders: 2.1 to 4.3
 _MAX_RADIUS_RANGE = 0.6  # of a shape that keeps its size
-_MIN_DRIFT = 2.5  # first frame to last; renders: 4.5 to 7
-_MAX_WANDER = 1.0  # of the centre of a shape that stays where it is
+_MIN_FALL = 3.5  # first frame to last; renders: 6.2 to 10.3
+_MAX_WANDER = 1.0  # of the centre, across the direction in which it should move
 _MAX_MISFIT = 0.45  # of radius or centre, from a straight line in time
 
 
@@ -200,21 +200,20 @@ def _line_misfit(values: np.ndarray) -> float:
 
 
 def _motion(geometry: _Geometry, i: int, seen: np.ndarray) -> str | None:
-    centre, frames = geometry.centre[i] / geometry.unit, np.arange(len(seen))
+    centre = geometry.centre[i] / geometry.unit
     radius = np.sqrt(geometry.area[i] / np.pi) / geometry.unit
     still = np.ptp(centre[seen], axis=0).max() <= _MAX_WANDER
     constant = np.ptp(radius[seen]) <= _MAX_RADIUS_RANGE
     if not seen.all():
-        half = BLINK_PERIOD // 2
-        regular = any((((frames + phase) // half) % 2 == 0).tolist() == seen.tolist() for phase in range(BLINK_PERIOD))
+        regular = ((np.arange(len(seen)) // (BLINK_PERIOD // 2)) % 2 == 0).tolist() == seen.tolist()
         empty = (geometry.mask[i, ~seen].sum(axis=(1, 2)) <= _EMPTY_AREA * geometry.unit**2).all()
         return "blinking" if regular and empty and still and constant else None
     if _line_misfit(radius) > _MAX_MISFIT or _line_misfit(centre) > _MAX_MISFIT:
         return None
     if still and abs(radius[-1] - radius[0]) >= _MIN_GROWTH:
         return "growing" if radius[-1] > radius[0] else "shrinking"
-    if constant and np.linalg.norm(centre[-1] - centre[0]) >= _MIN_DRIFT:
-        return "drifting"
+    if constant and np.ptp(centre[:, 0]) <= _MAX_WANDER and centre[-1, 1] - centre[0, 1] >= _MIN_FALL:
+        return "falling"
     return None
 
 

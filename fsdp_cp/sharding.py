@@ -90,12 +90,11 @@ def recompute_in_backward(module: nn.Module) -> None:
 
 def _refuse_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """FSDP2 would shard a parameter that two units share twice, and train two copies of it."""
+    unit_names = [name for name, module in model.named_modules() if any(module is unit for unit in units)]
     owner: dict[nn.Parameter, str] = {}
-    unit_names = {module: name for name, module in model.named_modules() if any(module is unit for unit in units)}
-    unit_of = {p: name for module, name in unit_names.items() for p in module.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((u for u in unit_names.values() if name.startswith(u + ".")), "")
-        if owner.setdefault(parameter, unit) != unit or unit_of.get(parameter, "") != unit:
+        unit = next((u for u in unit_names if name.startswith(u + ".")), "")
+        if owner.setdefault(parameter, unit) != unit:
             raise ValueError(f"parameter {name!r} is shared with another FSDP unit; untie it before sharding")
 
 

@@ -1,0 +1,287 @@
+"""Latents and text embeddings on disk: written once by all ranks together, read by every later run that asks the same.
+
+``FOLDER/latents/KEY.safetensors`` holds one clip, ``FOLDER/text/KEY.safetensors`` one caption. A KEY is a hash of all
+that decides the content, so a changed setting looks for another file and never reads a stale one. Files appear by
+``os.replace``: a killed run leaves no half file under a KEY, and the next one goes on with what is there.
+
+Bytes are hashed, not names, sizes and times: reading a clip costs far less than encoding it, copied and touched folders
+stay cached, and a file replaced by one of the same size and time does not pass for the old one. The files of the
+encoders are shared out over the ranks for hashing, since a text encoder has tens of gigabytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from tqdm import tqdm
+
+from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, read_clip
+from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, clean_caption
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import all_gather_objects
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ROUND = 4
+_DAY = 24 * 3600.0
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """Run ``work`` on every rank; the results in rank order, on all of them.
+
+    Raises, on every rank, if ``work`` raised on any: its own exception there, the same ``UserError`` or a
+    ``RuntimeError`` with the message elsewhere. Without this the other ranks would wait in the next collective until it
+    times out.
+    """
+    failure, note, result = None, None, None
+    try:
+        result = work()
+    except Exception as error:  # raised again below, on every rank
+        failure = error
+        note = (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
+    answers = all_gather_objects((note, result))
+    if failure is not None:
+        raise failure
+    for number, (note, _) in enumerate(answers):
+        if note is not None:
+            raise UserError(note[2]) if note[0] else RuntimeError(f"rank {number} failed: {note[1]}")
+    return [result for _, result in answers]
+
+
+class LatentCache:
+    """The cache folder for one pair of encoders and one clip format.
+
+    ``write_clips`` and ``write_texts`` are collective: every rank calls them with the same arguments. Reading is local.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        encoders: EncoderFolder,
+        clip: ClipFormat,
+        max_text_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Create the folders; collective. Raises ``UserError`` if ``folder`` cannot be made or is not one for all."""
+        self.folder, self.encoders, self.clip = Path(folder).absolute(), encoders, clip
+        self.max_text_tokens, self.device, self.dtype = max_text_tokens, device, dtype
+        self.latent_shape = encoders.latent_shape(clip)
+        self.encoded_clips = 0
+        """Clips that this rank put through the VAE."""
+        self.encoded_captions = 0
+        """Captions that this rank put through the text encoder."""
+        peers = together(self._prepare)
+        self.index = next(number for number, (who, _) in enumerate(peers) if who == rank())
+        self.size = len(peers)
+        assert len({who for who, _ in peers}) == self.size, "RANK in the environment is not the process group's rank"
+        if len({folder for _, folder in peers}) > 1:
+            raise UserError(f"data.cache={folder} is another folder on another rank; give an absolute path")
+
+    def _prepare(self) -> tuple[int, str]:
+        try:
+            for part in ("latents", "text"):
+                (self.folder / part).mkdir(parents=True, exist_ok=True)
+                for left in (self.folder / part).glob(".*.tmp"):  # of killed runs; a young one may be in use
+                    if time.time() - left.stat().st_mtime > _DAY:
+                        left.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return self._prepare()  # another rank removed a left-over file first
+        except OSError as error:
+            raise UserError(
+                f"data.cache={self.folder} cannot be created ({error.strerror}); give a folder that can be written"
+            ) from error
+        return rank(), str(self.folder)
+
+    # Writing, all ranks together
+
+    def write_clips(self, files: list[Path]) -> list[tuple[str, str]]:
+        """Latents of every file, encoding those that are not there yet; file i is rank ``i % world``'s.
+
+        Returns, the same on every rank and in the order of ``files``: ("key", KEY), or ("error", reason) for a file
+        that gives no clip. Frees the VAE. Raises ``UserError`` if not every rank sees the files that another wrote.
+        """
+        settings = {
+            "decoder": DECODER_VERSION,
+            "vae": self._identity("vae"),
+            "clip": [self.clip.num_frames, self.clip.height, self.clip.width, float(self.clip.fps)],
+            "dtype": str(self.dtype),
+        }
+        codec: VideoCodec | None = None
+
+        def write(i: int) -> tuple[str, str]:
+            nonlocal codec
+            try:
+                key = _hash(settings | {"bytes": _file_hash(files[i])})
+            except FileNotFoundError:
+                return "error", "is missing"
+            except OSError as error:
+                return "error", f"cannot be read ({error.strerror})"
+            target = self._latents_file(key)
+            if self._holds(target, "latents", lambda shape: tuple(shape) == self.latent_shape):
+                return "key", key
+            try:
+                video = read_clip(files[i], self.clip)
+            except ClipError as error:
+                return "error", str(error)
+            if codec is None:  # not loaded at all where nothing is left to do
+                codec = VideoCodec(self.encoders, device=self.device, dtype=self.dtype)
+            latents = codec.encode(video)
+            self.encoded_clips += 1
+            if not latents.isfinite().all():
+                raise UserError(f"{files[i].name}: the VAE's latents are not finite in {self.dtype}; encode in float32")
+            self._write(target, "latents", latents, {"file": files[i].name} | settings)
+            return "key", key
+
+        results = self._share_out(len(files), write, "latents")
+        if codec is not None:
+            codec = None
+            self.release_memory()
+        self._require_shared([self._latents_file(value) for what, value in results if what == "key"])
+        return results
+
+    def write_texts(self, captions: list[str]) -> list[str]:
+        """Embeddings of every caption, encoding those that are not there yet; caption i is rank ``i % world``'s.
+
+        Returns the KEY of each, the same on every rank. Frees the text encoder.
+        """
+        settings = {
+            "text": self._identity("text_encoder", "tokenizer"),
+            "max_text_tokens": self.max_text_tokens,
+            "dtype": str(self.dtype),
+        }
+        encoder: TextEncoder | None = None
+
+        def write(i: int) -> str:
+            nonlocal encoder
+            key = _hash(settings | {"caption": clean_caption(captions[i])})
+            target = self._text_file(key)
+            if not self._holds(target, "text", self._is_text):
+                if encoder is None:
+                    encoder = TextEncoder(
+                        self.encoders, max_tokens=self.max_text_tokens, device=self.device, dtype=self.dtype
+                    )
+                text = encoder.encode(captions[i])
+                self.encoded_captions += 1
+                if not text.isfinite().all():
+                    raise UserError(f"the text encoder's output is not finite in {self.dtype}; encode in float32")
+                self._write(target, "text", text, {"caption": captions[i]} | settings)
+            return key
+
+        keys = self._share_out(len(captions), write, "captions")
+        if encoder is not None:
+            encoder = None
+            self.release_memory()
+        self._require_shared([self._text_file(key) for key in keys])
+        return keys
+
+    def _is_text(self, shape: list[int]) -> bool:
+        return len(shape) == 2 and 0 < shape[0] <= self.max_text_tokens and shape[1] == self.encoders.text_width
+
+    def _share_out(self, count: int, work: Callable[[int], T], what: str) -> list[T]:
+        """``work(i)`` on rank ``i % size`` for i below ``count``; all results on every rank.
+
+        In rounds of a few: a failure reaches all ranks soon, and no rank waits in a collective while another works off
+        its whole share, which would pass the group's timeout.
+        """
+        results: list[T] = []
+        step = self.size * _ROUND
+        with tqdm(total=count, desc=what, unit="", disable=rank() != 0, leave=False, delay=2) as bar:
+            for first in range(0, count, step):
+                mine = range(first + self.index, min(first + step, count), self.size)
+                parts = together(lambda mine=mine: {i: work(i) for i in mine})
+                merged = {i: result for part in parts for i, result in part.items()}
+                results += [merged[i] for i in sorted(merged)]
+                bar.update(len(merged))
+        assert len(results) == count
+        return results
+
+    def _identity(self, *parts: str) -> dict[str, str]:
+        """Hash of every file of these sub-folders of the pipeline, each read by one rank."""
+        files = self.encoders.files(*parts)
+        names = [f"{file.parent.name}/{file.name}" for file in files]
+        hashes = together(
+            lambda: (names, {names[j]: _file_hash(files[j]) for j in range(self.index, len(files), self.size)})
+        )
+        if any(listed != names for listed, _ in hashes):
+            raise UserError(f"data.encoders={self.encoders.path} differs between ranks; give all the same folder")
+        return dict(sorted((name, digest) for _, part in hashes for name, digest in part.items()))
+
+    def _require_shared(self, files: list[Path]) -> None:
+        unseen = together(lambda: [file.name for file in files if not file.exists()])
+        if any(unseen):
+            raise UserError(f"data.cache={self.folder} is not shared by all ranks; give a folder that every node sees")
+
+    def release_memory(self) -> None:
+        """Give back what a dropped encoder held, on the device too."""
+        gc.collect()  # an encoder in a reference cycle would keep its gigabytes until some later collection
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # Files
+
+    def _latents_file(self, key: str) -> Path:
+        return self.folder / "latents" / f"{key}.safetensors"
+
+    def _text_file(self, key: str) -> Path:
+        return self.folder / "text" / f"{key}.safetensors"
+
+    def _holds(self, file: Path, name: str, fits: Callable[[list[int]], bool]) -> bool:
+        """Whether ``file`` is there and whole; a damaged one is logged and will be replaced."""
+        if not file.exists():
+            return False
+        try:
+            with safe_open(file, framework="pt") as content:
+                if fits(content.get_slice(name).get_shape()):
+                    return True
+        except (SafetensorError, OSError) as error:
+            logger.warning("cache file %s is damaged (%s); it is written again", file, error)
+            return False
+        logger.warning("cache file %s has another shape; it is written again", file)
+        return False
+
+    def _write(self, file: Path, name: str, tensor: torch.Tensor, about: dict[str, Any]) -> None:
+        """Write under a name of this process's own, then rename: a reader never sees part of a file."""
+        part = file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
+        try:
+            part.write_bytes(save({name: tensor.contiguous()}, metadata={"about": json.dumps(about, sort_keys=True)}))
+            os.replace(part, file)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def latents(self, key: str) -> torch.Tensor:
+        """fp32 (C, t, h, w) of a clip that ``write_clips`` returned."""
+        return _read(self._latents_file(key), "latents")
+
+    def text(self, key: str) -> torch.Tensor:
+        """fp32 (tokens, D) of a caption that ``write_texts`` returned, without the zeros behind it."""
+        return _read(self._text_file(key), "text")
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    # Not safe_open: its tensors are mapped from the file, and die with a bus error if somebody shortens it.
+    return load(file.read_bytes())[name]
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,215 @@
+"""`data=moving_shapes`: short clips of one moving shape, rendered on the fly, in pixel space.
+
+A caption is "a COLOUR SHAPE MOTION", for example "a red circle growing". What the caption leaves open is drawn for each
+clip: position, size, amount of growth, start and speed of the fall. There is no VAE: latents are pixels scaled to
+[-1, 1]. Pixel coordinates run from 0 to the side length, with pixel centres at .5.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
+from fsdp_cp.errors import UserError
+
+BACKGROUND = 0.1
+"""Brightness (0 to 1) of every background pixel, and of a colour's dark channels."""
+
+RGB = {
+    "red": (1.0, BACKGROUND, BACKGROUND),
+    "orange": (1.0, 0.5, BACKGROUND),
+    "yellow": (1.0, 1.0, BACKGROUND),
+    "green": (BACKGROUND, 1.0, BACKGROUND),
+    "cyan": (BACKGROUND, 1.0, 1.0),
+    "blue": (BACKGROUND, BACKGROUND, 1.0),
+    "magenta": (1.0, BACKGROUND, 1.0),
+    "white": (1.0, 1.0, 1.0),
+}
+"""Each has its brightest channel at 1, so that the coverage of a pixel can be read off without knowing the colour."""
+
+BLINK_PERIOD = 4
+"""Frames: two on, two off, starting on. (A free phase takes a small model too long to learn; so do free directions.)"""
+
+CAPTIONS = tuple(
+    f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape} {motion}"
+    for colour, motion, shape in product(COLOURS, MOTIONS, SHAPES)
+)
+CAPTION_WORDS = 4
+SPLITS = ("train", "heldout")
+_REFERENCE_SIDE = 16.0
+_MAX_OFFSET = 3.0  # pixels of a frame of that side
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Scene:
+    """What one clip shows, frame by frame. Lengths in pixels."""
+
+    colour: str
+    shape: str
+    motion: str
+    centres: np.ndarray
+    """(T, 2): x, y."""
+    radii: np.ndarray
+    """(T,): of the circle, or of the circle of the square's area."""
+    visible: np.ndarray
+    """(T,), bool."""
+
+
+def caption_parts(caption: str) -> tuple[str, str, str]:
+    """(colour, shape, motion) of one of ``CAPTIONS``. Raises UserError for another caption."""
+    words = caption.split()
+    if caption not in CAPTIONS:
+        raise UserError(f"caption {caption!r} is not one of moving_shapes; use for example {CAPTIONS[0]!r}")
+    return words[1], words[2], words[3]
+
+
+def draw_scene(
+    caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int
+) -> Scene:
+    """What a clip of ``caption`` shows; all that the caption leaves open is drawn from ``rng``."""
+    colour, shape, motion = caption_parts(caption)
+    unit = min(height, width) / _REFERENCE_SIDE
+    progress = np.linspace(0.0, 1.0, num_frames)
+    u = rng.random(8)  # always eight numbers, so that a change to one motion leaves the clips of the others alone
+    fall = 0.0
+    visible = np.ones(num_frames, dtype=bool)
+    if motion in ("growing", "shrinking"):
+        small, large = (1.7 + 0.8 * u[0]) * unit, (4.6 + 1.4 * u[1]) * unit
+        radii = small + (large - small) * (progress if motion == "growing" else progress[::-1])
+    elif motion == "falling":
+        radii = np.full(num_frames, (2.6 + 0.8 * u[0]) * unit)
+        fall = height - 2 * radii[0] - (0.5 + 2.5 * u[1]) * unit
+    else:
+        radii = np.full(num_frames, (3.0 + 1.8 * u[0]) * unit)
+        visible = (np.arange(num_frames) // (BLINK_PERIOD // 2)) % 2 == 0
+    reach = radii.max()
+    # The shape stays inside the frame from its first frame to its last, and its centre near the middle: small shapes
+    # anywhere in the frame are not kept in one place by a small model.
+    free = np.minimum(np.array([width, height - fall]) / 2 - reach, _MAX_OFFSET * unit)
+    start = np.array([width, height - fall]) / 2 + free * (2 * u[4:6] - 1)
+    centres = start + progress[:, None] * np.array([0.0, fall])
+    return Scene(colour=colour, shape=shape, motion=motion, centres=centres, radii=radii, visible=visible)
+
+
+def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
+    """The clip, float32 (3, T, H, W) in [0, 1]; edges are anti-aliased by the distance to the outline."""
+    dx = np.arange(width) + 0.5 - scene.centres[:, :1]
+    dy = np.arange(height) + 0.5 - scene.centres[:, 1:]
+    if scene.shape == "circle":
+        distance = np.sqrt(dx[:, None, :] ** 2 + dy[:, :, None] ** 2) - scene.radii[:, None, None]
+        alpha = np.clip(0.5 - distance, 0.0, 1.0)
+    else:
+        half = scene.radii[:, None] * (np.pi**0.5 / 2)
+        inside_x, inside_y = (np.clip(0.5 + half - abs(d), 0.0, 1.0) for d in (dx, dy))
+        alpha = inside_y[:, :, None] * inside_x[:, None, :]
+    alpha = alpha * scene.visible[:, None, None]
+    colour = np.array(RGB[scene.colour])[:, None, None, None]
+    return (BACKGROUND + alpha[None] * (colour - BACKGROUND)).astype(np.float32)
+
+
+class MovingShapes:
+    """The data set. Item i is a function of (seed, split, i) and the sizes alone, and has caption i modulo 64.
+
+    Args:
+        num_frames, height, width: of a clip; at least 6 frames of 16 x 16 pixels.
+        fps: frames per second at which the clips are meant to be seen.
+        seed: of the renders. The splits "train" and "heldout" are different streams of it.
+        num_clips: length of the data set (nothing is stored).
+        encoders: the folder that holds ``words.safetensors``.
+        negative_prompt: what the unconditional branch of guidance is told; empty: pad words.
+        split: "train" or "heldout".
+
+    Raises UserError for a size that is too small, an unknown split or word, a missing word table.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoders: str | Path,
+        num_frames: int = 6,
+        height: int = 16,
+        width: int = 16,
+        fps: float = 8.0,
+        seed: int = 0,
+        num_clips: int = 65536,
+        negative_prompt: str = "",
+        split: str = "train",
+    ) -> None:
+        # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels.
+        for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
+            if value < least:
+                raise UserError(f"data.{name}={value} is too small for moving_shapes; use {least} or more")
+        if fps <= 0:
+            raise UserError(f"data.fps={fps} must be positive; use 8")
+        if num_clips < len(CAPTIONS):
+            raise UserError(f"data.num_clips={num_clips} leaves captions without a clip; use {len(CAPTIONS)} or more")
+        if seed < 0:
+            raise UserError(f"the seed of moving_shapes is {seed}; use 0 or more")
+        if split not in SPLITS:
+            raise UserError(f"split {split!r} is unknown; use {' or '.join(SPLITS)}")
+        self._table = WordTable.load(encoders)
+        self._encoders, self._negative_prompt = encoders, negative_prompt
+        self._size = {"num_frames": num_frames, "height": height, "width": width}
+        self._seed, self._split, self._num_clips = seed, split, num_clips
+        self.fps = float(fps)
+        self.latent_shape = (3, num_frames, height, width)
+        self.text_shape = (CAPTION_WORDS, self._table.dim)
+        self._caption_text = self._table.embed(list(CAPTIONS), CAPTION_WORDS)
+        self.null_text = self._table.embed([negative_prompt], CAPTION_WORDS)[0]
+        identity = repr(("moving_shapes", 1, self.latent_shape, seed, split, num_clips, self._table.words)).encode()
+        identity += self._table.vectors.numpy().tobytes() + self.null_text.numpy().tobytes()
+        self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
+
+    def heldout(self) -> "MovingShapes":
+        """The same data set from the held-out stream, which training never sees."""
+        return MovingShapes(
+            encoders=self._encoders,
+            **self._size,
+            fps=self.fps,
+            seed=self._seed,
+            num_clips=self._num_clips,
+            negative_prompt=self._negative_prompt,
+            split="heldout",
+        )
+
+    def __len__(self) -> int:
+        return self._num_clips
+
+    def __getitem__(self, index: int) -> dict:
+        """{"latents": fp32 (3, T, H, W) in [-1, 1], "text": fp32 (L, D), "caption": str}."""
+        if not 0 <= index < self._num_clips:
+            raise IndexError(index)
+        return {
+            "latents": torch.from_numpy(self._render(index)) * 2 - 1,
+            "text": self._caption_text[index % len(CAPTIONS)],
+            "caption": CAPTIONS[index % len(CAPTIONS)],
+        }
+
+    def captions(self) -> list[str]:
+        """The 64 captions, colour varying slowest."""
+        return list(CAPTIONS)
+
+    def embed(self, captions: list[str]) -> Tensor:
+        """fp32 (n, L, D) of captions made of the table's words, the empty one included. Raises UserError for others."""
+        return self._table.embed(captions, CAPTION_WORDS)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
+        pixels = (latents.float().clamp(-1, 1) + 1) * 127.5
+        return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+
+    def clips(self, count: int, first: int = 0) -> Tensor:
+        """Items ``first`` and following (cyclically), decoded: uint8 (count, T, H, W, 3), to compare with."""
+        items = [torch.from_numpy(self._render(i % self._num_clips)) for i in range(first, first + count)]
+        return self.decode(torch.stack(items) * 2 - 1)
+
+    def _render(self, index: int) -> np.ndarray:
+        stream = (self._seed, SPLITS.index(self._split), index)
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(stream)))
+        scene = draw_scene(CAPTIONS[index % len(CAPTIONS)], rng, **self._size)
+        return render(scene, height=self._size["height"], width=self._size["width"])

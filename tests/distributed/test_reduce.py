@@ -1,0 +1,54 @@
+"""Gradient norms, clipping and gathering, against torch in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_cp import build_mesh, shard_module
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.reduce import all_reduce_scalars, gather_samples, grad_norm, scale_grads
+
+
+def _model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(2, 1))
+
+
+def _norm_and_clip(world, replicas):
+    mesh = build_mesh(dp_replicate=replicas)
+    model = _model()
+    unused = model[1].bias
+    shard_module(model, mesh=mesh, units=list(model))
+    x = torch.arange(10.0).view(2, 5)
+    # Every rank has the same batch and gradients are summed: the loss is scaled by the rank's share.
+    (model(x).square().sum() / world).backward()
+    del unused
+    norm = grad_norm(model.parameters())
+    scale_grads(model.parameters(), 0.25)
+    halved = grad_norm(model.parameters())
+    model[1].bias.grad = None  # as a parameter that no loss used: the same on all ranks or not, it must not hang
+    return norm, halved, grad_norm(model.parameters()), model[0].weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (3, 1), (4, 1), (4, 2)])
+def test_norm_and_clip(world, replicas):
+    model = _model()
+    model(torch.arange(10.0).view(2, 5)).square().sum().backward()
+    truth = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    without_bias = torch.nn.utils.get_total_norm([p.grad for n, p in model.named_parameters() if n != "1.bias"]).item()
+    for norm, scaled, unused, gradient in run_ranks(world, _norm_and_clip, world, replicas):
+        assert norm == pytest.approx(truth, rel=1e-6)
+        assert scaled == pytest.approx(truth / 4, rel=1e-6)
+        assert unused == pytest.approx(without_bias / 4, rel=1e-6)
+        torch.testing.assert_close(gradient, model[0].weight.grad / 4, rtol=1e-5, atol=1e-6)
+
+
+def _gather():
+    mesh = build_mesh(dp_shard=2, cp=2)
+    mine = torch.full((2, 3), float(mesh.dp_rank))
+    return gather_samples(mine, mesh.dp)[:, 0].tolist(), all_reduce_scalars([1.0, mesh.dp_rank], mesh.dp)
+
+
+def test_samples_and_scalars_go_over_data_parallel_ranks_only():
+    assert run_ranks(4, _gather) == [([0.0, 0.0, 1.0, 1.0], [2.0, 1.0])] * 4

@@ -1,0 +1,211 @@
+"""What ``shard_module`` promises: shards between uses, dtypes, the settings on every unit, order records."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
+from fsdp_cp import build_mesh, microbatch, shard_module
+from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.sharding import fsdp_modules
+from models.load import build_role, plan_role
+
+
+def _role(mesh, *, precision="fp32", trainable=True, seed=0, checkpointing=False):
+    plan = plan_role(
+        "student", checkpoint=None, architecture=dict(ARCHITECTURE), activation_checkpointing=checkpointing
+    )
+    return build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
+        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE, seed=seed,
+    )  # fmt: skip
+
+
+def _inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, *LATENT_SHAPE, generator=generator, dtype=dtype)
+    text = torch.randn(2, *TEXT_SHAPE, generator=generator, dtype=dtype)
+    return x, torch.tensor([0.3, 0.9], dtype=dtype), text
+
+
+def _gathered(role):
+    """Units whose full parameters are alive."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
+    return [g for g in groups if g is not None and g.is_unsharded]
+
+
+def _nothing_stays_gathered():
+    mesh = build_mesh(dp_shard=2, cp=2, heads=4)
+    role = _role(mesh)
+    x, t, text = _inputs()
+    units = fsdp_modules(role.network)
+    assert len(units) == ARCHITECTURE["num_layers"] + 1
+    with torch.no_grad():
+        before = role.velocity(x, t, text)
+    assert not _gathered(role), "a root that stays gathered would ignore the next update of its shards"
+    # An update of the shards must reach the next forward, the root's own parameters included.
+    with torch.no_grad():
+        for parameter in role.parameters():
+            parameter.to_local().mul_(1.5)
+        after = role.velocity(x, t, text)
+    plain = WanTransformer3DModel(**ARCHITECTURE)
+    plain.load_state_dict({name: w.full_tensor() for name, w in role.weights().items()})
+    with torch.no_grad():
+        expected = plain(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text).sample
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-2
+    role.velocity(x, t, text).square().mean().backward()
+    assert not _gathered(role)
+    return True
+
+
+def test_nothing_stays_gathered_between_uses():
+    assert all(run_ranks(4, _nothing_stays_gathered))
+
+
+def _sum_on_every_unit():
+    role = _role(build_mesh(dp_shard=2, cp=1))
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
+    return [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups]
+
+
+def test_gradients_are_summed_on_every_unit():
+    for settings in run_ranks(2, _sum_on_every_unit):
+        assert settings == [(1.0, True)] * (ARCHITECTURE["num_layers"] + 1)
+
+
+def _order_records():
+    mesh = build_mesh(dp_shard=1, cp=2, heads=4)
+    role = _role(mesh)
+    x, t, text = _inputs()
+    order = lambda: len(role.network._get_fsdp_state()._comm_ctx.post_forward_order)  # noqa: E731
+    for _ in range(3):
+        with torch.no_grad():
+            role.velocity(x, t, text)
+    frozen = order()
+    out = role.velocity(x, t, text)
+    trained = order()
+    with torch.no_grad():
+        role.velocity(x, t, text)  # between a forward and its backward
+    kept = order()
+    out.square().mean().backward()
+    return frozen, trained, kept, order()
+
+
+def test_forwards_without_backward_leave_no_record():
+    units = ARCHITECTURE["num_layers"] + 1
+    assert run_ranks(2, _order_records) == [(0, units, units, 0)] * 2
+
+
+def _bf16():
+    mesh = build_mesh(dp_shard=2, cp=1)
+    role, full = _role(mesh, precision="bf16"), _role(mesh)
+    seen = {}
+
+    def note(name):
+        def hook(module, args, kwargs, output=None):
+            values = [*args, *kwargs.values()]
+            seen[name] = [v for v in values if isinstance(v, torch.Tensor)]
+
+        return hook
+
+    embedder = role.network.condition_embedder
+    embedder.register_forward_pre_hook(lambda m, a, k: note("times")(m, a, k), with_kwargs=True)
+    embedder.time_embedder.register_forward_pre_hook(
+        lambda m, a, k: seen.update(time_weight=m.linear_1.weight.dtype, frequencies=a[0].dtype), with_kwargs=True
+    )
+    role.network.blocks[0].register_forward_pre_hook(
+        lambda m, a, k: seen.update(block_weight=m.ffn.net[2].weight.dtype, hidden=a[0].dtype, rope=a[3][0].dtype),
+        with_kwargs=True,
+    )
+    x, _, text = _inputs()
+    t = torch.tensor([0.2571, 0.9993])  # 257.1 and 999.3: bf16 would make them 257 -> 256 or 258, 999.3 -> 1000
+    out = role.velocity(x, t, text)
+    torch.testing.assert_close(seen["times"][0], 1000 * t, rtol=0, atol=0)
+    out.square().mean().backward()
+    gradients = {p.grad.dtype for p in role.parameters()}
+    masters = {p.dtype for p in role.parameters()}
+    with torch.no_grad():
+        error = ((out - full.velocity(x, t, text)).norm() / out.norm()).item()
+    kinds = {key: seen[key] for key in ("time_weight", "frequencies", "block_weight", "hidden", "rope")}
+    return kinds, out.dtype, masters, gradients, error
+
+
+def test_bf16_compute_keeps_times_masters_and_gradients_in_fp32():
+    for kinds, out, masters, gradients, error in run_ranks(2, _bf16):
+        assert kinds == {
+            "time_weight": torch.float32,
+            "frequencies": torch.float32,
+            "block_weight": torch.bfloat16,
+            "hidden": torch.bfloat16,
+            "rope": torch.float32,
+        }
+        assert out == torch.float32 and masters == {torch.float32} and gradients == {torch.float32}
+        assert 0 < error < 0.02
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+def _refusals():
+    mesh = build_mesh(dp_shard=2)
+    model = _Tied()
+    with pytest.raises(ValueError, match="'second.weight' is shared with another FSDP unit"):
+        shard_module(model, mesh=mesh, units=[model.first, model.second])
+    with pytest.raises(UserError, match="strategy=zero is unknown; use optim_grads_params"):
+        shard_module(nn.Linear(2, 2), mesh=mesh, units=[], strategy="zero")
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard_module(plain, mesh=mesh, units=list(plain))
+    with microbatch(plain, is_first=True, is_last=False):
+        plain(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients are left"), microbatch(plain, is_first=True, is_last=True):
+        pass
+    with pytest.raises(ZeroDivisionError), microbatch(plain, is_first=False, is_last=False):
+        raise ZeroDivisionError
+    assert plain._get_fsdp_state()._state_ctx.is_last_backward, "restored after an exception"
+    return True
+
+
+def test_refusals_and_restored_state():
+    assert all(run_ranks(2, _refusals))
+
+
+def _frozen():
+    role = _role(build_mesh(dp_shard=1, cp=2, heads=4), trainable=False)
+    x, t, text = _inputs()
+    x.requires_grad_()
+    role.velocity(x, t, text).square().mean().backward()  # a gradient passes through to the input
+    return x.grad.abs().sum().item() > 0, [p.grad for p in role.parameters()]
+
+
+def test_a_frozen_role_holds_no_gradients():
+    for passed, gradients in run_ranks(2, _frozen):
+        assert passed and all(g is None for g in gradients)
+
+
+def _saved_bytes(checkpointing):
+    role = _role(build_mesh(dp_shard=2, cp=1), checkpointing=checkpointing)
+    sizes = {}
+
+    def pack(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = role.velocity(*_inputs())
+    names = [name for name, _ in role.network.named_parameters()]
+    out.square().mean().backward()
+    return sum(sizes.values()), names
+
+
+def test_activation_checkpointing_saves_memory_and_keeps_names():
+    without, names = run_ranks(2, _saved_bytes, False)[0]
+    with_it, same_names = run_ranks(2, _saved_bytes, True)[0]
+    assert with_it < 0.5 * without
+    assert names == same_names == [name for name, _ in WanTransformer3DModel(**ARCHITECTURE).named_parameters()]

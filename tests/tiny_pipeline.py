@@ -1,0 +1,200 @@
+"""A test-sized Wan pipeline folder with random weights, and small clips of our own.
+
+    python -m tests.tiny_pipeline FOLDER [--seed 0]
+
+writes a folder in diffusers layout that ``WanPipeline.from_pretrained`` loads: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import string
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+
+LATENT_CHANNELS = 16
+TEXT_WIDTH = 32
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 200, 60),
+    "blue": (50, 70, 220),
+    "yellow": (230, 220, 50),
+    "white": (235, 235, 235),
+    "purple": (150, 50, 190),
+}
+
+
+def build_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
+    """Write vae/, text_encoder/, tokenizer/, transformer/, scheduler/ and model_index.json; returns the folder.
+
+    VAE 16 channels, 4x in time, 8x in space, with ``latents_mean`` and ``latents_std`` measured on smooth noise, so
+    that latents are about unit scale; text width 32; transformer 2 layers of 4 heads x 24, patches (1, 2, 2).
+    """
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    vae_settings = dict(
+        base_dim=4,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+    with torch.random.fork_rng(devices=[]):  # a caller's own draws stay what they were
+        torch.manual_seed(seed)
+        vae = AutoencoderKLWan(**vae_settings).eval()
+        noise = torch.randn(1, 3, 3, 4, 4)
+        video = torch.nn.functional.interpolate(noise, size=(17, 64, 64), mode="trilinear").clamp(-1, 1)
+        with torch.no_grad():
+            z = vae.encode(video).latent_dist.mode()
+        vae.register_to_config(
+            latents_mean=z.mean(dim=(0, 2, 3, 4)).tolist(), latents_std=z.std(dim=(0, 2, 3, 4)).clamp_min(1e-3).tolist()
+        )
+        tokenizer = _tokenizer()
+        text_encoder = UMT5EncoderModel(
+            UMT5Config(vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+        ).eval()
+        transformer = WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=4,
+            attention_head_dim=24,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            text_dim=TEXT_WIDTH,
+            freq_dim=32,
+            ffn_dim=192,
+            num_layers=2,
+            rope_max_seq_len=128,
+        ).eval()
+    pipeline = WanPipeline(
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    return Path(folder)
+
+
+def _tokenizer():
+    """A T5 tokenizer over single characters and a few words: every ASCII caption has tokens of its own."""
+    from transformers import T5Tokenizer
+
+    words = ["▁a", "▁the", "▁of", "▁on", "▁in", "ing", "er", *(f"▁{colour}" for colour in COLOURS)]
+    letters = list(string.ascii_letters + string.digits + string.punctuation)
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    pieces += [(word, -1.0) for word in words] + [(letter, -3.0) for letter in letters]
+    return T5Tokenizer(vocab=pieces, extra_ids=0)
+
+
+def render_clips(
+    folder: str | Path,
+    n: int = 3,
+    *,
+    frames: int = 24,
+    fps: int = 16,
+    height: int = 48,
+    width: int = 80,
+    broken: bool = False,
+    short: bool = False,
+    missing: bool = False,
+) -> Path:
+    """Write ``n`` good clips of a bright square that drifts over a grey ramp, and metadata.csv; returns the folder.
+
+    ``broken`` adds a row for broken.mp4 (an mp4 cut in its middle), ``short`` one for short.mp4 (3 frames), ``missing``
+    one for a file that is not there. They stand first, in this order: leaving them out shifts every good clip.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    if broken:
+        write_video(folder / "broken.mp4", moving_square("white", frames, height, width), fps=fps)
+        data = (folder / "broken.mp4").read_bytes()
+        (folder / "broken.mp4").write_bytes(data[: len(data) // 2])  # the index at its end is lost
+        rows.append(("broken.mp4", "a broken clip"))
+    if short:
+        write_video(folder / "short.mp4", moving_square("white", 3, height, width), fps=fps)
+        rows.append(("short.mp4", "a short clip"))
+    if missing:
+        rows.append(("missing.mp4", "a missing clip"))
+    names = list(COLOURS)
+    for i in range(n):
+        colour = names[i % len(names)]
+        write_video(folder / f"clip_{i}.mp4", moving_square(colour, frames, height, width, speed=1 + i), fps=fps)
+        rows.append((f"clip_{i}.mp4", f"a {colour} square, drifting"))
+    write_metadata(folder, rows)
+    return folder
+
+
+def write_metadata(
+    folder: str | Path, rows: list[tuple[str, str]], header: tuple[str, ...] = ("file_name", "caption")
+) -> None:
+    """Write ``folder``/metadata.csv."""
+    with (Path(folder) / "metadata.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def moving_square(colour: str, frames: int, height: int, width: int, speed: int = 1) -> np.ndarray:
+    """uint8 (frames, height, width, 3): a square of ``colour`` that moves ``speed`` pixels a frame to the right."""
+    ramp = np.linspace(20, 110, width, dtype=np.float32)[None, None, :, None]
+    video = np.broadcast_to(ramp, (frames, height, width, 3)).astype(np.uint8)
+    side = height // 3
+    for k in range(frames):
+        left = (k * speed) % max(1, width - side)
+        video[k, side : 2 * side, left : left + side] = COLOURS[colour]
+    return video
+
+
+def write_video(
+    file: str | Path,
+    video: np.ndarray,
+    *,
+    fps: Fraction | int,
+    colorspace: int | None = None,
+    times: list[int] | None = None,
+    pixel_aspect: Fraction | None = None,
+) -> None:
+    """Encode uint8 (T, H, W, 3) as H.264 (MPEG-4 where the wheel has no libx264).
+
+    ``colorspace``: AVColorSpace to convert to and tag (1 BT.709, 6 BT.601); None leaves the file untagged.
+    ``times``: a time stamp per frame, in frames, for variable frame rates.
+    """
+    codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.height, stream.width = video.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "8"} if codec == "libx264" else {"qscale": "2"}
+        if pixel_aspect is not None:
+            stream.codec_context.sample_aspect_ratio = pixel_aspect
+        if colorspace is not None:
+            stream.codec_context.colorspace = colorspace
+            stream.codec_context.color_range = 1
+        for k, picture in enumerate(video):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            frame.pts, frame.time_base = k if times is None else times[k], 1 / Fraction(fps)
+            if colorspace is not None:
+                frame = frame.reformat(format="yuv420p", dst_colorspace={1: 1, 6: 5}[colorspace], dst_color_range=1)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+def main() -> None:
+    """Command line: write the pipeline folder."""
+    parser = argparse.ArgumentParser(description="Write a test-sized Wan pipeline folder with random weights.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(build_tiny_pipeline(arguments.folder, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Decoding: which frames, which pixels, which colours; and files that give no clip."""
+
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from distill.data.clips import ClipError, ClipFormat, crop_and_resize, read_clip
+from tests.tiny_pipeline import moving_square, write_video
+
+REAL = Path(__file__).resolve().parents[3] / "shared" / "videos"
+
+
+def clip(num_frames=1, height=32, width=32, fps=8.0):
+    return ClipFormat(num_frames=num_frames, height=height, width=width, fps=fps)
+
+
+def flat(colour, frames=4, height=64, width=64):
+    return np.broadcast_to(np.array(colour, np.uint8), (frames, height, width, 3))
+
+
+def levels(x):
+    """[-1, 1] -> 0..255."""
+    return (x + 1) * 127.5
+
+
+def write_counted(file, frames, fps, times=None):
+    """Frame k is grey of level 20 + 4 k, so that a decoded frame tells its number."""
+    video = np.stack([np.full((32, 32, 3), 20 + 4 * k, np.uint8) for k in range(frames)])
+    write_video(file, video, fps=fps, times=times)
+    return file
+
+
+def numbers(x):
+    return [round(float((levels(frame).mean() - 20) / 4)) for frame in x.unbind(1)]
+
+
+@pytest.mark.parametrize(
+    ("source", "fps", "wanted"),
+    [
+        (16, 8, [0, 2, 4, 6, 8]),
+        (16, 16, [0, 1, 2, 3, 4]),
+        (8, 16, [0, 0, 1, 1, 2]),  # equally near: the earlier one
+        (30, 16, [0, 2, 4, 6, 7]),  # 0, 1.875, 3.75, 5.625, 7.5
+        (24, 16, [0, 1, 3, 4, 6]),  # 0, 1.5, 3, 4.5, 6
+        (Fraction(30000, 1001), 15, [0, 2, 4, 6, 8]),
+        (50, 7.5, [0, 7, 13, 20, 27]),
+    ],
+)
+def test_frames_are_the_nearest_in_time(tmp_path, source, fps, wanted):
+    file = write_counted(tmp_path / "a.mp4", 30, source)
+    assert numbers(read_clip(file, clip(5, fps=fps))) == wanted
+
+
+def test_variable_frame_rate_is_sampled_by_time_not_by_count(tmp_path):
+    # Frames 0..3 at 16 fps, then a pause, then one every fourth sixteenth.
+    file = write_counted(tmp_path / "a.mp4", 8, 16, times=[0, 1, 2, 3, 8, 12, 16, 20])
+    assert numbers(read_clip(file, clip(9, fps=8))) == [0, 2, 3, 4, 4, 4, 5, 5, 6]  # 0 2 4 6 8 10 12 14 16
+
+
+def test_a_clip_that_starts_late_starts_at_its_first_frame(tmp_path):
+    file = write_counted(tmp_path / "a.mp4", 6, 16, times=[40, 41, 42, 43, 44, 45])
+    assert numbers(read_clip(file, clip(3, fps=8))) == [0, 2, 4]
+
+
+def test_exactly_long_enough_and_one_frame_too_short(tmp_path):
+    file = write_counted(tmp_path / "a.mp4", 9, 16)
+    assert numbers(read_clip(file, clip(5, fps=8))) == [0, 2, 4, 6, 8]
+    with pytest.raises(ClipError, match="too short: 9 frames, 0.56 s; 6 frames at 8 fps need more than 0.62 s"):
+        read_clip(file, clip(6, fps=8))
+    write_counted(file, 8, 16)  # ends where the fifth frame would begin
+    with pytest.raises(ClipError, match="too short"):
+        read_clip(file, clip(5, fps=8))
+
+
+def test_slower_sources_are_logged(tmp_path, caplog):
+    read_clip(write_counted(tmp_path / "a.mp4", 8, 8), clip(3, fps=8))
+    assert not caplog.records
+    read_clip(tmp_path / "a.mp4", clip(3, fps=16))
+    assert "a.mp4" in caplog.text and "data.fps=16" in caplog.text
+
+
+@pytest.mark.parametrize("colorspace", [1, 6, None], ids=["BT.709", "BT.601", "untagged"])
+@pytest.mark.parametrize("colour", [(200, 40, 30), (30, 180, 60), (40, 60, 210), (128, 128, 128), (255, 255, 255)])
+def test_colours_come_back(tmp_path, colorspace, colour):
+    """Red and blue exchanged, or BT.709 read as BT.601 (off by up to 30 levels), would fail."""
+    write_video(tmp_path / "a.mp4", flat(colour), fps=8, colorspace=colorspace)
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        assert next(container.decode(video=0)).colorspace == (colorspace or 2)
+    x = levels(read_clip(tmp_path / "a.mp4", clip(2)))
+    assert (x.mean(dim=(1, 2, 3)) - torch.tensor(colour)).abs().max() < 4
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 32), (16, 64)])
+def test_the_centre_is_cropped_and_the_aspect_kept(height, width):
+    """A centred disc of a quarter of the shorter side stays round and centred; the far edges are cut off."""
+    y, x = torch.meshgrid(torch.arange(96) + 0.5 - 48, torch.arange(160) + 0.5 - 80, indexing="ij")
+    disc = ((y**2 + x**2) < 12**2)[..., None] * torch.tensor([255, 255, 255])
+    source = disc.to(torch.uint8)
+    source[0, :], source[-1, :], source[:, 0], source[:, -1] = (torch.tensor([255, 0, 0], dtype=torch.uint8),) * 4
+    small = levels(crop_and_resize(source, height, width))
+    mass = small[1] / 255  # green: the disc alone
+    rows, columns = mass.sum(1), mass.sum(0)
+    y, x = torch.arange(height) + 0.5, torch.arange(width) + 0.5
+    assert (rows * y).sum() / mass.sum() == pytest.approx(height / 2, abs=0.05)
+    assert (columns * x).sum() / mass.sum() == pytest.approx(width / 2, abs=0.05)
+    scale = max(height / 96, width / 160)
+    assert mass.sum() == pytest.approx(torch.pi * (12 * scale) ** 2, rel=0.03)
+    spread_y = ((rows * (y - height / 2) ** 2).sum() / mass.sum()).sqrt()
+    spread_x = ((columns * (x - width / 2) ** 2).sum() / mass.sum()).sqrt()
+    assert spread_y == pytest.approx(float(spread_x), rel=0.06)
+    cut_sides = height * 160 > width * 96
+    red = small[0] - small[1]
+    assert (red[4:-4, 0] if cut_sides else red[0, 4:-4]).mean() < 5
+
+
+def test_reduction_averages_thin_lines():
+    source = torch.zeros(128, 128, 3, dtype=torch.uint8)
+    source[:, ::8] = 255
+    small = levels(crop_and_resize(source, 16, 16))
+    assert small[:, 2:-2, 2:-2].std() < 8  # picking pixels gives 0 or 255
+    assert small.mean() == pytest.approx(255 / 8, rel=0.1)
+
+
+def test_enlarging_stays_in_range():
+    source = torch.zeros(8, 8, 3, dtype=torch.uint8)
+    source[:, 4:] = 255
+    x = crop_and_resize(source, 64, 64)
+    assert x.min() == -1 and x.max() == 1
+
+
+def test_wide_pixels_are_widened(tmp_path):
+    """32x64 stored with pixels twice as wide as high shows as 64x64: nothing is cropped."""
+    video = flat((40, 40, 40), height=64, width=32).copy()
+    video[:, :, 0:4] = (230, 40, 40)
+    write_video(tmp_path / "a.mp4", video, fps=8, pixel_aspect=Fraction(2))
+    x = levels(read_clip(tmp_path / "a.mp4", clip(1)))[:, 0]
+    assert x[0, :, 0].mean() > 200
+    assert x[0, :, 16:].mean() < 60
+
+
+def test_display_rotation_is_applied(tmp_path):
+    """Portrait clips of phones: stored lying, turned by a matrix in the track header."""
+    video = flat((40, 40, 40), height=64, width=64).copy()
+    video[:, :, :16] = (230, 40, 40)  # left
+    video[:, :8, 32:] = (40, 40, 230)  # top right
+    write_video(tmp_path / "a.mp4", video, fps=8)
+    data = bytearray((tmp_path / "a.mp4").read_bytes())
+    at = data.index(b"tkhd") + 4 + 4 + 20 + 16  # version and flags, times and ids, reserved to volume
+    unit = (1 << 16).to_bytes(4, "big")
+    assert data[at : at + 4] == unit
+    zero, minus = bytes(4), ((1 << 32) - (1 << 16)).to_bytes(4, "big")
+    # x' = 64 - y, y' = x: a quarter turn clockwise; the ninth number stays.
+    data[at : at + 32] = b"".join([zero, unit, zero, minus, zero, zero, (64 << 16).to_bytes(4, "big"), zero])
+    (tmp_path / "a.mp4").write_bytes(data)
+    x = levels(read_clip(tmp_path / "a.mp4", clip(1, 64, 64)))[:, 0]
+    assert x[0, :12].mean() > 200 and x[0, 20:].mean() < 60  # left is on top now
+    assert x[2, 40:60, -6:].mean() > 200  # what was top right is right, below
+
+
+def test_files_that_give_no_clip(tmp_path):
+    whole = tmp_path / "whole.mp4"
+    write_video(whole, moving_square("red", 24, 48, 80), fps=16)
+    data = whole.read_bytes()
+    cases = {"half": data[: len(data) // 2], "empty": b"", "text": b"not a video\n" * 99, "header": data[:200]}
+    for name, content in cases.items():
+        (tmp_path / f"{name}.mp4").write_bytes(content)
+        with pytest.raises(ClipError, match="cannot be decoded"):
+            read_clip(tmp_path / f"{name}.mp4", clip(5))
+    with pytest.raises(ClipError, match="cannot be decoded"):
+        read_clip(tmp_path / "absent.mp4", clip(5))
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate, frame.pts = 16000, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(ClipError, match="no video stream"):
+        read_clip(tmp_path / "sound.mp4", clip(5))
+
+
+def test_damaged_pictures_do_not_pass_as_data(tmp_path):
+    """Intact index, overwritten pictures: often the decoder raises nothing and hands out concealed frames."""
+    file = tmp_path / "a.mp4"
+    write_video(file, moving_square("red", 24, 64, 96), fps=16)
+    whole = file.read_bytes()
+    first, last = whole.index(b"mdat") + 900, whole.index(b"moov") - 60  # behind the encoder's own note
+    reasons = []
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        at, length = int(random.integers(first, last)), int(random.integers(8, 40))
+        data = bytearray(whole)
+        data[at : at + length] = random.bytes(length)
+        file.write_bytes(data)
+        with pytest.raises(ClipError, match="cannot be decoded|is damaged|too short") as error:
+            read_clip(file, clip(23, fps=16))
+        reasons.append(str(error.value))
+    assert any("is damaged" in reason for reason in reasons)
+
+
+@pytest.mark.skipif(not (REAL / "motorcycle.mp4").is_file(), reason="needs ../shared/videos")
+def test_a_4k_clip_is_never_held_in_memory():
+    """31 frames of 3840x2160 are 770 MB as bytes and 3 GB as floats; decoder and one frame take about 250 MB."""
+    code = (
+        "import resource, sys\n"
+        "from distill.data.clips import ClipFormat, read_clip\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "x = read_clip(sys.argv[1], ClipFormat(num_frames=31, height=64, width=112, fps=30))\n"
+        "assert x.shape == (3, 31, 64, 112), x.shape\n"
+        "print((peak() - before) // 1024)\n"
+    )
+    command = [sys.executable, "-c", code, str(REAL / "motorcycle.mp4")]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 600

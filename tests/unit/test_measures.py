@@ -1,0 +1,176 @@
+"""Each measure counts only because it discriminates: renders score at its noise floor, corrupted clips clearly worse.
+
+What must catch what (x: worse than held-out renders by at least 5 combined standard errors, .: not asked):
+
+                        wrong caption  blurred  frames shuffled  mean clip  caption's mean clip
+colour_accuracy               x           x           .              x              x
+motion_accuracy               x           x           x              x              x
+distance/area                 .           .           .              x              x
+distance/compactness          .           x           .              x              x
+distance/edge_sharpness       .           x           .              x              x
+distance/displacement         .           .           x              x              .
+"""
+
+import numpy as np
+import pytest
+from scipy.ndimage import gaussian_filter
+
+from distill.data.moving_shapes import CAPTIONS, MovingShapes, caption_parts
+from distill.data.word_table import MOTIONS, write
+from distill.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
+from fsdp_cp.errors import UserError
+
+N = 256
+ASKED = [CAPTIONS[i % len(CAPTIONS)] for i in range(N)]
+EVERYTHING = set(HIGHER_IS_BETTER)
+CATCHES = {
+    "wrong caption": {"colour_accuracy", "motion_accuracy"},
+    "blurred": {"colour_accuracy", "motion_accuracy", "distance/compactness", "distance/edge_sharpness"},
+    "frames shuffled": {"motion_accuracy", "distance/displacement"},
+    "mean clip": EVERYTHING,
+    "caption's mean clip": EVERYTHING - {"distance/displacement"},  # the mean of falling clips falls
+}
+
+
+@pytest.fixture(scope="module")
+def renders(tmp_path_factory) -> dict[str, np.ndarray]:
+    """The reference and two further, independent streams."""
+    folder = tmp_path_factory.mktemp("encoders")
+    write(folder / "words.safetensors")
+    heldout = MovingShapes(encoders=folder, split="heldout")
+    return {
+        "reference": heldout.clips(1024).numpy(),
+        "heldout": MovingShapes(encoders=folder, split="heldout", seed=1).clips(1024).numpy(),
+        "train": MovingShapes(encoders=folder).clips(N).numpy(),
+    }
+
+
+def corrupt(renders: dict[str, np.ndarray], how: str) -> tuple[np.ndarray, list[str]]:
+    """(clips, captions), corrupted."""
+    clips, asked = renders["train"], list(ASKED)
+    rng = np.random.default_rng(3)
+    if how == "wrong caption":  # of another colour and of another motion
+        asked = [CAPTIONS[(i + 8 * (1 + i % 7) + 2 * (1 + i % 3)) % len(CAPTIONS)] for i in range(N)]
+    elif how == "blurred":
+        clips = gaussian_filter(clips.astype(float), (0, 0, 0.7, 0.7, 0)).round().astype(np.uint8)
+    elif how == "frames shuffled":
+        clips = np.stack([clip[rng.permutation(len(clip))] for clip in clips])
+    elif how == "mean clip":
+        clips = np.repeat(renders["reference"].mean(axis=0, keepdims=True).astype(np.uint8), N, axis=0)
+    else:
+        per_caption = renders["reference"].reshape(-1, len(CAPTIONS), *clips.shape[1:]).mean(axis=0)
+        clips = np.tile(per_caption.astype(np.uint8), (N // len(CAPTIONS), 1, 1, 1, 1))
+    return clips, asked
+
+
+def test_renders_score_at_the_noise_floor(renders):
+    one = measure(renders["train"], ASKED, renders["reference"])
+    other = measure(renders["heldout"][:N], ASKED, renders["reference"])
+    assert list(one) == list(HIGHER_IS_BETTER)
+    for key in one:
+        assert abs(worse_by(one[key], other[key], key)) < 3, key
+        if key.startswith("distance/"):
+            # a Wasserstein distance of two samples of one distribution is small, not 0
+            assert 0 < one[key].value < 0.1 and 0 < one[key].standard_error < 0.05, key
+        else:
+            assert one[key].value >= 0.98 and 0 < one[key].standard_error < 0.02, key
+
+
+@pytest.mark.parametrize("how", CATCHES)
+def test_corrupted_clips_score_worse(renders, how):
+    clean = measure(renders["heldout"][:N], ASKED, renders["reference"])
+    found = measure(*corrupt(renders, how), renders["reference"])
+    for key in CATCHES[how]:
+        assert worse_by(found[key], clean[key], key) > 5, (key, found[key], clean[key])
+
+
+def test_every_measure_catches_something_specific():
+    partial = [keys for how, keys in CATCHES.items() if how not in ("mean clip", "caption's mean clip")]
+    assert set().union(*CATCHES.values()) == EVERYTHING
+    assert set().union(*partial) == EVERYTHING - {"distance/area"}  # size is what test_sizes_are_seen is about
+
+
+def test_sizes_are_seen(renders):
+    """Clips in which all shapes are small are caught by the area and by no accuracy of colour."""
+    area = features(renders["heldout"])["area"].mean(axis=1)
+    chosen = []
+    for k in range(len(CAPTIONS)):
+        rows = np.arange(k, len(area), len(CAPTIONS))
+        chosen.append(rows[np.argsort(area[rows])][: len(rows) // 4])
+    small = renders["heldout"][np.stack(chosen, axis=1).ravel()]
+    assert len(small) == N
+    found = measure(small, ASKED, renders["reference"])
+    clean = measure(renders["train"], ASKED, renders["reference"])
+    assert worse_by(found["distance/area"], clean["distance/area"], "distance/area") > 4
+    assert worse_by(found["colour_accuracy"], clean["colour_accuracy"], "colour_accuracy") < 3
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+def test_detector_reads_renders_even_when_noisy(renders, noise):
+    clips = renders["heldout"].astype(float)
+    clips = (clips + np.random.default_rng(1).normal(0, noise * 255, clips.shape)).clip(0, 255).astype(np.uint8)
+    found = detect(clips)
+    asked = [caption_parts(CAPTIONS[i % len(CAPTIONS)]) for i in range(len(clips))]
+    assert np.mean([a[0] == f[0] for a, f in zip(asked, found, strict=True)]) >= (0.99 if noise < 0.1 else 0.97)
+    assert np.mean([a[2] == f[1] for a, f in zip(asked, found, strict=True)]) >= (0.99 if noise < 0.1 else 0.97)
+
+
+def test_detector_is_undecided_rather_than_wrong(renders):
+    for how in ("blurred", "mean clip", "caption's mean clip"):
+        clips, _ = corrupt(renders, how)
+        assert np.mean([f == (None, None) for f in detect(clips)]) > 0.95, how
+    black = np.full((3, 6, 16, 16, 3), 26, dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, black.shape, dtype=np.uint8)
+    two = np.maximum(renders["train"][:1], renders["train"][:1, :, ::-1, ::-1])  # scattered over the frame
+    grey = np.where(renders["train"][14:15] > 100, 140, renders["train"][14:15])
+    for clips in (black, noise, two, grey):
+        assert all(found == (None, None) for found in detect(clips))
+
+
+def test_detector_tells_motion_from_another_order_of_frames(renders):
+    growing = [i for i in range(N) if caption_parts(ASKED[i])[2] == "growing"]
+    clips = renders["train"][growing]
+    assert {motion for _, motion in detect(clips[:, ::-1])} == {"shrinking"}
+    assert {motion for _, motion in detect(clips[:, [0, 3, 1, 4, 2, 5]])} == {None}
+    still = np.repeat(clips[:, 3:4], 6, axis=1)
+    assert {motion for _, motion in detect(still)} == {None}
+    assert set(MOTIONS) == {motion for _, motion in detect(renders["train"]) if motion is not None}
+
+
+def test_features_of_known_shapes():
+    clips = np.full((2, 6, 16, 16, 3), 26, dtype=np.uint8)
+    for t in range(6):
+        clips[0, t, 4:8, 2 + t : 6 + t] = (255, 26, 26)  # a square of 4 x 4 pixels, one pixel a frame
+    assert np.allclose(coverage(clips)[0].sum(axis=(1, 2)), 16, atol=0.6)  # 26 is not quite the background
+    found = features(clips)
+    assert np.allclose(found["area"][0], 16 / 256) and np.allclose(found["displacement"][0], 1 / 16)
+    assert np.allclose(found["edge_sharpness"][0], 1, atol=0.01) and (0.7 < found["compactness"][0]).all()
+    assert all((values[1] == 0).all() for values in found.values())  # an empty clip does not drop out
+
+
+def test_measures_are_reproducible_and_errors_shrink(renders):
+    args = (renders["train"][:64], ASKED[:64], renders["reference"])
+    assert measure(*args) == measure(*args)
+    wide, narrow = measure(*args), measure(renders["train"], ASKED, renders["reference"])
+    assert all(narrow[key].standard_error < wide[key].standard_error for key in narrow)
+
+
+def test_worse_by_is_signed_and_in_standard_errors():
+    good, bad = Measure(0.9, 0.03), Measure(0.5, 0.04)
+    assert worse_by(bad, good, "colour_accuracy") == pytest.approx(8)
+    assert worse_by(good, bad, "colour_accuracy") == pytest.approx(-8)
+    assert worse_by(good, bad, "distance/area") == pytest.approx(8)
+    assert worse_by(Measure(1, 0), Measure(0, 0), "distance/area") == np.inf
+    assert worse_by(Measure(1, 0), Measure(1, 0), "distance/area") == 0
+
+
+def test_wrong_arguments_are_named(renders):
+    clips, reference = renders["train"][:4], renders["reference"]
+    with pytest.raises(UserError, match="3 captions for 4 clips"):
+        measure(clips, ASKED[:3], reference)
+    with pytest.raises(UserError, match="purple"):
+        measure(clips, ["a purple circle growing"] * 4, reference)
+    with pytest.raises(UserError, match="uint8"):
+        detect(clips.astype(float))
+    with pytest.raises(UserError, match="reference is"):
+        measure(clips[:, :5], ASKED[:4], reference)

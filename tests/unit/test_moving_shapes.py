@@ -1,0 +1,195 @@
+"""The rendered data set: what an item is, which item it is, and how mistakes are reported."""
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from distill.data.moving_shapes import BACKGROUND, CAPTIONS, RGB, MovingShapes, caption_parts, draw_scene, render
+from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, make_vectors, write
+from fsdp_cp.errors import UserError
+
+SHIPPED = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("encoders")
+    write(folder / "words.safetensors")
+    return folder
+
+
+def test_interface(encoders):
+    data = MovingShapes(encoders=encoders, num_clips=200)
+    assert len(data) == 200 and data.fps == 8.0
+    assert data.latent_shape == (3, 6, 16, 16) and data.text_shape == (4, 32)
+    item = data[7]
+    assert item["latents"].shape == data.latent_shape and item["latents"].dtype == torch.float32
+    assert item["text"].shape == data.text_shape and item["text"].dtype == torch.float32
+    assert item["caption"] == data.captions()[7] == CAPTIONS[7]
+    assert data.null_text.shape == data.text_shape
+    assert -1 <= item["latents"].min() < item["latents"].max() <= 1
+    with pytest.raises(IndexError):
+        data[200]
+
+
+def test_captions_are_balanced(encoders):
+    data = MovingShapes(encoders=encoders, num_clips=128)
+    captions = data.captions()
+    assert len(captions) == len(set(captions)) == 64
+    assert len(COLOURS) >= 6 and len(MOTIONS) >= 4 and set(RGB) == set(COLOURS)
+    parts = [caption_parts(caption) for caption in captions]
+    assert Counter(parts) == Counter((c, s, m) for c in COLOURS for s in SHAPES for m in MOTIONS)
+    assert set(Counter(data[i]["caption"] for i in range(128)).values()) == {2}
+
+
+def test_item_is_a_function_of_seed_split_and_index(encoders):
+    one, again = MovingShapes(encoders=encoders), MovingShapes(encoders=encoders)
+    backward = [again[i]["latents"] for i in reversed(range(64))][::-1]
+    assert all(torch.equal(one[i]["latents"], backward[i]) for i in range(64))
+    for other in (MovingShapes(encoders=encoders, split="heldout"), MovingShapes(encoders=encoders, seed=1)):
+        assert other.fingerprint != one.fingerprint
+        assert not any(torch.equal(one[i]["latents"], other[i]["latents"]) for i in range(64))
+    assert one.fingerprint == again.fingerprint
+    assert not torch.equal(one[3]["latents"], one[3 + 64]["latents"])  # same caption, another clip
+
+
+@pytest.mark.parametrize("setting", [{"num_frames": 8}, {"height": 24}, {"num_clips": 99}, {"negative_prompt": "a"}])
+def test_fingerprint_covers_every_setting(encoders, setting):
+    assert MovingShapes(encoders=encoders, **setting).fingerprint != MovingShapes(encoders=encoders).fingerprint
+
+
+@pytest.mark.parametrize("size", [(6, 16, 16), (8, 16, 24), (9, 32, 32)])
+def test_shapes_stay_inside_and_fill_their_area(size):
+    frames, height, width = size
+    for i, caption in enumerate(CAPTIONS):
+        scene = draw_scene(caption, np.random.default_rng(i), num_frames=frames, height=height, width=width)
+        clip = render(scene, height=height, width=width)
+        assert clip.shape == (3, *size) and clip.dtype == np.float32
+        colour = np.array(RGB[scene.colour])
+        channel = int(colour.argmax())
+        covered = ((clip[channel] - BACKGROUND) / (1 - BACKGROUND)).sum(axis=(1, 2))
+        expected = np.pi * scene.radii**2 * scene.visible  # fails if a part of the shape is cut off by the frame
+        assert np.allclose(covered, expected, rtol=0.05, atol=0.1), caption
+        assert scene.visible.all() == (scene.motion != "blinking") and scene.visible.any()
+
+
+def test_motions_move_as_told():
+    def scene(motion, seed):
+        rng = np.random.default_rng(seed)
+        return draw_scene(f"a red circle {motion}", rng, num_frames=6, height=16, width=16)
+
+    for seed in range(50):
+        assert (np.diff(scene("growing", seed).radii) > 0.3).all()
+        assert (np.diff(scene("shrinking", seed).radii) < -0.3).all()
+        step = np.diff(scene("falling", seed).centres, axis=0)
+        assert (step[:, 1] > 1.2).all() and np.allclose(step, step[0]) and (step[:, 0] == 0).all()
+        for motion in ("growing", "shrinking", "blinking"):
+            assert np.ptp(scene(motion, seed).centres, axis=0).max() == 0
+        visible = scene("blinking", seed).visible
+        assert visible.tolist() == [True, True, False, False, True, True]
+
+
+def test_decode_inverts_the_scaling(encoders):
+    data = MovingShapes(encoders=encoders)
+    latents = torch.stack([data[i]["latents"] for i in range(4)])
+    clips = data.decode(latents)
+    assert clips.shape == (4, 6, 16, 16, 3) and clips.dtype == torch.uint8
+    assert torch.equal(clips, data.clips(4))
+    assert (clips.permute(0, 4, 1, 2, 3) / 127.5 - 1 - latents).abs().max() < 1 / 255 + 1e-6
+    assert torch.equal(data.decode(latents * 3), data.decode((latents * 3).clamp(-1, 1)))
+
+
+def test_rendering_is_no_bottleneck(encoders):
+    data = MovingShapes(encoders=encoders)
+    best = min(_seconds(data, start) for start in (0, 64, 128, 192, 256))
+    assert best / 64 < 2e-3  # measured: 0.3 ms a clip
+
+
+def _seconds(data, start):
+    begin = time.perf_counter()
+    for i in range(start, start + 64):
+        data[i]
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"num_frames": 5}, "data.num_frames"),
+        ({"height": 8}, "data.height"),
+        ({"width": 15}, "data.width"),
+        ({"fps": 0}, "data.fps"),
+        ({"num_clips": 10}, "data.num_clips"),
+        ({"seed": -1}, "seed"),
+        ({"split": "test"}, "split"),
+        ({"negative_prompt": "blurry"}, "blurry"),
+        ({"negative_prompt": "a red a red a"}, "at most 4"),
+    ],
+)
+def test_wrong_settings_are_named(encoders, setting, named):
+    with pytest.raises(UserError, match=named) as caught:
+        MovingShapes(encoders=encoders, **setting)
+    assert "\n" not in str(caught.value)
+
+
+def test_word_table_embeds(encoders):
+    data = MovingShapes(encoders=encoders)
+    table = WordTable.load(encoders)
+    red, empty = data.embed(["a red circle growing", ""])
+    assert torch.equal(red[1], table.vectors[VOCABULARY.index("red")])
+    assert torch.equal(empty, table.vectors[:1].expand(4, -1)) and torch.equal(empty, data.null_text)
+    assert torch.equal(data.embed(data.captions())[5], data[5]["text"])
+    assert len({tuple(rows.flatten().tolist()) for rows in data.embed(data.captions())}) == 64
+    with pytest.raises(UserError, match="purple"):
+        data.embed(["a purple circle growing"])
+
+
+def test_words_are_well_separated():
+    vectors = make_vectors()
+    gram = vectors @ vectors.T / vectors.shape[1]
+    assert torch.allclose(gram, torch.eye(len(VOCABULARY)), atol=1e-5)
+    with pytest.raises(UserError, match="dim=4"):
+        make_vectors(num_words=5, dim=4)
+
+
+def test_shipped_table_is_the_written_one(encoders):
+    with safe_open(str(SHIPPED / "words.safetensors"), framework="pt") as file:
+        assert json.loads(file.metadata()["vocabulary"]) == list(VOCABULARY)
+        # QR may differ in the last bits between BLAS builds; the shipped file is the one that counts
+        assert torch.allclose(file.get_tensor("vectors"), make_vectors(), atol=1e-4)
+
+
+def test_broken_word_tables_are_user_errors(tmp_path):
+    with pytest.raises(UserError, match="holds no words.safetensors"):
+        MovingShapes(encoders=tmp_path)
+    path = tmp_path / "words.safetensors"
+    path.write_bytes(b"not safetensors")
+    with pytest.raises(UserError, match="not a word table"):
+        WordTable.load(tmp_path)
+    save_file({"vectors": torch.zeros(2, 4)}, str(path))
+    with pytest.raises(UserError, match="not a word table"):
+        WordTable.load(tmp_path)
+    save_file({"vectors": torch.zeros(2, 4)}, str(path), metadata={"vocabulary": json.dumps([PAD, "a", "b"])})
+    with pytest.raises(UserError, match="do not name the rows"):
+        WordTable.load(tmp_path)
+    save_file({"vectors": torch.zeros(2, 4)}, str(path), metadata={"vocabulary": json.dumps(["a", "b"])})
+    with pytest.raises(UserError, match="first word"):
+        WordTable.load(tmp_path)
+
+
+def test_command_line(tmp_path):
+    out = tmp_path / "new" / "words.safetensors"
+    command = [sys.executable, "-m", "distill.data.word_table"]
+    root = Path(__file__).parents[2]
+    assert subprocess.run([*command, str(out)], cwd=root, capture_output=True).returncode == 0
+    assert WordTable.load(out.parent).words == list(VOCABULARY)
+    assert subprocess.run(command, cwd=root, capture_output=True).returncode == 2
