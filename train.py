@@ -59,7 +59,7 @@ def run(overrides: list[str]) -> None:
 def main(arguments: list[str]) -> int:
     """Exit code 0, or 2 with one line for a user's mistake."""
     if {"-h", "--help"} & set(arguments):
-        from distill.config import usage
+        from distill.usage import usage
 
         print(usage())
         return 0

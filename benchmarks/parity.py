@@ -117,7 +117,9 @@ def make_config(setup: Setup, folder: Path) -> Config:
         batch_size=BATCH,
         seed=3,
         run_dir=str(folder / "run"),
-        method=Dmd2Settings(fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0),
+        method=Dmd2Settings(
+            fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0
+        ),
         optim=OptimSettings(student=settings, fake=settings, clip=0.5),
         data=None,
     )
@@ -207,7 +209,10 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     settings = config.optim.student
     optimizers = {
         name: torch.optim.AdamW(
-            roles[name].network.parameters(), lr=settings.lr, betas=tuple(settings.betas), weight_decay=settings.weight_decay
+            roles[name].network.parameters(),
+            lr=settings.lr,
+            betas=tuple(settings.betas),
+            weight_decay=settings.weight_decay,
         )
         for name in ("student", "fake")
     }
@@ -215,7 +220,9 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     for step in range(setup.steps):
         indices = [clip_at(config.seed, len(data), step * BATCH + i) for i in range(BATCH)]
         batch = Batch(
-            latents=data.latents[indices].to(dtype), text=data.text[indices].to(dtype), null_text=data.null_text.to(dtype)
+            latents=data.latents[indices].to(dtype),
+            text=data.text[indices].to(dtype),
+            null_text=data.null_text.to(dtype),
         )
         name = method.trained_role(step)
         parameters = dict(roles[name].network.named_parameters())
@@ -289,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args(argv)
     print("largest relative difference from plain diffusers networks in one process\n")
-    print("| precision | dp_shard x cp | checkpointing | steps | loss | gradient norm | gradients (per tensor) | weights |")
+    print("| precision | dp_shard x cp | checkpointing | steps | loss | gradient norm | each gradient | each weight |")
     print("|---|---|---|---|---|---|---|---|")
     failed = False
     with tempfile.TemporaryDirectory() as name:
@@ -300,13 +307,17 @@ def main(argv: list[str] | None = None) -> int:
             for dp_shard, cp in MESHES:
                 for checkpointing in (False, True) if precision == "fp32" else (False,):
                     setup = Setup(
-                        dp_shard=dp_shard, cp=cp, precision=precision, steps=steps, activation_checkpointing=checkpointing
+                        dp_shard=dp_shard,
+                        cp=cp,
+                        precision=precision,
+                        steps=steps,
+                        activation_checkpointing=checkpointing,
                     )
                     d = compare(trace_on_ranks(setup, folder), oracle)
                     failed |= d.largest > bound
                     print(
-                        f"| {precision} | {dp_shard} x {cp} | {'on' if checkpointing else 'off'} | {steps} | {d.loss:.1e} |"
-                        f" {d.norm:.1e} | {d.gradient:.1e} | {d.weight:.1e} |",
+                        f"| {precision} | {dp_shard} x {cp} | {'on' if checkpointing else 'off'} | {steps} |"
+                        f" {d.loss:.1e} | {d.norm:.1e} | {d.gradient:.1e} | {d.weight:.1e} |",
                         flush=True,
                     )
     print("\nFAILED" if failed else "\nall within 1e-5 (fp32) and 1e-6 (fp64)")

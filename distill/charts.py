@@ -109,7 +109,7 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> str:
     axes.set_ylabel(quantity + (", log scale" if axes.get_yscale() == "log" else ""), color=_MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_title(f"{role}: {quantity}", color=_INK, loc="left", fontweight="bold", fontsize=11)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=_MUTED, loc="best")
+    figure.legend(frameon=False, fontsize=8.5, labelcolor=_MUTED, loc="outside lower center", ncols=3, columnspacing=1)
     return _inline(figure, f"{key} by step")
 
 
@@ -121,7 +121,7 @@ def measure_svg(label: str, teacher: Points, student: Points, floor: float | Non
     """One measure against the number of sampling steps as an `<svg>` element.
 
     `floor`: what held-out renders score (a dashed line), None for none.  Bars: one standard error to either side."""
-    figure, axes = _axes(size=(3.7, 2.6))
+    figure, axes = _axes(size=(3.9, 2.9))
     for name, points, marker in (("teacher", teacher, "o"), ("student", student, "s")):
         points = [p for p in points if math.isfinite(p[1])]
         if points:
@@ -138,7 +138,7 @@ def measure_svg(label: str, teacher: Points, student: Points, floor: float | Non
     axes.set_xlabel("sampling steps", color=_MUTED)
     axes.set_title(label, color=_INK, loc="left", fontweight="bold", fontsize=11)
     axes.set_ylabel(hint, color=_MUTED)
-    axes.legend(frameon=False, fontsize=8, labelcolor=_MUTED, loc="best")
+    figure.legend(frameon=False, fontsize=8.5, labelcolor=_MUTED, loc="outside lower center", ncols=3, columnspacing=1)
     return _inline(figure, f"{label} by steps")
 
 

@@ -1,4 +1,4 @@
-"""The configuration: Hydra groups in ``configs/``, typed by the dataclasses here and checked before anything is built."""
+"""The configuration: Hydra groups in ``configs/``, typed by the dataclasses here, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class EmaSettings:
     """``student.ema.*``."""
 
     enabled: bool = False
+    """Keep an average of the student; samples, report and export then use it."""
     decay: float | None = 0.99
     """Constant factor of the old average; null for the power schedule."""
     gamma: float = 6.94
@@ -82,7 +83,9 @@ class OptimizerSettings:
     betas: list[float] = field(default_factory=lambda: [0.0, 0.999])
     """Adam's decay factors."""
     eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
     weight_decay: float = 0.01
+    """Decoupled: as a share of the rate."""
     schedule: str = "constant"
     """``constant`` or ``cosine`` (to ``final_lr`` at the role's last update)."""
     warmup: int = 0
@@ -162,6 +165,7 @@ class Config:
     steps: int = MISSING
     """Optimizer steps in all, of whichever role; a longer value on resume goes on."""
     seed: int = 0
+    """Of the data order and every random draw; the same on every mesh."""
     batch_size: int = MISSING
     """Samples per step over all ranks."""
     micro_batch_size: int | None = None
@@ -220,6 +224,24 @@ def compose_config(overrides: list[str]) -> Config:
         raise UserError(_explain(error, overrides)) from error
     check(config)
     return config
+
+
+def load_config(path: Path) -> Config:
+    """The configuration that a run wrote as ``config.yaml``.
+
+    Raises:
+        UserError: no such file, or one that this version does not understand.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give the folder of a run")
+    try:
+        loaded = OmegaConf.load(path)
+        typed = OmegaConf.merge(OmegaConf.structured(Config), loaded)
+        typed.method = OmegaConf.merge(OmegaConf.structured(METHODS[loaded.method.name][1]), loaded.method)
+        typed.data = OmegaConf.merge(OmegaConf.structured(DATA[loaded.data.name]), loaded.data)
+        return OmegaConf.to_object(typed)
+    except (OmegaConfBaseException, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is not a configuration of this version ({str(error).splitlines()[0]})") from error
 
 
 def _explain(error: Exception, overrides: list[str]) -> str:
@@ -297,7 +319,10 @@ def check(config: Config) -> None:
             raise UserError(f"{name}={value} is unknown; use {' or '.join(choices)}")
     if config.export.weights == "ema" and not config.student.ema.enabled:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
-    for name, value in (("optim.student.betas", config.optim.student.betas), ("optim.fake.betas", config.optim.fake.betas)):
+    for name, value in (
+        ("optim.student.betas", config.optim.student.betas),
+        ("optim.fake.betas", config.optim.fake.betas),
+    ):
         if len(value) != 2 or not all(0 <= b < 1 for b in value):
             raise UserError(f"{name}={value} must be two numbers of at least 0 and below 1")
     if config.optim.clip is not None and config.optim.clip <= 0:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 
@@ -22,10 +23,14 @@ from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier
 
-log = logging.getLogger(__name__)
-
 SAMPLE_SEED = 12345
 """Of the noise of all sample clips: they stay comparable between steps, runs and seeds."""
+
+REFERENCE_CLIPS = 512
+"""Held-out renders that distances are measured against."""
+
+SHOWN_CLIPS = 8
+"""Clips of each row that the report shows; all of them are measured."""
 
 
 @dataclass(kw_only=True)
@@ -59,11 +64,9 @@ class Evaluator:
         return self.data.decode(latents.float().cpu()).numpy()
 
     def write_samples(self, step: int, *, with_teacher: bool) -> None:
-        """``samples/step_00000100/``: an mp4 per clip of the student and a contact sheet."""
+        """``samples/step_00000100_ROLE_Nsteps_I.mp4`` for each clip, ``samples/step_00000100.png`` with all of them."""
         captions = sample_captions(self.data, self.config.sample.prompts)
-        wanted = [("student", n) for n in self.config.sample.student_steps]
-        if with_teacher and "teacher" in self.method.roles:
-            wanted = [("teacher", n) for n in self.config.sample.teacher_steps] + wanted
+        wanted = self._wanted(with_teacher=with_teacher)
         rows = [(f"{role}, {_steps(n)}", role, n, self.clips(role, n, captions)) for role, n in wanted]
         if rank() == 0:
             folder = self.run_dir / "samples"
@@ -75,73 +78,78 @@ class Evaluator:
             contact_sheet(folder / f"step_{step:08d}.png", sheet, captions=captions, title=f"step {step}")
         barrier()
 
+    def _wanted(self, *, with_teacher: bool) -> list[tuple[str, int]]:
+        """Which roles to sample, at which numbers of steps."""
+        student = [("student", n) for n in self.config.sample.student_steps]
+        if not with_teacher or "teacher" not in self.method.roles:
+            return student
+        return [("teacher", n) for n in self.config.sample.teacher_steps] + student
+
     def write_report(self, facts: dict[str, Any]) -> None:
         """``report.html``, ``report.json`` and ``report.png``; measured from the pixels on moving shapes."""
-        count = self.config.sample.report_clips
+        heldout = self.data.heldout() if isinstance(self.data, MovingShapes) else None
+        # Without measures, more clips than can be looked at would only cost time.
+        count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
-        heldout = None
-        if rank() == 0 and isinstance(self.data, MovingShapes):
-            heldout = self.data.heldout()
         rows = []
-        for role, counts in (("teacher", self.config.sample.teacher_steps), ("student", self.config.sample.student_steps)):
-            if role not in self.method.roles:
-                continue
-            for n in counts:
-                clips = self.clips(role, n, captions)
-                if clips is not None:
-                    guided = role == "teacher" or self.method.settings.name == "flow_matching"
-                    passes = 2 if guided and self.method.settings.guidance_scale != 1 else 1
-                    rows.append(
-                        ReportRow(
-                            name=f"{role}, {_steps(n)}",
-                            role=role,
-                            steps=n,
-                            measures=self._measures(clips, captions, heldout),
-                            clips=clips,
-                            evaluations=n * passes,
-                        )
+        for role, n in self._wanted(with_teacher=True):
+            clips = self.clips(role, n, captions)
+            if clips is not None:
+                rows.append(
+                    ReportRow(
+                        name=f"{role}, {_steps(n)}",
+                        role=role,
+                        steps=n,
+                        measures=self._measures(clips, captions, heldout),
+                        clips=clips,
+                        evaluations=self.method.evaluations(role, n),
                     )
+                )
         if rank() == 0:
-            real, real_captions = self._real_clips(captions, heldout)
+            real = self._real_clips(captions, heldout)
             reference = ReportRow(
-                name="held-out renders" if heldout is not None else "data",
+                name="data" if heldout is None else "held-out renders",
                 role="heldout",
                 steps=None,
-                measures=self._measures(real, real_captions, heldout),
+                measures=self._measures(real, captions, heldout),
                 clips=real,
                 evaluations=0,
             )
-            facts = {
-                "mesh": str(self.mesh.shape),
-                **facts,
+            versions = {
                 "torch": torch.__version__,
-                "python": platform.python_version(),
+                "diffusers": diffusers.__version__,
+                "Python": platform.python_version(),
             }
             write_report(
                 self.run_dir,
                 title=f"{self.method.settings.name} on {self.config.data.name}",
                 rows=rows,
                 reference=reference,
-                captions=captions,
-                config_summary=facts,
+                captions=captions[:SHOWN_CLIPS],
+                config_summary={
+                    "mesh": str(self.mesh.shape),
+                    **facts,
+                    "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+                    "sample command": f"python -m distill.sample {self.run_dir}",
+                },
                 fps=self.data.fps,
             )
-            report_picture(self.run_dir / "report.png", rows, captions)
+            report_picture(self.run_dir / "report.png", [reference, *rows], captions[:SHOWN_CLIPS])
         barrier()
 
-    def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> tuple[np.ndarray, list[str]]:
-        """Real clips of ``captions`` in their order."""
-        source: Any = heldout if heldout is not None else self.data
-        wanted: dict[str, list[int]] = {}
-        for i in range(min(len(source), 64 * len(captions))):
-            wanted.setdefault(source[i]["caption"], []).append(i)
-        used: dict[str, int] = dict.fromkeys(wanted, 0)
-        indices = []
-        for caption in captions:
-            indices.append(wanted[caption][used[caption] % len(wanted[caption])])
-            used[caption] += 1
-        latents = torch.stack([source[i]["latents"] for i in indices])
-        return source.decode(latents).numpy(), captions
+    def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray:
+        """A real clip for each of ``captions``, uint8 ``(n, T, H, W, 3)``; few clips may show several times."""
+        source: ClipDataset = self.data if heldout is None else heldout
+        waiting: dict[str, list[int]] = {}
+        for position in reversed(range(len(captions))):
+            waiting.setdefault(captions[position], []).append(position)
+        found: dict[int, torch.Tensor] = {}
+        for i in itertools.count():
+            if len(found) == len(captions):
+                return source.decode(torch.stack([found[position] for position in range(len(captions))])).numpy()
+            item = source[i % len(source)]
+            if waiting.get(item["caption"]):
+                found[waiting[item["caption"]].pop()] = item["latents"]
 
     def _measures(self, clips: np.ndarray, captions: list[str], heldout: MovingShapes | None):
         if heldout is None:
@@ -151,10 +159,6 @@ class Evaluator:
         # A stretch of the held-out stream that the noise-floor row does not use.
         reference = heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
         return measure(clips, captions, reference)
-
-
-REFERENCE_CLIPS = 512
-"""Held-out renders that distances are measured against."""
 
 
 def _steps(n: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -87,17 +88,6 @@ def _encode(container: av.container.OutputContainer, stream: av.VideoStream, fra
     container.mux(stream.encode())
 
 
-def strip(clip: np.ndarray, *, frames: int | None = None, gap: int = 0) -> np.ndarray:
-    """One clip (T, H, W, 3) as a picture (H, columns, 4), RGBA: its frames from left to right, `gap` clear pixels apart.
-
-    `frames`: at most so many, evenly spaced from the first to the last; None means all."""
-    _check_clips(clip, 4)
-    shown = np.pad(clip[pick_frames(len(clip), frames)], ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=255)
-    spaced = np.pad(shown, ((0, 0), (0, 0), (0, gap), (0, 0)))
-    wide = spaced.transpose(1, 0, 2, 3).reshape(shown.shape[1], -1, 4)
-    return wide[:, : wide.shape[1] - gap]
-
-
 def pick_frames(total: int, most: int | None) -> list[int]:
     """At most `most` evenly spaced frame numbers of 0 .. total - 1, in time order, first and last included."""
     if most is None or most >= total:
@@ -105,28 +95,32 @@ def pick_frames(total: int, most: int | None) -> list[int]:
     return [round(i) for i in np.linspace(0, total - 1, most)] if most > 1 else [0]
 
 
-def picture_bytes(picture: np.ndarray) -> bytes:
-    """A still, uint8 RGB or RGBA (H, W, 3 or 4), as PNG bytes."""
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
+def strip(clip: np.ndarray, *, frames: int | None = None, gap: int = 0) -> np.ndarray:
+    """One clip (T, H, W, 3) as a picture (H, columns, 4), RGBA: its frames from left to right, `gap` pixels apart.
 
-
-def animation_bytes(clip: np.ndarray, fps: float, *, longest_side: int = 256) -> tuple[bytes, str]:
-    """One clip (T, H, W, 3) as an endlessly looping picture: (bytes, MIME type).
-
-    Tiny clips become lossless animated PNGs at their own size (enlarge them where they are shown).  Clips with more
-    than 96 pixels a side become animated WebP of at most `longest_side`, or a page of them would weigh hundreds of MB."""
+    `frames`: at most so many, evenly spaced from the first to the last; None means all.  The gaps are transparent."""
     _check_clips(clip, 4)
-    pictures = [Image.fromarray(frame) for frame in clip]
-    settings: dict = {"save_all": True, "append_images": pictures[1:], "duration": round(1000 / fps), "loop": 0}
+    shown = np.pad(clip[pick_frames(len(clip), frames)], ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=255)
+    spaced = np.pad(shown, ((0, 0), (0, 0), (0, gap), (0, 0)))
+    wide = spaced.transpose(1, 0, 2, 3).reshape(shown.shape[1], -1, 4)
+    return wide[:, : wide.shape[1] - gap]
+
+
+def resize(clip: np.ndarray, height: int, width: int) -> np.ndarray:
+    """One clip (T, H, W, 3) at another size: without smoothing to a larger one, with it to a smaller one."""
+    _check_clips(clip, 4)
+    how = Image.Resampling.NEAREST if height >= clip.shape[1] else Image.Resampling.LANCZOS
+    return np.stack([np.asarray(Image.fromarray(frame).resize((width, height), how)) for frame in clip])
+
+
+def picture_bytes(picture: np.ndarray, format: str = "PNG") -> bytes:
+    """A still, uint8 RGB or RGBA (H, W, 3 or 4), as PNG or (without its alpha) as JPEG bytes."""
     buffer = io.BytesIO()
-    if max(clip.shape[1:3]) <= 96:
-        pictures[0].save(buffer, "PNG", **settings)
-        return buffer.getvalue(), "image/png"
-    pictures = [_fit(picture, longest_side) for picture in pictures]
-    pictures[0].save(buffer, "WEBP", **settings | {"append_images": pictures[1:]}, quality=80, method=4)
-    return buffer.getvalue(), "image/webp"
+    if format == "JPEG":
+        Image.fromarray(picture[..., :3]).save(buffer, format, quality=85)
+    else:
+        Image.fromarray(picture).save(buffer, format, optimize=True)
+    return buffer.getvalue()
 
 
 def contact_sheet(
@@ -145,8 +139,9 @@ def contact_sheet(
     `rows`: (label, clips uint8 (n, T, H, W, 3)); T, H, W may differ between rows, n too (missing cells stay empty).
     `captions` head the columns, `notes` (one per row) stand small below the labels, `colours` (one per row) mark them.
     `frames`: at most so many of each clip, evenly spaced.  `width`: about how wide the picture becomes, in pixels:
-    tiny clips are enlarged by the whole factor that fits (at least 1), large ones shrunk.
-    Writes a PNG if `path` is not None; returns the picture.  Raises ValueError for no rows, or clips of another shape."""
+    tiny clips are enlarged by the whole factor that fits (to 32 to 128 pixels a frame), large ones shrunk.
+    Returns the picture and, if `path` is not None, writes it as PNG.
+    Raises ValueError for no rows or clips of another shape."""
     if not rows:
         raise ValueError("a contact sheet needs at least one row of clips")
     for _, clips in rows:
@@ -154,20 +149,22 @@ def contact_sheet(
     columns = max(len(clips) for _, clips in rows)
     picked = [clips[:, pick_frames(clips.shape[1], frames)] for _, clips in rows]
     label_font, note_font, title_font = _font(19, bold=True), _font(15), _font(26, bold=True)
-    texts = [label for label, _ in rows] + list(notes)
-    label_width = 24 + min(280, max(round(label_font.getlength(text)) for text in texts))
+    lengths = [label_font.getlength(label) for label, _ in rows] + [note_font.getlength(note) for note in notes]
+    label_width = 40 + min(280, math.ceil(max(lengths)))
     margin, column_gap, row_gap, frame_gap = 24, 28, 14, 3
 
     height_px, width_px = picked[0].shape[2:4]
     most = max(clips.shape[1] for clips in picked)
     room = (width - 2 * margin - label_width - column_gap * columns) / columns - frame_gap * (most - 1)
     factor = room / most / width_px
-    factor = max(1, int(factor)) if factor >= 1 or width_px <= 96 else factor
+    if factor >= 1 or width_px <= 96:
+        # Whole; no smaller than one can see, at the cost of the width; no larger than a frame needs, with few of them.
+        factor = max(min(int(factor), 128 // width_px), 32 // width_px, 1)
     cell = (max(1, round(width_px * factor)), max(1, round(height_px * factor)))
     column_width = most * cell[0] + (most - 1) * frame_gap
     heads = [_wrap(caption, note_font, column_width, lines=4) for caption in captions[:columns]]
-    labels = [_wrap(label, label_font, label_width - 24, lines=3) for label, _ in rows]
-    small = [_wrap(note, note_font, label_width - 24, lines=2) for note in notes] + [[]] * (len(rows) - len(notes))
+    labels = [_wrap(label, label_font, label_width - 40, lines=3) for label, _ in rows]
+    small = [_wrap(note, note_font, label_width - 40, lines=2) for note in notes] + [[]] * (len(rows) - len(notes))
     text_heights = [24 * len(a) + 20 * len(b) for a, b in zip(labels, small, strict=True)]
     row_height = max(cell[1], *text_heights)
 
@@ -192,10 +189,9 @@ def contact_sheet(
         _write(draw, (margin + 16, text_y), labels[i], label_font, "#16191d", pitch=24)
         _write(draw, (margin + 16, text_y + 24 * len(labels[i])), small[i], note_font, "#5b646e", pitch=20)
         for j, clip in enumerate(clips):
-            for k, frame in enumerate(clip):
+            for k, frame in enumerate(resize(clip, cell[1], cell[0])):
                 x = margin + label_width + j * (column_width + column_gap) + k * (cell[0] + frame_gap)
-                how = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
-                sheet.paste(Image.fromarray(frame).resize(cell, how), (x, y + (row_height - cell[1]) // 2))
+                sheet.paste(Image.fromarray(frame), (x, y + (row_height - cell[1]) // 2))
     if path is not None:
         with atomic_path(path) as temporary:
             sheet.save(temporary, "PNG", optimize=True)
@@ -208,13 +204,6 @@ def _check_clips(clips: np.ndarray, dims: int) -> None:
         raise ValueError(f"clips must be a uint8 NumPy array, not {getattr(clips, 'dtype', type(clips).__name__)}")
     if clips.ndim != dims or clips.shape[-1] != 3 or 0 in clips.shape:
         raise ValueError(f"clips of shape {clips.shape} are not {shape} with at least one frame")
-
-
-def _fit(picture: Image.Image, longest_side: int) -> Image.Image:
-    """Shrinks to at most `longest_side`; never enlarges."""
-    factor = min(1.0, longest_side / max(picture.size))
-    size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
-    return picture.resize(size, Image.Resampling.LANCZOS) if factor < 1 else picture
 
 
 @lru_cache

@@ -127,7 +127,8 @@ def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str
     shares = []
     for steps in tried:
         here = [c for c in counted if c.steps == steps]
-        shares.append(f"{sum(c.student_better for c in here)} of {len(here)} at {_steps(steps)}")
+        wins = f"{sum(c.student_better for c in here)} of {len(here)}" if here else "none counts"
+        shares.append(f"{wins} at {_steps(steps)}")
     sentences = [
         f"At the same number of steps the student beats the teacher on {len(won)} of the {len(counted)} measures that"
         f" count ({_listed(shares)}), on {clear} of them by {COUNTS_FROM:g} standard errors or more.",
@@ -166,15 +167,15 @@ def write_report(
 ) -> None:
     """Writes `report.html` and `report.json` into `run_dir`, from the rows and the run's own `metrics.jsonl`.
 
-    `rows`: teacher and student rows, in any order.  `reference`: held-out renders (role "heldout") of the same captions;
+    `rows`: teacher and student rows, in any order.  `reference`: held-out clips (role "heldout") of the same captions;
     its measures are the noise floor.  `captions`: of the clips, in their order.  `config_summary`: the facts of the run
     (mesh, steps, seconds, versions, peak memory), shown in their order; a value whose key ends in "command" is shown as
     code, a nested mapping as a list.  `fps`: of the looping clips.
     The page is one file that loads nothing from elsewhere.  Raises ValueError for rows that do not fit together."""
     from distill.report_page import page  # lazily: it loads matplotlib
 
+    _check([reference, *rows], captions)
     ordered = in_order([reference, *rows])
-    _check(ordered, captions)
     run_dir = Path(run_dir)
     comparisons = student_beats_teacher(ordered)
     records, unreadable = charts.read_metrics(run_dir / "metrics.jsonl")
@@ -211,8 +212,8 @@ def report_picture(
     """A PNG for a README: one labelled row per model (full teacher first, student last), one column per caption.
 
     Shows the first `clips` captions and at most `frames` frames of each clip; `width` in pixels, about."""
+    _check(rows, captions)
     ordered = in_order(rows)
-    _check(ordered, captions)
     return contact_sheet(
         path,
         [(row.name, row.clips[:clips]) for row in ordered],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill import charts
-from distill.media import animation_bytes, pick_frames, picture_bytes, strip
+from distill.media import pick_frames, picture_bytes, resize, strip
 
 if TYPE_CHECKING:
     from distill.report import ReportRow
@@ -52,12 +52,18 @@ th, td { padding: .4rem .7rem; text-align: left; vertical-align: middle; }
 .wins { background: var(--win); }
 .mark { display: inline-block; width: 1.1em; color: var(--student); } .mark.loses { color: var(--bad); }
 .clips th, .clips td { padding: .2rem .45rem; }
-.clips thead th { font-weight: 400; color: var(--muted); vertical-align: bottom; font-size: .85rem; line-height: 1.3; }
+.clips thead th { width: 1px; font-weight: 400; color: var(--muted); vertical-align: bottom;
+  font-size: .85rem; line-height: 1.3; }
 .clips .model { position: sticky; left: 0; background: var(--page); padding-right: 1rem; z-index: 1; }
 img { display: block; }
+.strip img { background: var(--line); outline: 1px solid var(--line); } /* seen between dark frames on a dark page */
+.film { overflow: hidden; outline: 1px solid var(--line); } .film img { max-width: none; }
+@keyframes film { to { transform: translateX(-100%); } }
+@media (prefers-reduced-motion: reduce) { .film img { animation: none !important; } }
 .tiny { image-rendering: pixelated; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-.charts.small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); }
+.charts { display: grid; margin-top: 1.25rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
+.charts.small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
 .charts > div { background: var(--card); border-radius: 6px; padding: .5rem; }
 .charts svg { display: block; width: 100%; height: auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; font-size: .92rem; }
@@ -77,9 +83,9 @@ def page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], records: Sequenc
     parts += ["<h2>Clips</h2>", _grid(rows, captions, fps)]
     if any(row["measures"] for row in data["rows"]):
         parts += ["<h2>Measures</h2>", _measures(data), _measure_charts(data), _comparisons(data)]
-    parts += ["<h2>Frame by frame</h2>", _strips(rows, captions)]
     parts += ["<h2>Training</h2>", _training(records, data["metrics"]["unreadable_lines"])]
     parts += ["<h2>The run</h2>", _facts(data["run"], records)]
+    parts += ["<h2>Frame by frame</h2>", _strips(rows, captions)]
     # The policy makes a browser refuse whatever would be loaded from elsewhere, and any script.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return (
@@ -106,32 +112,46 @@ def _model(row: ReportRow | Mapping[str, Any]) -> str:
     return f'<th scope="row" class="model {get("role")}">{escape(get("name"))}{small}</th>'
 
 
-def _image(data: bytes, mime: str, *, size: tuple[int, int], alt: str, tiny: bool) -> str:
-    source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
-    kind = ' class="tiny"' if tiny else ""
-    return f'<img{kind} src="{source}" width="{size[0]}" height="{size[1]}" alt="{escape(alt)}">'
-
-
 def _shown_size(height: int, width: int, target: int) -> tuple[int, int]:
-    """(width, height) on the page, about `target` wide; a whole multiple for tiny clips, or their pixels look uneven."""
+    """(height, width) on the page, about `target` wide; whole multiples for tiny clips, or pixels come out uneven."""
     factor = target / width if width > target else max(1, target // width)
-    return round(width * factor), round(height * factor)
+    return max(1, round(height * factor)), max(1, round(width * factor))
+
+
+def _image(picture: np.ndarray, *, alt: str, factor: int = 1, style: str = "", jpeg: bool = False) -> str:
+    """An `<img>` that holds the picture, enlarged without smoothing by a whole factor."""
+    data = base64.b64encode(picture_bytes(picture, "JPEG" if jpeg else "PNG")).decode()
+    height, width = picture.shape[0] * factor, picture.shape[1] * factor
+    kind = ' class="tiny"' if factor > 1 else ""
+    source = f'src="data:image/{"jpeg" if jpeg else "png"};base64,{data}"'
+    return f'<img{kind} {source} width="{width}" height="{height}" alt="{escape(alt)}"{style}>'
+
+
+def _film(clip: np.ndarray, fps: float, *, target: int, alt: str) -> str:
+    """A looping clip: its frames side by side in one picture, moved along behind a window.
+
+    Not an animated PNG or GIF: a browser starts each of those when it likes, and models cannot be compared."""
+    seconds, width, shown = len(clip) / fps, clip.shape[2], _shown_size(*clip.shape[1:3], target)
+    clip = clip[pick_frames(len(clip), 60_000 // shown[1])]  # a JPEG ends at 65,535 pixels
+    small = shown[1] < width
+    picture = strip(resize(clip, *shown) if small else clip)
+    style = f' style="animation: film {seconds:.3f}s steps({len(clip)}) infinite"' if len(clip) > 1 else ""
+    # As PNG a page of photographic clips would weigh tens of MB.
+    image = _image(picture, alt=alt, factor=1 if small else shown[1] // width, style=style, jpeg=width > 96)
+    return f'<div class="film" style="width: {shown[1]}px; height: {shown[0]}px">{image}</div>'
 
 
 def _grid(rows: Sequence[ReportRow], captions: Sequence[str], fps: float) -> str:
     """Looping clips: a row per model, a column per caption."""
     shown = captions[:_CAPTIONS_IN_GRID]
+    target = 104 if len(shown) > 4 else 192
     head = "".join(f'<th scope="col">{escape(caption)}</th>' for caption in shown)
     lines = []
     for row in rows:
-        height, width = row.clips.shape[2:4]
-        cells = []
-        for caption, clip in zip(shown, row.clips, strict=False):
-            data, mime = animation_bytes(clip, fps)
-            size = _shown_size(height, width, 104 if len(shown) > 4 else 192)
-            cells.append(_image(data, mime, size=size, alt=f"{row.name}: {caption}", tiny=width < size[0]))
-        lines.append(f"<tr>{_model(row)}" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    note = f"Looping at {fps:g} frames a second. Within a column every model has the same caption and the same noise."
+        pairs = list(zip(shown, row.clips, strict=False))
+        films = [_film(clip, fps, target=target, alt=f"{row.name}: {caption}") for caption, clip in pairs]
+        lines.append(f"<tr>{_model(row)}" + "".join(f"<td>{film}</td>" for film in films) + "</tr>")
+    note = f"Looping at {fps:g} frames a second. Within a column every network has the same caption and the same noise."
     table = f'<table class="clips"><thead><tr><td></td>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
     return f'<p class="note">{note}</p><div class="scroll">{table}</div>'
 
@@ -142,32 +162,19 @@ def _strips(rows: Sequence[ReportRow], captions: Sequence[str]) -> str:
     for i, caption in enumerate(captions[:_CAPTIONS_IN_STRIPS]):
         lines = []
         for row in rows:
-            clip = row.clips[i]
-            if max(clip.shape[1:3]) > 160:  # full-size strips would make the page weigh tens of MB
-                stride = math.ceil(max(clip.shape[1:3]) / 160)
-                clip = clip[:, ::stride, ::stride]
-            picture = strip(clip, frames=_FRAMES_IN_STRIP, gap=1)
-            height, width = picture.shape[:2]
-            size = _shown_size(height, width, 880)
-            image = _image(
-                picture_bytes(picture),
-                "image/png",
-                size=size,
-                alt=f"frames of {row.name}: {caption}",
-                tiny=width < size[0],
-            )
+            clip = row.clips[i][pick_frames(row.clips.shape[1], _FRAMES_IN_STRIP)]
+            height, width = _shown_size(*clip.shape[1:3], 680 // len(clip))
+            small = width < clip.shape[2]
+            picture = strip(resize(clip, height, width), gap=4) if small else strip(clip, gap=1)
+            factor = 1 if small else max(1, width // clip.shape[2])
+            image = _image(picture, alt=f"frames of {row.name}: {caption}", factor=factor)
             lines.append(f"<tr>{_model(row)}<td>{image}</td></tr>")
-        blocks.append(
-            f'<h3>{escape(caption)}</h3><div class="scroll"><table class="clips"><tbody>{"".join(lines)}</tbody></table></div>'
-        )
+        table = f'<table class="clips strip"><tbody>{"".join(lines)}</tbody></table>'
+        blocks.append(f'<h3>{escape(caption)}</h3><div class="scroll">{table}</div>')
     total = max(row.clips.shape[1] for row in rows)
     picked = len(pick_frames(total, _FRAMES_IN_STRIP))
-    note = (
-        f"{picked} of {total} frames, evenly spaced, in time order."
-        if picked < total
-        else f"All {total} frames, in order."
-    )
-    return f'<p class="note">{note}</p>' + "".join(blocks)
+    note = f"{picked} of {total} frames, evenly spaced" if picked < total else f"All {total} frames"
+    return f'<p class="note">{note}, in time order.</p>' + "".join(blocks)
 
 
 def number(measure: str, value: Mapping[str, float | None]) -> tuple[str, str]:
@@ -224,9 +231,9 @@ def _measures(data: Mapping[str, Any]) -> str:
         '<p class="note">Value &plusmn; one standard error; the best network of each column is <b>bold</b>. '
         '<span class="mark">&#9650;</span>the student beats the teacher at the same number of steps on a measure that '
         'counts; <span class="mark">&#9651;</span>it does, but the measure does not count there; '
-        '<span class="mark loses">&#9660;</span>it does not, on a measure that counts. Held-out renders, measured against '
-        "other renders, show the noise floor. Distances are between distributions over clips and over renders, in "
-        "standard deviations (SD) of the renders.</p>"
+        '<span class="mark loses">&#9660;</span>it does not, on a measure that counts. Held-out renders, measured '
+        "against other renders, show the noise floor. Distances are between distributions over clips and over renders, "
+        "in standard deviations (SD) of the renders.</p>"
     )
     table = f"<thead><tr><td></td>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     return f'{legend}<div class="scroll"><table class="numbers" id="measures">{table}</table></div>'
@@ -281,8 +288,8 @@ def _comparisons(data: Mapping[str, Any]) -> str:
             " ± ".join(filter(None, number(c["measure"], c[k]))) for k in ("teacher_full", "teacher", "student")
         )
         worse, better = ("" if c[k] is None else f"{c[k]:.1f}" for k in ("standard_errors_worse", "student_margin"))
-        cells = [c["steps"], _label(c["measure"]), full, teacher, worse, "yes" if c["counts"] else "no", student, better,
-                 "yes" if c["student_better"] else "no"]  # fmt: skip
+        counts, beats = ("yes" if c[key] else "no" for key in ("counts", "student_better"))
+        cells = [c["steps"], _label(c["measure"]), full, teacher, worse, counts, student, better, beats]
         lines.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
     heads = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
     table = f'<table class="numbers"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
@@ -293,7 +300,7 @@ def _training(records: Sequence[Mapping], unreadable: int) -> str:
     found = charts.curves(records)
     notes = []
     if unreadable:
-        notes.append(f"{unreadable} line{'s' * (unreadable != 1)} of metrics.jsonl could not be read and are left out.")
+        notes.append(f"Left out: {unreadable} line{'s' * (unreadable != 1)} of metrics.jsonl that could not be read.")
     if not found:
         notes.append("There are no losses in metrics.jsonl.")
     note = f'<p class="note">{" ".join(notes)}</p>' if notes else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,15 @@ from fsdp_cp.rng import StepRandom
 
 
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
-    """``count`` captions, spread evenly over those of the data set (balanced when it is a multiple of them)."""
+    """``count`` captions of the data set, each as often as any other when ``count`` is a multiple of their number.
+
+    Neighbours differ: the list is walked in strides near its golden section, so that a few captions show many kinds.
+    """
     captions = data.captions()
-    return [captions[(i * len(captions) // min(count, len(captions))) % len(captions)] for i in range(count)]
+    stride = next(
+        s for s in range(round(0.618 * len(captions)) or 1, 2 * len(captions)) if math.gcd(s, len(captions)) == 1
+    )
+    return [captions[i * stride % len(captions)] for i in range(count)]
 
 
 @torch.no_grad()

@@ -84,7 +84,16 @@ def prepare_run_dir(config: Config, run_dir: Path) -> None:
 
 def _move_aside(run_dir: Path) -> None:
     """Nothing is deleted: an earlier run's files go to ``previous/N/``. The latent cache stays, it is keyed."""
-    names = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "export", "report.html", "report.json", "report.png")
+    names = (
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "samples",
+        "export",
+        "report.html",
+        "report.json",
+        "report.png",
+    )
     found = [run_dir / name for name in names if (run_dir / name).exists()]
     if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "checkpoints").exists():
         return

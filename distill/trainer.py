@@ -68,10 +68,10 @@ class Trainer:
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
         self.optimizers = {name: RoleOptimizer(role, getattr(config.optim, name)) for name, role in self.roles.items()}
         ema = config.student.ema
-        self.ema = Ema(self.roles["student"], decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
-        self.batching = Batching(
-            global_size=config.batch_size, micro=micro, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+        self.ema = (
+            Ema(self.roles["student"], decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
         )
+        self.batching = Batching(global_size=config.batch_size, micro=micro, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         self.null_text = data.null_text.to(device)
         self.step = 0
         self.samples = 0
@@ -224,7 +224,8 @@ class Trainer:
     def _tensors(self) -> dict[str, Any]:
         """Everything that trains, by role; the teacher is not among it, since it does not change."""
         tensors: dict[str, Any] = {
-            name: {"weights": role.weights(), "adamw": self.optimizers[name].state()} for name, role in self.roles.items()
+            name: {"weights": role.weights(), "adamw": self.optimizers[name].state()}
+            for name, role in self.roles.items()
         }
         if self.ema is not None:
             tensors["student"]["ema"] = self.ema.weights

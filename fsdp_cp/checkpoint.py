@@ -83,7 +83,9 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(f"checkpoint.resume: {checkpoint} {problems[0]}{more}; resume with the settings it was made with")
+        raise UserError(
+            f"checkpoint.resume: {checkpoint} {problems[0]}{more}; resume with the settings it was made with"
+        )
     dcp.load(dict(tensors), checkpoint_id=str(checkpoint))
 
 

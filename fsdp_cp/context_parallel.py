@@ -60,7 +60,9 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
         try:
             module = model.get_submodule(name)
         except AttributeError as error:
-            raise ValueError(f"the context-parallel plan names {name!r}, which {type(model).__name__} has not") from error
+            raise ValueError(
+                f"the context-parallel plan names {name!r}, which {type(model).__name__} has not"
+            ) from error
         if isinstance(entry, Mapping):
             _register_splits(module, name, entry, mesh)
         else:

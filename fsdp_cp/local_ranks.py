@@ -58,7 +58,9 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, f"{folder}/store", sender, function, args, timeout), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, f"{folder}/store", sender, function, args, timeout),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -93,7 +95,13 @@ def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, store: str, sender: Any, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    rank: int,
+    world_size: int,
+    store: str,
+    sender: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)

@@ -34,7 +34,9 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_reduce_scalars(values: list[float], mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+def all_reduce_scalars(
+    values: list[float], mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
     """Reduce several numbers over a one-dimensional mesh in one fp64 collective; the same result on every rank."""
     packed = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     dist.all_reduce(packed, op=op, group=mesh.get_group())

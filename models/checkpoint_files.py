@@ -62,7 +62,9 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
                 for name in tensors.keys():
                     shapes[name] = tuple(tensors.get_slice(name).get_shape())
         except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
-            raise UserError(f"{setting}={checkpoint}: {file.name} is not a readable safetensors file ({error})") from error
+            raise UserError(
+                f"{setting}={checkpoint}: {file.name} is not a readable safetensors file ({error})"
+            ) from error
     return TransformerFolder(path=path, config=config, shapes=shapes)
 
 

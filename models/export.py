@@ -87,7 +87,10 @@ def _write(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
         public = {key: value for key, value in config.items() if not key.startswith("_")}
-        header = {"_class_name": config.get("_class_name", "WanTransformer3DModel"), "_diffusers_version": diffusers_version}
+        header = {
+            "_class_name": config.get("_class_name", "WanTransformer3DModel"),
+            "_diffusers_version": diffusers_version,
+        }
         (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.sharding import COMPUTE_DTYPE, shard_module
+from fsdp_cp.sharding import shard_module
 from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
 from models.families import family_of
 from models.role import Role
@@ -57,11 +57,19 @@ def plan_role(
     chosen = family_of(family, name)
     setting = f"{name}.checkpoint"
     if (checkpoint is None) == (architecture is None):
-        raise UserError(f"{setting} must name a diffusers folder" + (f", or set {name}.architecture for random weights,"
-                        " not both" if architecture is not None else f" (or set {name}.architecture for random weights)"))
+        raise UserError(
+            f"{setting} must name a diffusers folder"
+            + (
+                f", or set {name}.architecture for random weights, not both"
+                if architecture is not None
+                else f" (or set {name}.architecture for random weights)"
+            )
+        )
     folder = inspect_transformer(checkpoint, setting) if checkpoint is not None else None
     with torch.device("meta"):
-        network = chosen.build(folder.config if folder else dict(architecture), setting if folder else f"{name}.architecture")
+        network = chosen.build(
+            folder.config if folder else dict(architecture), setting if folder else f"{name}.architecture"
+        )
     if folder is not None:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
     return RolePlan(

@@ -46,8 +46,8 @@ class Role:
         dtype = COMPUTE_DTYPE[self.precision]
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
         with_grad = torch.is_grad_enabled() and self.trainable
-        self.flops += (3 if with_grad else 1) * x.shape[0] * self.family.forward_flops(
-            self.config, self.tokens, self.text_tokens
+        self.flops += (
+            (3 if with_grad else 1) * x.shape[0] * self.family.forward_flops(self.config, self.tokens, self.text_tokens)
         )
         if torch.is_grad_enabled():
             return self.family.velocity(self.network, x.to(dtype), 1000 * t, text.to(dtype)).to(x.dtype)

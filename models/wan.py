@@ -103,9 +103,7 @@ class Wan:
         """Compute the non-persistent rotary tables again; ``to_empty`` leaves garbage in them."""
         config = network.config
         device = network.rope.freqs_cos.device
-        fresh = type(network.rope)(
-            config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len
-        )
+        fresh = type(network.rope)(config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len)
         network.rope.freqs_cos = fresh.freqs_cos.to(device)
         network.rope.freqs_sin = fresh.freqs_sin.to(device)
 
@@ -132,7 +130,9 @@ class Wan:
             ("data.num_frames", "data.height", "data.width"), sizes, config["patch_size"], strict=True
         ):
             if size % patch:
-                raise UserError(f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide")
+                raise UserError(
+                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide"
+                )
             tokens *= size // patch
         return tokens
 

@@ -50,12 +50,8 @@ class MovingShapesSettings:
     """``data=moving_shapes``."""
 
     name: str = "moving_shapes"
-    path: str | None = None
-    """Not used: the clips are rendered."""
     encoders: str = "assets/quickstart_teacher"
     """Folder with the word table ``words.safetensors``."""
-    cache: str | None = None
-    """Not used: nothing is encoded."""
     num_frames: int = 6
     """Frames of a clip."""
     height: int = 16
@@ -80,14 +76,14 @@ class VideoFolderSettings:
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
     cache: str | None = None
-    """Folder of the encoded latents; ``RUN_DIR/latents`` when not set."""
-    num_frames: int = 81
-    """Frames of a clip."""
-    height: int = 480
+    """Folder of the encoded latents; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
+    num_frames: int = 17
+    """Frames of a clip; 4k + 1 for Wan's VAE."""
+    height: int = 64
     """Pixels, after resizing and cropping."""
-    width: int = 832
+    width: int = 112
     """Pixels, after resizing and cropping."""
-    fps: float = 16.0
+    fps: float = 8.0
     """Frames per second at which clips are sampled."""
     negative_prompt: str = ""
     """Caption of the unconditional branch of guidance."""
@@ -130,7 +126,7 @@ def build_dataset(
         width=settings.width,
         fps=settings.fps,
         negative_prompt=settings.negative_prompt,
-        cache=settings.cache or str(run_dir / "latents"),
+        cache=settings.cache or str(run_dir / "cache"),
         max_text_tokens=settings.max_text_tokens,
         device=device,
     )

@@ -68,9 +68,7 @@ def caption_parts(caption: str) -> tuple[str, str, str]:
     return words[1], words[2], words[3]
 
 
-def draw_scene(
-    caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int
-) -> Scene:
+def draw_scene(caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int) -> Scene:
     """What a clip of ``caption`` shows; all that the caption leaves open is drawn from ``rng``."""
     colour, shape, motion = caption_parts(caption)
     unit = min(height, width) / _REFERENCE_SIDE

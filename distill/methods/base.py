@@ -58,6 +58,10 @@ class Method(ABC):
         """The losses of the role that trains at ``step``, lazily: each gets its own backward, which frees its graph."""
 
     @abstractmethod
+    def evaluations(self, role: str, steps: int) -> int:
+        """Network evaluations that :meth:`generate` takes for one clip (guidance evaluates twice a step)."""
+
+    @abstractmethod
     def generate(
         self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
     ) -> Tensor:

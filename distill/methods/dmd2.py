@@ -43,12 +43,19 @@ class Dmd2Settings:
                 f"method.fake_updates_per_student_update={self.fake_updates_per_student_update} must be at least 1"
             )
         times = list(self.step_list)
-        if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
+        if (
+            not times
+            or times[0] != 1.0
+            or times[-1] <= 0
+            or any(a <= b for a, b in zip(times, times[1:], strict=False))
+        ):
             raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
         if self.shift <= 0:
             raise UserError(f"method.shift={self.shift} must be above 0")
         if not 0 <= self.min_time < self.max_time <= 1:
-            raise UserError(f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]")
+            raise UserError(
+                f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]"
+            )
 
 
 class Dmd2(Method):
@@ -115,8 +122,13 @@ class Dmd2(Method):
         """The student's times for ``steps`` at most as many as it was trained for, spread evenly over its list."""
         times = list(self.settings.step_list)
         if not 1 <= steps <= len(times):
-            raise UserError(f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}")
+            raise UserError(
+                f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}"
+            )
         return [times[i * len(times) // steps] for i in range(steps)]
+
+    def evaluations(self, role: str, steps: int) -> int:
+        return steps if role == "student" or self.settings.guidance_scale == 1 else 2 * steps
 
     def generate(
         self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
@@ -125,6 +137,4 @@ class Dmd2(Method):
             with torch.no_grad():
                 return self._rollout(noise, text, self.sampling_times(steps), random)
         times = euler_times(steps, self.settings.shift)
-        return euler_sample(
-            self.roles[role], noise, text, null_text, times=times, scale=self.settings.guidance_scale
-        )
+        return euler_sample(self.roles[role], noise, text, null_text, times=times, scale=self.settings.guidance_scale)

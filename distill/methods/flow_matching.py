@@ -71,12 +71,11 @@ class FlowMatching(Method):
             t = torch.sigmoid(self.settings.logit_mean + self.settings.logit_std * z)
         return shift_time(t, self.settings.shift)
 
+    def evaluations(self, role: str, steps: int) -> int:
+        return steps if self.settings.guidance_scale == 1 else 2 * steps
+
     def generate(
         self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
     ) -> Tensor:
         times = euler_times(steps, self.settings.shift)
-        return euler_sample(
-            self.roles[role], noise, text, null_text, times=times, scale=self.settings.guidance_scale
-        )
-
-
+        return euler_sample(self.roles[role], noise, text, null_text, times=times, scale=self.settings.guidance_scale)

@@ -50,7 +50,8 @@ def test_every_rank_reads_its_shards(folder, tmp_path, kind):
     if kind == "bf16":
         torch.nn.Module.to(network, torch.bfloat16)
     network.save_pretrained(
-        path / "transformer" if kind == "pipeline" else path, max_shard_size="20KB" if kind == "several_files" else "1GB"
+        path / "transformer" if kind == "pipeline" else path,
+        max_shard_size="20KB" if kind == "several_files" else "1GB",
     )
     if kind == "several_files":
         assert len(list(path.glob("*.safetensors"))) > 2

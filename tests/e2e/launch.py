@@ -1,0 +1,48 @@
+"""Start ``train.py`` as a user would."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(ranks: int, *overrides: str) -> list[str]:
+    """``torchrun --nproc-per-node ranks train.py overrides``; plain ``python`` for ``ranks=0``."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, "train.py", *overrides]
+
+
+def environment() -> dict[str, str]:
+    """This process's, without a torchrun's around it."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
+
+
+def train(ranks: int, *overrides: str, timeout: float = 600, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run to the end; on failure the output is in the assertion."""
+    done = subprocess.run(
+        command(ranks, *overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def losses(run_dir: Path) -> list[dict[str, float]]:
+    """``step`` and the losses and gradient norms of every line of ``metrics.jsonl``."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k == "step" or k.endswith(("/loss", "/grad_norm"))} for r in records]
+
+
+def kill_all(marker: str) -> None:
+    """SIGKILL every process with ``marker`` in its command line: torchrun's workers do not die with it."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if marker in words and int(entry.name) != os.getpid():
+            os.kill(int(entry.name), signal.SIGKILL)

@@ -1,0 +1,93 @@
+"""A user's mistake: exit code 2 and one clear line, before anything is built."""
+
+import json
+import shutil
+import time
+
+import pytest
+from diffusers import WanTransformer3DModel
+
+from benchmarks.parity import ARCHITECTURE
+from tests.e2e.launch import ROOT, train
+from train import main
+
+
+@pytest.fixture(autouse=True)
+def _at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def _refused(capsys, tmp_path, *overrides):
+    assert main(["experiment=quickstart", f"run_dir={tmp_path}/run", *overrides]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert not (tmp_path / "run").exists(), "refused before anything is written"
+    return err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_sise=4", "did you mean batch_size?"),
+        ("optim.student.lrr=1", "did you mean optim.student.lr?"),
+        ("method.guidance_scal=1", "did you mean method.guidance_scale?"),
+        ("data.hight=16", "did you mean data.height?"),
+        ("steps=many", "steps"),
+        ("method=dmd3", "did you mean dmd2?"),
+        ("experiment=quikstart", "did you mean quickstart?"),
+        ("mesh.cp=2", "does not divide the world of 1 ranks"),
+        ("mesh.dp_shard=3", "needs 3 ranks, but the world has 1"),
+        ("teacher.checkpoint=/no/such/folder", "teacher.checkpoint=/no/such/folder is not a folder"),
+        ("precision=fp8", "use fp32 or bf16"),
+        ("method.step_list=[0.5,0.9]", "must descend from 1.0"),
+        ("micro_batch_size=5", "micro_batch_size=5 does not divide"),
+    ],
+)
+def test_one_line_and_exit_code_2(capsys, tmp_path, override, message):
+    # The quickstart's mesh.cp=2 does not fit one process; where that is not the mistake, it is set right.
+    alone = () if override.startswith(("mesh.cp", "experiment")) else ("mesh.cp=1",)
+    assert message in _refused(capsys, tmp_path, override, *alone)
+
+
+def test_checkpoints_that_do_not_fit(capsys, tmp_path):
+    network = WanTransformer3DModel(**ARCHITECTURE)
+    good = tmp_path / "good"
+    network.save_pretrained(good)
+    other = tmp_path / "other_shape"
+    shutil.copytree(good, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"ffn_dim": 96}))
+    message = _refused(capsys, tmp_path, f"student.checkpoint={other}", "mesh.cp=1")
+    assert "student.checkpoint" in message and "blocks.0.ffn.net.0.proj" in message and "(96," in message
+
+    deeper = tmp_path / "deeper"
+    shutil.copytree(good, deeper)
+    (deeper / "config.json").write_text(json.dumps(config | {"num_layers": 4}))
+    message = _refused(capsys, tmp_path, f"fake.checkpoint={deeper}", "mesh.cp=1")
+    assert "lacks blocks.3." in message
+
+    # Fits itself, but not the data's 3 channels: found once the data set is known.
+    assert main(["experiment=quickstart", f"run_dir={tmp_path}/run", f"teacher.checkpoint={good}", "mesh.cp=1"]) == 2
+    assert "patch size" in (err := capsys.readouterr().err) or "channels" in err
+
+
+def test_the_process_itself_exits_with_2_and_soon(tmp_path):
+    started = time.monotonic()
+    done = train(0, "experiment=quickstart", "mesh.cp=1", "sed=1", f"run_dir={tmp_path}/run", check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "did you mean seed?" in done.stderr and "Traceback" not in done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_help_lists_what_can_be_set(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "experiment=",
+        "quickstart",
+        "mesh.cp",
+        "teacher.checkpoint",
+        "checkpoint.resume",
+        "method.guidance_scale",
+    ):
+        assert word in text

@@ -1,0 +1,92 @@
+"""``train.py`` from the command line: the same run on every mesh, resumed after a kill, on real clips."""
+
+import subprocess
+import time
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from tests.e2e.launch import ROOT, command, environment, kill_all, losses, train
+from tests.tiny_pipeline import build_tiny_pipeline, render_clips
+
+QUICK = (
+    "experiment=quickstart",
+    "sample.report_clips=0",
+    "sample.prompts=2",
+    "sample.teacher_steps=[1]",
+    "sample.student_steps=[1]",
+)
+
+
+@pytest.mark.slow
+def test_the_same_losses_on_every_mesh(tmp_path):
+    traces = {}
+    for dp, cp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
+        run_dir = tmp_path / f"{dp}x{cp}"
+        train(dp * cp, *QUICK, "steps=6", f"mesh.dp_shard={dp}", f"mesh.cp={cp}", f"run_dir={run_dir}")
+        traces[dp, cp] = losses(run_dir)
+    truth = traces[1, 1]
+    assert [r["step"] for r in truth] == [1, 2, 3, 4, 5, 6]
+    for mesh, trace in traces.items():
+        for ours, theirs in zip(trace, truth, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5), mesh
+
+
+def test_killed_and_started_again(tmp_path):
+    arguments = (*QUICK, "steps=9", "checkpoint.every=3", "mesh.cp=2")
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    train(2, *arguments, f"run_dir={straight}")
+    process = subprocess.Popen(
+        command(2, *arguments, f"run_dir={killed}"),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    metrics = killed / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    kill_all(f"run_dir={killed}")
+    process.wait()
+    with metrics.open("a") as file:
+        file.write('{"step": 6, "student/lo')  # as a kill in the middle of a write leaves it
+    done = train(2, *arguments, f"run_dir={killed}")
+    assert "resumed from step 3" in done.stdout or "resumed from step 6" in done.stdout
+    assert losses(killed) == losses(straight), "the same to the last digit"
+    ours, theirs = (WanTransformer3DModel.from_pretrained(d / "export" / "student") for d in (killed, straight))
+    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_video_folder(tmp_path):
+    pipeline, clips, run_dir = tmp_path / "pipeline", tmp_path / "clips", tmp_path / "run"
+    build_tiny_pipeline(pipeline)
+    render_clips(clips, 3, frames=24, fps=8, height=72, width=120, broken=1, short=1)
+    arguments = (
+        *QUICK, "data=video_folder", f"data.path={clips}", f"data.encoders={pipeline}",
+        *(f"{role}.checkpoint={pipeline}" for role in ("teacher", "student", "fake")),
+        "sample.teacher_steps=[2]", "sample.student_steps=[2]", "sample.report_clips=2", "batch_size=4",
+        f"run_dir={run_dir}",
+    )  # fmt: skip
+    first = train(2, *arguments, "steps=3", "mesh.cp=2")
+    assert "2 of 5 clips left out" in first.stdout + first.stderr
+    assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
+    assert list((run_dir / "samples").glob("*student*.mp4")) and (run_dir / "report.html").is_file()
+    cached = {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")}
+    assert len(cached) >= 3
+    again = train(2, *arguments, "steps=5", "mesh.cp=1")  # longer, on another mesh
+    assert "resumed from step 3" in again.stdout
+    assert [r["step"] for r in losses(run_dir)] == [1, 2, 3, 4, 5]
+    assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached, "encoded once"
+
+
+def test_start_afresh_moves_the_earlier_run_aside(tmp_path):
+    arguments = (*QUICK, "mesh.cp=1", f"run_dir={tmp_path}", "checkpoint.resume=never")
+    train(0, *arguments, "steps=2")
+    train(0, *arguments, "steps=1")
+    assert [r["step"] for r in losses(tmp_path)] == [1]
+    assert [r["step"] for r in losses(tmp_path / "previous" / "1")] == [1, 2]
+    assert (tmp_path / "previous" / "1" / "checkpoints" / "step_00000002").is_dir()
