@@ -12,7 +12,7 @@ from fsdp_cp.launch import local_rank, rank
 def run(overrides: list[str]) -> None:
     """Compose the settings, check them, build mesh, data and roles, and train."""
     from distill.config import compose_config
-    from distill.setup import plan_run, prepare_run_dir
+    from distill.setup import plan_run, prepare_run_dir, write_config
 
     config = compose_config(overrides)
     plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
@@ -44,7 +44,7 @@ def run(overrides: list[str]) -> None:
             )
             for role in plan.roles
         }
-        Trainer(
+        trainer = Trainer(
             config=config,
             mesh=mesh,
             device=device,
@@ -53,7 +53,9 @@ def run(overrides: list[str]) -> None:
             micro=plan.micro,
             run_dir=plan.run_dir,
             resume_from=resume_from,
-        ).run()
+        )
+        write_config(config, plan.run_dir)
+        trainer.run()
 
 
 def main(arguments: list[str]) -> int:

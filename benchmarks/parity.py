@@ -139,9 +139,10 @@ class RecordingTrainer(Trainer):
 
     def record(self) -> Trace:
         """Run all steps; nothing is written."""
-        for micro_batches in self._steps_of_data():
+        data = self._steps_of_data()
+        while self.step < self.config.steps:
             name = self.method.trained_role(self.step)
-            metrics = self._train_step(micro_batches)
+            metrics = self._train_step(data)
             self.trace.roles.append(name)
             self.trace.losses.append(metrics[f"{name}/loss"])
             self.trace.norms.append(metrics[f"{name}/grad_norm"])

@@ -76,13 +76,13 @@ def run(overrides: list[str], cycles: int) -> Result:
     steps = trainer._steps_of_data()
     length = config.method.fake_updates_per_student_update + 1
     for _ in range(length):
-        trainer._train_step(next(steps))
+        trainer._train_step(steps)
     seconds: dict[str, list[float]] = {"student": [], "fake": []}
     for _ in range(cycles * length):
         name = trainer.method.trained_role(trainer.step)
-        seconds[name].append(trainer._train_step(next(steps))["perf/seconds_per_step"])
+        seconds[name].append(trainer._train_step(steps)["perf/seconds_per_step"])
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        whole = sum(trainer._train_step(next(steps))["perf/seconds_per_step"] for _ in range(length))
+        whole = sum(trainer._train_step(steps)["perf/seconds_per_step"] for _ in range(length))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return Result(
         seconds=medians,
@@ -115,11 +115,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart_step", description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=6, help="rounds of one student update and its fake-score updates")
     args = parser.parse_args(argv)
+    print(f"torch {torch.__version__}, {platform.machine()}, one thread a rank, medians of {args.cycles} rounds\n")
     print(
-        f"torch {torch.__version__}, {platform.machine()}, one thread a rank, batch 16, medians of {args.cycles} rounds\n"
-    )
-    print(
-        "| ranks | dp_shard x cp | student step, s | fake step, s | round, s | peak GiB a rank | of it libraries | collectives |"
+        "| ranks | dp_shard x cp | student step, s | fake step, s | round, s | peak GiB | libraries GiB | collectives |"
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

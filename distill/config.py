@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class RoleSettings:
 
     checkpoint: str | None = None
     """Diffusers pipeline or transformer folder."""
-    architecture: dict[str, Any] | None = None
+    architecture: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
     """Configuration of a network with random weights, where there is no checkpoint."""
     family: str = "wan"
     """Model family."""
@@ -87,9 +89,9 @@ class OptimizerSettings:
     weight_decay: float = 0.01
     """Decoupled: as a share of the rate."""
     schedule: str = "constant"
-    """``constant`` or ``cosine`` (to ``final_lr`` at the role's last update)."""
+    """``constant`` or ``cosine`` (towards ``final_lr`` at the role's last update)."""
     warmup: int = 0
-    """Updates of this role over which the rate grows linearly from 0."""
+    """Updates of this role over which the rate grows linearly, from ``lr / warmup``."""
     final_lr: float = 0.0
     """Rate at the end of ``cosine``, as a share of ``lr``."""
 
@@ -208,12 +210,21 @@ def compose_config(overrides: list[str]) -> Config:
         UserError: an unknown key (with the nearest known one), a value of another type, a bad combination.
     """
     _register()
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.startswith("~"):
+            raise UserError(f"{override}: a setting cannot be deleted; use {key[1:]}=VALUE")
+        if (CONFIGS / key).is_dir() and not re.match("[A-Za-z_]", value.replace("null", "")):
+            raise UserError(f"{override} names no file of configs/{key}; use {_choices(key)}")
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("config", overrides=overrides, return_hydra_config=True)
         experiment = composed.hydra.runtime.choices.get("experiment")
         OmegaConf.set_struct(composed, False)
         composed.pop("hydra")
+        unknown = next(_unknown_keys(composed, ""), None)
+        if unknown is not None:
+            raise UserError(_no_such_setting(unknown, overrides))
         if composed.run_dir is None:
             composed.run_dir = f"runs/{experiment}"
         config: Config = OmegaConf.to_object(composed)
@@ -251,10 +262,7 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     if match:
         key = match.group(1)
         full = next((o.split("=")[0].lstrip("+~") for o in overrides if o.split("=")[0].endswith(key)), key)
-        known = _known_keys(overrides)
-        near = difflib.get_close_matches(full, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else "; see python train.py --help"
-        return f"there is no setting {full}{hint}"
+        return _no_such_setting(full, overrides)
     option = re.search(r"(?:Could not find|In .*: Could not find) '([^']+)'", text)
     if option:
         group, _, name = option.group(1).partition("/")
@@ -264,6 +272,26 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         return f"there is no {group}={name}{hint}; use {' or '.join(choices) or 'another group'}"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("object_type")]
     return " ".join(lines)
+
+
+def _no_such_setting(key: str, overrides: list[str]) -> str:
+    near = difflib.get_close_matches(key, _known_keys(overrides), n=1, cutoff=0.5)
+    return f"there is no setting {key}" + (f"; did you mean {near[0]}?" if near else "; see python train.py --help")
+
+
+def _choices(group: str) -> str:
+    return " or ".join(sorted(p.stem for p in (CONFIGS / group).glob("*.yaml")))
+
+
+def _unknown_keys(node: DictConfig, prefix: str) -> Iterator[str]:
+    """Keys that ``+key=value`` put beside the fields of a dataclass; OmegaConf would drop them silently."""
+    settings = OmegaConf.get_type(node)
+    for key in node:
+        if is_dataclass(settings) and key not in {f.name for f in fields(settings)}:
+            yield f"{prefix}{key}"
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from _unknown_keys(child, f"{prefix}{key}.")
 
 
 def _known_keys(overrides: list[str]) -> list[str]:
@@ -293,6 +321,12 @@ def check(config: Config) -> None:
     Raises:
         UserError: naming the setting and a value that works.
     """
+    for group, chosen, known in (
+        ("method", config.method, {name: settings for name, (_, settings) in METHODS.items()}),
+        ("data", config.data, DATA),
+    ):
+        if known.get(chosen.name) is not type(chosen):
+            raise UserError(f"{group}.name={chosen.name} is not the {group} that was chosen; use {group}=NAME instead")
     for name, value, least in (
         ("steps", config.steps, 1),
         ("seed", config.seed, 0),
@@ -317,6 +351,25 @@ def check(config: Config) -> None:
     ):
         if value not in choices:
             raise UserError(f"{name}={value} is unknown; use {' or '.join(choices)}")
+    for name in ("student", "fake"):
+        settings = getattr(config.optim, name)
+        for key in ("lr", "eps", "weight_decay", "warmup", "final_lr"):
+            if not 0 <= getattr(settings, key) < math.inf:
+                raise UserError(f"optim.{name}.{key}={getattr(settings, key)} must be at least 0")
+    for name, value in (
+        ("student.ema.start", config.student.ema.start),
+        ("student.ema.gamma", config.student.ema.gamma),
+    ):
+        if value < 0:
+            raise UserError(f"{name}={value} must be at least 0")
+    # Samples are made at the end too: a number of steps that the sampler refuses would be found after the training.
+    most = len(config.method.step_list) if hasattr(config.method, "step_list") else math.inf
+    for name, value, limit in (
+        ("sample.student_steps", config.sample.student_steps, most),
+        ("sample.teacher_steps", config.sample.teacher_steps, math.inf),
+    ):
+        if any(not 1 <= steps <= limit for steps in value):
+            raise UserError(f"{name}={value} must be numbers from 1" + (f" to {limit}" if limit < math.inf else " on"))
     if config.export.weights == "ema" and not config.student.ema.enabled:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
     for name, value in (

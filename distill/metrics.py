@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import LogSettings
-from fsdp_cp.errors import UserError
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -41,28 +41,22 @@ class MetricsLog:
         run_dir: the run's folder.
         settings: ``log.*``.
         config: the whole configuration, for the services that show it.
-
-    Raises:
-        UserError: a service whose package is not installed.
     """
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any]):
         self._file = (run_dir / "metrics.jsonl").open("a")
         self._wandb = self._tensorboard = None
         if settings.wandb:
-            try:
-                import wandb
-            except ImportError as error:
-                raise UserError("log.wandb=true needs wandb; pip install 'fsdp-cp[wandb]'") from error
-            # A fixed id lets a resumed run continue its curves.
+            import wandb
+
+            # The folder decides the id, so that a resumed run continues its curves.
+            run_id = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
             self._wandb = wandb.init(
-                project=settings.project, name=run_dir.name, id=run_dir.name, resume="allow", dir=run_dir, config=config
+                project=settings.project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir, config=config
             )
         if settings.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise UserError("log.tensorboard=true needs tensorboard; pip install 'fsdp-cp[tensorboard]'") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._tensorboard = SummaryWriter(run_dir / "tensorboard")
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:

@@ -16,7 +16,7 @@ from models.role import Role
 def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> float:
     """Rate of the ``update``-th (0-based) of ``updates`` updates of a role.
 
-    Linear warm-up from ``lr / warmup``, then constant, or half a cosine down to ``final_lr * lr``.
+    Linear warm-up from ``lr / warmup``, then constant, or half a cosine towards ``final_lr * lr``.
     """
     if update < settings.warmup:
         return settings.lr * (update + 1) / settings.warmup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 from dataclasses import asdict, dataclass
@@ -11,11 +12,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from distill.config import Config, micro_batch_size
+from distill.data import latent_shape
 from distill.methods import METHODS, Method
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import resolve_mesh
 from fsdp_cp.reduce import barrier
+from fsdp_cp.sequence import local_token_count
 from models.load import RolePlan, plan_role
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,9 @@ def plan_run(config: Config) -> RunPlan:
     Raises:
         UserError: whatever does not fit, in one line.
     """
+    for service in ("wandb", "tensorboard"):
+        if getattr(config.log, service) and importlib.util.find_spec(service) is None:
+            raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
     method, _ = METHODS[config.method.name]
     roles = [
         plan_role(
@@ -56,9 +62,13 @@ def plan_run(config: Config) -> RunPlan:
     patches = {tuple(role.config["patch_size"]) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
+    latents = latent_shape(config.data)
+    tokens = {role.family.tokens(role.config, latents, f"{role.name}.checkpoint") for role in roles}
+    assert len(tokens) == 1
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     mesh_settings = asdict(config.mesh)
     shape = resolve_mesh(world_size=world_size(), heads=heads, **mesh_settings)
+    local_token_count(tokens.pop(), shape.cp)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
@@ -69,8 +79,14 @@ def plan_run(config: Config) -> RunPlan:
     )
 
 
+def write_config(config: Config, run_dir: Path) -> None:
+    """``config.yaml``, once nothing is left that could refuse the run: a refused one must not change another's."""
+    if rank() == 0:
+        OmegaConf.save(OmegaConf.create(asdict(config)), run_dir / "config.yaml")
+
+
 def prepare_run_dir(config: Config, run_dir: Path) -> None:
-    """Make the run's folder and write ``config.yaml``; with ``resume=never``, move an earlier run's output aside.
+    """Make the run's folder; with ``resume=never``, move an earlier run's output aside.
 
     Called by all ranks, on a file system that they share; rank 0 writes.
     """
@@ -78,7 +94,6 @@ def prepare_run_dir(config: Config, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.checkpoint.resume == "never":
             _move_aside(run_dir)
-        OmegaConf.save(OmegaConf.create(asdict(config)), run_dir / "config.yaml")
     barrier()
 
 

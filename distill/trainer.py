@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -77,7 +78,7 @@ class Trainer:
         self.samples = 0
         self.updates = dict.fromkeys(self.roles, 0)
         self.skipped = dict.fromkeys(self.roles, 0)
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
         self.planned_updates = {
             name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
@@ -97,8 +98,9 @@ class Trainer:
             metrics_log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
         progress = tqdm(total=self.config.steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05)
         first, started = self.step, time.perf_counter()
-        for micro_batches in self._steps_of_data():
-            metrics = self._train_step(micro_batches)
+        data = self._steps_of_data()
+        while self.step < self.config.steps:
+            metrics = self._train_step(data)
             progress.update()
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
                 metrics["memory/peak_gib"] = self._peak_memory()
@@ -119,7 +121,7 @@ class Trainer:
             metrics_log.close()
         self._finish()
 
-    def _steps_of_data(self):
+    def _steps_of_data(self) -> Iterator[list[Batch]]:
         """The micro-batches of each remaining step, in turn."""
         sampler = MicroBatchSampler(
             seed=self.config.seed,
@@ -139,9 +141,12 @@ class Trainer:
             null_text=self.null_text,
         )
 
-    def _train_step(self, micro_batches: list[Batch]) -> dict[str, float | None]:
+    def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
         """One update of the role whose turn it is; returns its metrics, equal on all ranks."""
         started = time.perf_counter()
+        micro_batches = next(data)
+        for r in self.method.roles.values():
+            r.flops = 0
         name = self.method.trained_role(self.step)
         role = self.roles[name]
         total, losses = self._accumulate_gradients(role, micro_batches)
@@ -152,8 +157,6 @@ class Trainer:
         names = sorted(losses)
         flops = float(sum(r.flops for r in self.method.roles.values()))
         reduced = all_reduce_scalars([total, flops, *(losses[n] for n in names)], self.mesh.dp)
-        for r in self.method.roles.values():
-            r.flops = 0
         seconds = time.perf_counter() - started
         self.step += 1
         self.samples += self.config.batch_size
@@ -200,16 +203,17 @@ class Trainer:
         if not math.isfinite(norm):
             optimizer.clear_gradients()
             self.skipped[name] += 1
-            self.skipped_in_a_row += 1
+            self.skipped_in_a_row[name] += 1
             if rank() == 0:
                 log.warning("step %d: the gradient norm of %s is %s; update skipped", self.step + 1, name, norm)
-            if self.skipped_in_a_row >= self.config.optim.max_skipped:
+            if self.skipped_in_a_row[name] >= self.config.optim.max_skipped:
                 raise RuntimeError(
-                    f"{self.skipped_in_a_row} updates in a row had a non-finite gradient (optim.max_skipped);"
+                    f"{self.skipped_in_a_row[name]} updates of {name} in a row had a non-finite gradient"
+                    " (optim.max_skipped);"
                     f" stopped at step {self.step + 1}; lower optim.{name}.lr or resume from an earlier checkpoint"
                 )
             return
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row[name] = 0
         clip = self.config.optim.clip
         if clip is not None and norm > clip:
             scale_grads(self.roles[name].parameters(), clip / norm)
@@ -258,10 +262,12 @@ class Trainer:
                     f"checkpoint.resume: {folder} was made with other {setting} ({numbers[key]}, now {mine[key]});"
                     " use the same settings, another run_dir, or checkpoint.resume=never"
                 )
+        if numbers["step"] > self.config.steps:
+            raise UserError(f"steps={self.config.steps}, but {folder} is further; use steps={numbers['step']} or more")
         checkpoint.load(folder, self._tensors())
         self.step, self.samples, self.seconds = numbers["step"], numbers["samples"], numbers["seconds"]
         self.updates, self.skipped = dict(numbers["updates"]), dict(numbers["skipped"])
-        self.skipped_in_a_row = numbers["skipped_in_a_row"]
+        self.skipped_in_a_row = dict(numbers["skipped_in_a_row"])
         if rank() == 0:
             log.info("resumed from step %d (%s)", self.step, folder)
 

@@ -6,6 +6,7 @@ A checkpoint is ``step_00000100/`` with torch.distributed.checkpoint's files and
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import all_gather_objects, barrier
+
+log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -38,6 +41,9 @@ def published_steps(folder: Path) -> list[int]:
 def save(folder: Path, step: int, tensors: Mapping[str, Any], numbers: Mapping[str, Any], keep: int) -> None:
     """Write a checkpoint of ``step`` under ``folder``, then delete all but the newest ``keep``. Called by all ranks.
 
+    Later checkpoints, of a branch that was left by resuming from an earlier step, are renamed to ``left_step_*``:
+    ``checkpoint.resume=auto`` must go on from this one.
+
     Args:
         folder: on a file system that all ranks see.
         step: the step after which this is the state.
@@ -56,6 +62,11 @@ def save(folder: Path, step: int, tensors: Mapping[str, Any], numbers: Mapping[s
         (unfinished / "state.json").write_text(json.dumps(dict(numbers), indent=1))
         shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)
+        for later in (s for s in published_steps(folder) if s > step):
+            left = folder / f"left_{step_folder(folder, later).name}"
+            shutil.rmtree(left, ignore_errors=True)
+            step_folder(folder, later).rename(left)
+            log.warning("step %d belongs to a branch that was left at an earlier step; renamed to %s", later, left)
         for old in published_steps(folder)[:-keep] if keep else []:
             shutil.rmtree(step_folder(folder, old))
     barrier()

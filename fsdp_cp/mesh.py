@@ -7,7 +7,7 @@ axis, since a two-dimensional mesh handed to ``fully_shard`` means hybrid shardi
 
 from __future__ import annotations
 
-import math
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,10 +40,6 @@ class MeshShape:
         return f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} x cp={self.cp} (ulysses={self.ulysses})"
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
 def resolve_mesh(
     *,
     world_size: int,
@@ -69,46 +65,76 @@ def resolve_mesh(
     Raises:
         UserError: sizes that do not fit the world or the heads.
     """
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ulysses": ulysses, "ring": ring}
+    shape = _fit(world_size, heads, **given)
+    if isinstance(shape, MeshShape):
+        return shape
+    raise UserError(f"{shape}; use {_advice(world_size, heads, given)}")
+
+
+def _fit(
+    world_size: int,
+    heads: int | None,
+    *,
+    dp_replicate: int,
+    dp_shard: int,
+    cp: int,
+    ulysses: int | str,
+    ring: int | str,
+) -> MeshShape | str:
+    """The shape, or what does not fit."""
     for name, size in (("mesh.dp_replicate", dp_replicate), ("mesh.cp", cp)):
         if size < 1:
-            raise UserError(f"{name}={size} must be at least 1")
+            return f"{name}={size} must be at least 1"
     if dp_shard != -1 and dp_shard < 1:
-        raise UserError(f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for what is left of the world")
-    if dp_shard == -1:
-        if world_size % (dp_replicate * cp):
-            raise UserError(
-                f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp} does not divide the world of {world_size} ranks;"
-                f" use a mesh.cp among {_divisors(world_size)}"
-            )
-        dp_shard = world_size // (dp_replicate * cp)
-    if dp_replicate * dp_shard * cp != world_size:
-        raise UserError(
-            f"mesh.dp_replicate={dp_replicate} x mesh.dp_shard={dp_shard} x mesh.cp={cp} needs"
-            f" {dp_replicate * dp_shard * cp} ranks, but the world has {world_size}; use mesh.dp_shard=-1,"
-            f" or start {dp_replicate * dp_shard * cp} processes"
-        )
-    if dp_replicate > 1 and dp_shard * cp == 1:
-        raise UserError(
-            f"mesh.dp_replicate={dp_replicate} leaves nothing to shard over (dp_shard x cp = 1);"
-            f" use mesh.dp_replicate=1 mesh.dp_shard={world_size}"
-        )
+        return f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for what is left of the world"
     for name, degree in (("mesh.ulysses", ulysses), ("mesh.ring", ring)):
         if degree != "auto" and (not isinstance(degree, int) or degree < 1):
-            raise UserError(f"{name}={degree} must be auto or a number of at least 1")
-    if ulysses == "auto":
-        ulysses = cp // ring if ring != "auto" and cp % ring == 0 else math.gcd(heads, cp) if heads else cp
-    if heads and heads % ulysses:
-        raise UserError(f"mesh.ulysses={ulysses} does not divide {heads} heads; use {_divisors(heads)}")
-    if ring != "auto" and ring * ulysses != cp:
-        raise UserError(f"mesh.ring={ring} x mesh.ulysses={ulysses} is not mesh.cp={cp}; set one of them to auto")
-    if ulysses != cp:
-        fitting = _divisors(math.gcd(world_size, heads) if heads else ulysses)
-        raise UserError(
-            f"mesh.cp={cp} with Ulysses degree {ulysses}"
-            + (f" ({heads} heads)" if heads else "")
-            + f" needs ring attention, which is not built yet; use a mesh.cp among {fitting}"
+            return f"{name}={degree} must be auto or a number of at least 1"
+    if dp_shard == -1:
+        if world_size % (dp_replicate * cp):
+            return f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp} does not divide the world of {world_size} ranks"
+        dp_shard = world_size // (dp_replicate * cp)
+    if dp_replicate * dp_shard * cp != world_size:
+        return (
+            f"mesh.dp_replicate={dp_replicate} x mesh.dp_shard={dp_shard} x mesh.cp={cp} needs"
+            f" {dp_replicate * dp_shard * cp} ranks, but the world has {world_size}"
         )
-    return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=1, ulysses=ulysses)
+    if dp_replicate > 1 and dp_shard * cp == 1:
+        return f"mesh.dp_replicate={dp_replicate} leaves nothing to shard over (dp_shard x cp = 1)"
+    if isinstance(ring, int) and ring > 1:
+        return f"mesh.ring={ring} needs ring attention, which is not built yet"
+    if heads and ulysses != "auto" and heads % ulysses:
+        return f"mesh.ulysses={ulysses} does not divide {heads} heads"
+    if ulysses == "auto" and heads and heads % cp:
+        return f"mesh.cp={cp} does not divide {heads} heads, which needs ring attention, not built yet"
+    if ulysses not in ("auto", cp):
+        return f"mesh.ulysses={ulysses} is not mesh.cp={cp}, which needs ring attention, not built yet"
+    return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=1, ulysses=cp)
+
+
+def _advice(world_size: int, heads: int | None, given: dict[str, int | str]) -> str:
+    """Changes of the settings that were tried and fit: of one setting if that is enough, else of several."""
+    free: dict[str, int | str] = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "ulysses": "auto", "ring": "auto"}
+    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    singles: dict[str, list[int | str]] = {"cp": sizes, "ulysses": ["auto"], "ring": ["auto"], "dp_shard": [-1]}
+    found = []
+    for name, values in singles.items():
+        others = [v for v in values if v != given[name]]
+        fitting = [v for v in others if isinstance(_fit(world_size, heads, **given | {name: v}), MeshShape)]
+        if fitting and name == "cp":
+            found.append(f"a mesh.cp among {', '.join(map(str, fitting))}")
+        elif fitting:
+            found.append(f"mesh.{name}={fitting[0]}")
+    if found:
+        return ", or use ".join(found)
+    order = ("ring", "ulysses", "dp_shard", "dp_replicate", "cp")
+    for count in range(2, len(order) + 1):
+        for names in itertools.combinations(order, count):
+            changes = {name: free[name] for name in names}
+            if isinstance(_fit(world_size, heads, **given | changes), MeshShape):
+                return " ".join(f"mesh.{name}={value}" for name, value in changes.items() if value != given[name])
+    raise AssertionError("with every setting at its default each world fits")
 
 
 @dataclass(frozen=True, kw_only=True)

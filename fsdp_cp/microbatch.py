@@ -25,7 +25,9 @@ def microbatch(model: FSDPModule, *, is_first: bool, is_last: bool) -> Iterator[
         RuntimeError: ``is_first`` with gradients left from before, which would be summed into the step silently.
     """
     if is_first and any(p.grad is not None for p in model.parameters()):
-        raise RuntimeError("gradients are left from an earlier step; call zero_grad() before the first micro-batch")
+        raise RuntimeError(
+            "gradients are left from an earlier step; call zero_grad(set_to_none=True) before the first micro-batch"
+        )
     model.set_is_last_backward(is_last)
     try:
         yield

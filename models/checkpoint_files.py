@@ -41,9 +41,14 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         config = json.loads((path / "config.json").read_text())
     except ValueError as error:
         raise UserError(f"{setting}={checkpoint}: {path / 'config.json'} is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{setting}={checkpoint}: {path / 'config.json'} is not a JSON object")
     index = path / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{setting}={checkpoint}: {index.name} is not an index of safetensors files") from error
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise UserError(f"{setting}={checkpoint} lacks {missing[0]}, which {index.name} names")
@@ -55,6 +60,10 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise UserError(f"{setting}={checkpoint} has no .safetensors file in {path}")
+        if len(files) > 1:
+            # The reader takes every file of the folder: a variant's tensors would be mixed into the network's.
+            stray = next((f.name for f in files if f.name != "diffusion_pytorch_model.safetensors"), files[-1].name)
+            raise UserError(f"{setting}={checkpoint} holds {stray} besides, and no {index.name}; keep one file")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:

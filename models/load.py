@@ -66,6 +66,8 @@ def plan_role(
             )
         )
     folder = inspect_transformer(checkpoint, setting) if checkpoint is not None else None
+    if architecture is not None:
+        chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
         network = chosen.build(
             folder.config if folder else dict(architecture), setting if folder else f"{name}.architecture"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from typing import Any
 
@@ -70,7 +72,25 @@ class Wan:
             raise UserError(f"{setting} is a {name}, but family=wan needs a WanTransformer3DModel")
         if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
             raise UserError(f"{setting} is an image-to-video Wan; only text-to-video ones are built yet")
-        return WanTransformer3DModel.from_config(config)
+        try:
+            return WanTransformer3DModel.from_config(config)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            given = {key: value for key, value in config.items() if not key.startswith("_")}
+            raise UserError(f"{setting}: no Wan can be built of {given} ({error})") from error
+
+    @staticmethod
+    def check_keys(architecture: dict[str, Any], setting: str) -> None:
+        """diffusers ignores a key that it does not know, with a warning; the default would be built instead.
+
+        Raises:
+            UserError: a misspelt key.
+        """
+        known = [key for key in inspect.signature(WanTransformer3DModel.__init__).parameters if key != "self"]
+        for key in architecture:
+            if key not in known and not key.startswith("_"):
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {setting}.{near[0]}?" if near else ""
+                raise UserError(f"there is no setting {setting}.{key}{hint}")
 
     @staticmethod
     def units(network: WanTransformer3DModel) -> list[nn.Module]:

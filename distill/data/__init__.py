@@ -91,6 +91,25 @@ class VideoFolderSettings:
     """Tokens of a caption; longer ones are cut, and that is logged."""
 
 
+def latent_shape(settings: MovingShapesSettings | VideoFolderSettings) -> tuple[int, int, int, int]:
+    """``(C, T, H, W)`` of a sample's latents, from the settings and the VAE's ``config.json`` alone.
+
+    Raises:
+        UserError: folders that are not set or not there, sizes that the VAE does not take.
+    """
+    if settings.name == "moving_shapes":
+        return 3, settings.num_frames, settings.height, settings.width
+    from distill.data.clips import ClipFormat
+    from distill.data.encoders import inspect_encoders
+
+    for key in ("path", "encoders"):
+        if getattr(settings, key) is None:
+            raise UserError(f"data.{key} is not set; data=video_folder needs a folder there")
+    sizes = {key: getattr(settings, key) for key in ("num_frames", "height", "width", "fps")}
+    clip, folder = ClipFormat(**sizes), inspect_encoders(settings.encoders)
+    return folder.latent_shape(clip)
+
+
 def build_dataset(
     settings: MovingShapesSettings | VideoFolderSettings, *, seed: int, device: torch.device, run_dir: Path
 ) -> ClipDataset:
@@ -115,9 +134,6 @@ def build_dataset(
     assert settings.name == "video_folder"
     from distill.data.video_folder import VideoFolder
 
-    for key in ("path", "encoders"):
-        if getattr(settings, key) is None:
-            raise UserError(f"data.{key} is not set; data=video_folder needs a folder there")
     return VideoFolder(
         path=settings.path,
         encoders=settings.encoders,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +20,14 @@ def _local_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Te
 
 
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh, total_tokens: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: Mesh,
+    total_tokens: int | None = None,
+    scale: float | None = None,
+    backend: Literal["auto", "sdpa"] = "auto",
 ) -> Tensor:
     """Full bidirectional self-attention over tokens that are split over ``mesh.cp``, by Ulysses all-to-all.
 
@@ -30,13 +39,17 @@ def context_parallel_attention(
         mesh: the mesh.
         total_tokens: ``S``, checked when given.
         scale: factor on the logits, ``D ** -0.5`` by default.
+        backend: the attention of one rank; ``"auto"`` and ``"sdpa"`` are torch's scaled_dot_product_attention, which
+            chooses among its own kernels.
 
     Returns:
         ``(B, S / cp, H, D)``.
 
     Raises:
-        ValueError: if the heads are not a multiple of ``cp``, or ``total_tokens`` does not fit.
+        ValueError: if ``cp`` does not divide the heads, ``total_tokens`` does not fit, or the backend is unknown.
     """
+    if backend not in ("auto", "sdpa"):
+        raise ValueError(f"backend={backend!r} is unknown; use 'auto' or 'sdpa'")
     if total_tokens is not None and total_tokens != q.shape[1] * mesh.cp_size:
         raise ValueError(f"total_tokens={total_tokens} is not {q.shape[1]} local tokens x cp={mesh.cp_size}")
     if mesh.cp_size == 1:

@@ -1,6 +1,7 @@
 """``train.py`` from the command line: the same run on every mesh, resumed after a kill, on real clips."""
 
 import subprocess
+import sys
 import time
 
 import pytest
@@ -83,10 +84,19 @@ def test_video_folder(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached, "encoded once"
 
 
-def test_start_afresh_moves_the_earlier_run_aside(tmp_path):
+def test_start_afresh_moves_the_earlier_run_aside_and_sample_shows_clips(tmp_path):
     arguments = (*QUICK, "mesh.cp=1", f"run_dir={tmp_path}", "checkpoint.resume=never")
     train(0, *arguments, "steps=2")
     train(0, *arguments, "steps=1")
     assert [r["step"] for r in losses(tmp_path)] == [1]
     assert [r["step"] for r in losses(tmp_path / "previous" / "1")] == [1, 2]
     assert (tmp_path / "previous" / "1" / "checkpoints" / "step_00000002").is_dir()
+    out = tmp_path / "clips"
+    sample = [sys.executable, "-m", "distill.sample", str(tmp_path), "--out", str(out), "--steps", "2"]
+    captions = ["--caption", "a red circle growing", "--caption", "a blue square falling"]
+    subprocess.run([*sample, *captions], cwd=ROOT, env=environment(), check=True)
+    assert {p.name for p in out.iterdir()} == {"0.mp4", "1.mp4", "samples.png"}
+    refused = subprocess.run(
+        [*sample, "--caption", "a purple cow"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and "cow" in refused.stderr or "purple" in refused.stderr

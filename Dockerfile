@@ -1,0 +1,61 @@
+# docker build -t fsdp-cp .                      # or with Transformer Engine, compiled here: --build-arg TE=1
+# docker run --gpus all --ipc=host -v /ckpt:/ckpt -v "$PWD/runs:/srv/fsdp-cp/runs" fsdp-cp \
+#     torchrun --standalone --nproc-per-node 8 train.py experiment=... teacher.checkpoint=/ckpt/...
+#
+# The container's user has uid 10001 and must be able to write the mounted runs/.
+#
+# torch 2.13.0 of PyPI is built for CUDA 13.0 and brings CUDA, cuDNN and NCCL as wheels. The base image therefore holds
+# no CUDA libraries of its own beyond cudart: those of a `runtime` image come first in LD_LIBRARY_PATH and shadow them.
+ARG CUDA=13.0.3
+ARG UBUNTU=24.04
+ARG TE=0
+
+FROM nvidia/cuda:${CUDA}-base-ubuntu${UBUNTU} AS python
+# gcc and the Python headers stay: Triton compiles its launchers at run time (torch.compile)
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ca-certificates gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
+    && rm -rf /var/lib/apt/lists/*
+ENV PATH=/srv/venv/bin:$PATH \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PYTHONUNBUFFERED=1 \
+    OMP_NUM_THREADS=1
+
+FROM python AS packages-te0
+WORKDIR /build
+RUN python3.12 -m venv /srv/venv
+COPY pyproject.toml constraints.txt ./
+# the dependencies without the project, so that this layer outlives changes of the source
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt
+
+# Transformer Engine's PyTorch half comes as source: it needs nvcc and the headers of CUDA, cuDNN and NCCL.
+FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu${UBUNTU} AS packages-te1
+ARG TE_VERSION=2.17.1
+ARG TE_JOBS=8
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ca-certificates g++ git python3.12 python3.12-dev python3.12-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=packages-te0 /srv/venv /srv/venv
+COPY --from=packages-te0 /build /build
+WORKDIR /build
+ENV PATH=/srv/venv/bin:$PATH \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    CUDA_HOME=/usr/local/cuda
+RUN pip install -c constraints.txt setuptools wheel==0.45.1 cmake==3.31.6 ninja==1.11.1.4 pybind11==2.13.6 \
+    && NVTE_FRAMEWORK=pytorch MAX_JOBS=${TE_JOBS} pip install -c constraints.txt --no-build-isolation \
+        "transformer-engine[pytorch,core_cu13]==${TE_VERSION}"
+
+FROM packages-te${TE} AS packages
+
+FROM python
+COPY --from=packages /srv/venv /srv/venv
+RUN useradd --create-home --uid 10001 trainer && install -d -o trainer /srv/fsdp-cp /srv/fsdp-cp/runs
+WORKDIR /srv/fsdp-cp
+COPY --chown=trainer . .
+RUN pip install --no-deps --no-build-isolation -e .
+USER trainer
+CMD ["torchrun", "--standalone", "--nproc-per-node", "gpu", "train.py"]

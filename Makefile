@@ -1,0 +1,76 @@
+# Every target does its own set-up: a virtual environment in .venv, installed with the exact pins of constraints.txt.
+# Another interpreter: make test PYTHON=python3.12
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# extra arguments: Hydra overrides for quickstart, pytest's own for the tests
+ARGS ?=
+PYTEST_ARGS ?=
+# one thread a process: two ranks with a full thread pool each fight over the same cores
+ENV := OMP_NUM_THREADS=1
+PYTEST := $(ENV) $(BIN)/python -m pytest
+
+.PHONY: help
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name what; do printf '  make %-12s %s\n' "$$name" "$$what"; done
+
+.PHONY: install
+install: $(STAMP)  ## the virtual environment alone
+
+# The stamp comes last, so that an interrupted install is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || \
+	  { echo "PYTHON=$(PYTHON) is not found; Python >= 3.11 is needed: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1); Python >= 3.11 is needed: make PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: quickstart
+quickstart: $(STAMP)  ## distil the shipped teacher on two CPU processes, afresh; ends in runs/quickstart/report.html
+	rm -rf runs/quickstart
+	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart $(ARGS)
+
+.PHONY: test
+test: $(STAMP)  ## all tests but the slow ones
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# pytest exits 5 when it selected nothing
+.PHONY: test-slow
+test-slow: $(STAMP)  ## the tests marked slow
+	$(PYTEST) -m slow $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "no test is marked slow"; }
+
+.PHONY: lint
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Takes what the indexes offer today for every extra that installs without a GPU. torch stays at the version
+# that the project is tested with, without the +cpu that a CPU index adds.
+TORCH_VERSION := 2.13.0
+EXTRAS := dev,wandb,tensorboard,bench
+.PHONY: constraints
+constraints:  ## write constraints.txt anew, from a fresh virtual environment
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip install --disable-pip-version-check 'torch==$(TORCH_VERSION)' '.[$(EXTRAS)]'
+	{ sed -n '/^#/p' constraints.txt; \
+	  build/constraints/bin/python -m pip freeze --all --exclude pip --exclude wheel --exclude fsdp-cp | sed 's/+[a-z0-9.]*$$//'; \
+	} > build/constraints.new
+	mv build/constraints.new constraints.txt
+	rm -rf build/constraints
+
+.PHONY: clean
+clean:  ## remove caches and build leftovers
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean  ## clean, and remove the virtual environment (runs/ stays)
+	rm -rf $(VENV)

@@ -1,0 +1,166 @@
+"""Stand-ins for roles that record what they are called with, so that the oracles of the method tests know the noise
+and times that were drawn without knowing how. All in fp64; B samples of N elements.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from distill.methods import Batch, build_method
+from distill.methods.dmd2 import Dmd2, Dmd2Settings
+from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
+from fsdp_cp.rng import StepRandom
+
+SHAPE = (2, 3, 4, 4)  # C, T, H, W
+N = math.prod(SHAPE)
+TEXT = (3, 5)
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.view(-1, 1, 1, 1, 1)
+
+
+@dataclass
+class Call:
+    x: Tensor
+    t: Tensor
+    text: Tensor
+    v: Tensor
+    with_grad: bool
+
+
+class Recorder(nn.Module):
+    """A role that notes its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
+        v = self.formula(x, t, text)
+        self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled()))
+        return v
+
+
+class Net(Recorder):
+    """A small network: mixes channels, nonlinear, depends on time and caption."""
+
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.mix = nn.Parameter(torch.randn(2, 2, generator=generator, dtype=torch.float64))
+        self.time = nn.Parameter(torch.randn((), generator=generator, dtype=torch.float64))
+        self.caption = nn.Parameter(torch.randn(TEXT, generator=generator, dtype=torch.float64))
+
+    def formula(self, x, t, text):
+        moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))
+        return moved * (1 + self.time * wide(t)) + wide((text * self.caption).mean((1, 2)))
+
+
+class Painter(Recorder):
+    """Its x0 is ``theta`` (a row per global position), whatever it is given, so dL/dtheta is dL/dx_G."""
+
+    def __init__(self, theta: Tensor):
+        super().__init__()
+        self.theta = nn.Parameter(theta)
+
+    def formula(self, x, t, text):
+        return (x - self.theta[: len(x)]) / wide(t)
+
+
+class Gaussian(Recorder):
+    """The exact velocity where data are N(mean, std^2), with ``mean`` the caption embedding's first number."""
+
+    def __init__(self, std):
+        super().__init__()
+        self.std = std
+
+    def formula(self, x, t, text):
+        t, mean = wide(t), wide(text[:, 0, 0])
+        x0 = mean + (1 - t) * self.std**2 / ((1 - t) ** 2 * self.std**2 + t**2) * (x - (1 - t) * mean)
+        return (x - x0) / t
+
+    def score(self, x, t, text):
+        t, mean = wide(t), wide(text[:, 0, 0])
+        return -(x - (1 - t) * mean) / ((1 - t) ** 2 * self.std**2 + t**2)
+
+
+class Point(Recorder):
+    """The exact velocity where all data are one clip, the caption embedding's first number everywhere."""
+
+    def formula(self, x, t, text):
+        return (x - wide(text[:, 0, 0])) / wide(t)
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_batch(positions=range(4)):
+    """The samples at ``positions`` of one fixed global batch."""
+    positions = list(positions)
+    return Batch(
+        latents=normal(4, *SHAPE, seed=1)[positions],
+        text=normal(4, *TEXT, seed=2)[positions],
+        null_text=normal(*TEXT, seed=3),
+    )
+
+
+def random_at(step, positions=range(4)):
+    return StepRandom(seed=11, step=step, positions=list(positions))
+
+
+def dmd2(student=None, teacher=None, fake=None, **settings) -> Dmd2:
+    settings = Dmd2Settings(**{"step_list": [1.0, 0.8, 0.5], "shift": 3.0, "guidance_scale": 2.5, **settings})
+    roles = {"teacher": teacher or Net(20), "student": student or Net(21), "fake": fake or Net(22)}
+    return build_method(settings, roles)
+
+
+def run_loss(method, step, positions=range(4)) -> Tensor:
+    for role in method.roles.values():
+        role.calls.clear()
+    (loss,) = method.losses(step, make_batch(positions), random_at(step, positions))
+    assert loss.weight == 1.0
+    assert not any(role.calls for role in method.roles.values()), "losses are lazy: listing them must run nothing"
+    return loss.closure()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def close(a, b, tolerance=1e-12):
+    return (a - b).norm() <= tolerance * b.norm()
+
+
+def student_sample(method) -> Tensor:
+    """x_G of the loss that ran last."""
+    last = method.roles["student"].calls[-1]
+    return last.x - wide(last.t) * last.v
+
+
+def flow_matching(student=None, **settings) -> FlowMatching:
+    return build_method(FlowMatchingSettings(**settings), {"student": student or Net(5)})
+
+
+def times_and_texts(method, count=1500):
+    """What the student is called with for many positions."""
+    role = Recorder()
+    role.formula = lambda x, t, text: x
+    method.roles = {name: role for name in method.roles}
+    batch = Batch(
+        latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
+        text=torch.ones(count, *TEXT, dtype=torch.float64),
+        null_text=torch.zeros(*TEXT, dtype=torch.float64),
+    )
+    (loss,) = method.losses(1, batch, random_at(1, range(count)))
+    loss.closure()
+    call = role.calls[-1]
+    return call.t, call.text
+
+
+def unshifted(t, shift):
+    return t / (shift - (shift - 1) * t)

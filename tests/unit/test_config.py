@@ -1,0 +1,255 @@
+"""The configuration: what composes, what is refused, and whether the refusal helps."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distill.config import CONFIGS, Config, check, compose_config, micro_batch_size
+from distill.data import MovingShapesSettings, VideoFolderSettings
+from distill.methods.dmd2 import Dmd2Settings
+from distill.methods.flow_matching import FlowMatchingSettings
+from fsdp_cp.errors import UserError
+
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        compose_config(list(overrides))
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400, message
+    return message
+
+
+# ---------------------------------------------------------------- what composes
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment):
+    config = compose_config([f"experiment={experiment}"])
+    assert type(config) is Config and config.run_dir == f"runs/{experiment}"
+    assert isinstance(config.method, (Dmd2Settings, FlowMatchingSettings))
+    assert isinstance(config.data, (MovingShapesSettings, VideoFolderSettings))
+    assert config.steps >= 1 and config.batch_size >= 1
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_sizes_of_clips_live_in_data_and_never_in_an_experiment(experiment):
+    body = yaml.safe_load((CONFIGS / "experiment" / f"{experiment}.yaml").read_text())
+    sizes = {"num_frames", "height", "width", "fps"}
+    assert not sizes & (body.get("data") or {}).keys(), "data=NAME on the command line could not replace them"
+
+
+def test_quickstart_is_the_default_and_distils_moving_shapes():
+    config = compose_config([])
+    assert config == compose_config(["experiment=quickstart"])
+    assert config.run_dir == "runs/quickstart" and config.precision == "fp32"
+    assert config.method.name == "dmd2" and config.data.name == "moving_shapes"
+
+
+def test_another_data_set_brings_its_own_sizes():
+    data = compose_config(["data=video_folder", "data.path=/videos", "data.height=64"]).data
+    body = yaml.safe_load((CONFIGS / "data" / "video_folder.yaml").read_text())
+    expected = VideoFolderSettings(path="/videos", **{k: v for k, v in body.items() if k not in ("defaults", "path")})
+    assert data == replace(expected, height=64)
+
+
+def test_student_and_fake_start_from_the_teacher_unless_told_otherwise():
+    config = compose_config(["teacher.checkpoint=/ckpt/a"])
+    assert config.teacher.checkpoint == config.student.checkpoint == config.fake.checkpoint == "/ckpt/a"
+    config = compose_config(["teacher.checkpoint=/ckpt/a", "student.checkpoint=/ckpt/b"])
+    assert (config.student.checkpoint, config.fake.checkpoint) == ("/ckpt/b", "/ckpt/a")
+
+
+def test_command_line_has_the_last_word_over_the_experiment():
+    overrides = ["steps=7", "optim.student.lr=0.5", "run_dir=/tmp/mine", "method.guidance_scale=1.5", "mesh.ulysses=2"]
+    config = compose_config(["experiment=quickstart", *overrides])
+    assert (config.steps, config.optim.student.lr, config.run_dir) == (7, 0.5, "/tmp/mine")
+    assert config.method.guidance_scale == 1.5 and config.mesh.ulysses == 2
+    assert compose_config(["optim.clip=null", "student.ema.decay=null"]).optim.clip is None
+
+
+def test_each_method_has_settings_of_its_own():
+    method = compose_config(["experiment=quickstart_teacher", "method.time=uniform"]).method
+    assert type(method) is FlowMatchingSettings and method.time == "uniform"
+
+
+def test_an_architecture_can_be_given_on_the_command_line():
+    """The error for a role without checkpoint names ROLE.architecture, so it must be settable."""
+    config = compose_config(["student.checkpoint=null", "student.architecture={num_layers: 2, text_dim: 8}"])
+    assert config.student.architecture == {"num_layers": 2, "text_dim": 8}
+    config = compose_config(["experiment=quickstart_teacher", "student.architecture.num_layers=2"])
+    assert config.student.architecture["num_layers"] == 2 and len(config.student.architecture) > 2
+
+
+# ---------------------------------------------------------------- misspelt keys and groups
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named", "suggested"),
+    [
+        (["stpes=3"], "stpes", "steps"),
+        (["bacth_size=8"], "bacth_size", "batch_size"),
+        (["optim.student.lrr=1"], "optim.student.lrr", "optim.student.lr"),
+        (["student.ema.enabld=true"], "student.ema.enabld", "student.ema.enabled"),
+        (["teacher.chekpoint=/x"], "teacher.chekpoint", "teacher.checkpoint"),
+        (["mesh.dp_shrad=2"], "mesh.dp_shrad", "mesh.dp_shard"),
+        (["method.guidance_scal=2"], "method.guidance_scal", "method.guidance_scale"),
+        (["experiment=quickstart_teacher", "method.logit_maen=0"], "method.logit_maen", "method.logit_mean"),
+        (["data=video_folder", "data.max_text_token=3"], "data.max_text_token", "data.max_text_tokens"),
+        (["data.num_frame=3"], "data.num_frame", "data.num_frames"),
+        (["resume=never"], "resume", "checkpoint.resume"),
+        (["methd=dmd2"], "methd", "method"),
+        (["log.every=5", "checkpoint.evry=3"], "checkpoint.evry", "checkpoint.every"),
+    ],
+)
+def test_a_misspelt_key_fails_with_the_right_suggestion(overrides, named, suggested):
+    assert refusal(*overrides) == f"there is no setting {named}; did you mean {suggested}?"
+
+
+@pytest.mark.parametrize("override", ["+stesp=3", "++stesp=3", "+optim.student.lrr=1", "+method.guidance_scal=2"])
+def test_a_misspelt_key_with_a_plus_is_not_dropped_either(override):
+    assert override.lstrip("+").split("=")[0] in refusal(override)
+
+
+def test_a_key_of_another_method_is_refused():
+    assert "method.caption_dropout" in refusal("method=dmd2", "method.caption_dropout=0.2")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("method=dmd3", ["method=dmd3", "did you mean dmd2", "flow_matching"]),
+        ("experiment=quickstrat", ["experiment=quickstrat", "did you mean quickstart"]),
+        ("data=movingshapes", ["data=movingshapes", "did you mean moving_shapes", "video_folder"]),
+        ("mesh=eight", ["mesh=eight", "use auto"]),
+    ],
+)
+def test_an_unknown_choice_lists_those_that_exist(override, parts):
+    message = refusal(override)
+    assert all(part in message for part in parts), message
+
+
+# ---------------------------------------------------------------- wrong types and values
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("steps=abc", "steps"),
+        ("steps=1.5", "steps"),
+        ("mesh.cp=two", "mesh.cp"),
+        ("method.guidance_scale=strong", "method.guidance_scale"),
+        ("method.step_list=[1.0,a]", "method.step_list"),
+        ("optim.student.betas=0.9", "optim.student.betas"),
+        ("log.wandb=maybe", "log.wandb"),
+        ("student=5", "student"),
+        ("checkpoint=never", "checkpoint"),
+        ("method.shift=0", "method.shift=0"),
+        ("method.step_list=[0.9,1.0]", "method.step_list=[0.9, 1.0]"),
+        ("~steps", "steps"),
+        ("steps", "steps"),
+        ("experiment=null", "experiment"),
+        ("method=null", "method"),
+        ("method.name=other", "method"),
+        ("data.name=other", "data"),
+    ],
+)
+def test_values_of_a_wrong_type_or_out_of_bounds_are_refused_by_name(override, named):
+    assert named in refusal(override)
+
+
+@pytest.fixture(scope="module")
+def good() -> Config:
+    return compose_config([])
+
+
+def changed(config: Config, setting: str, value) -> Config:
+    """``config`` with one dotted setting changed; every dataclass on the way is copied."""
+    head, _, tail = setting.partition(".")
+    assert head in {f.name for f in fields(config)}, setting
+    return replace(config, **{head: changed(getattr(config, head), tail, value) if tail else value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("steps", 0),
+        ("seed", -1),
+        ("batch_size", 0),
+        ("checkpoint.every", -1),
+        ("checkpoint.keep", -1),
+        ("log.every", 0),
+        ("sample.every", -1),
+        ("sample.prompts", 0),
+        ("sample.report_clips", -1),
+        ("sample.student_steps", [0]),  # a sampler of no steps would fail at the end of the run
+        ("sample.student_steps", [64]),  # as would more steps than the student is trained for
+        ("sample.teacher_steps", [0]),
+        ("optim.max_skipped", 0),
+        ("precision", "fp16"),
+        ("precision", "fp64"),
+        ("device", "tpu"),
+        ("export.weights", "ema"),  # there is no average in the quickstart's default
+        ("export.weights", "best"),
+        ("export.dtype", "fp16"),
+        ("optim.student.schedule", "linear"),
+        ("optim.fake.schedule", "linear"),
+        ("optim.student.betas", [0.9]),
+        ("optim.fake.betas", [0.9, 1.0]),
+        ("optim.student.lr", -1e-4),
+        ("optim.fake.lr", float("nan")),
+        ("optim.student.eps", -1.0),
+        ("optim.student.weight_decay", -0.1),
+        ("optim.student.warmup", -1),
+        ("optim.clip", 0.0),
+        ("student.ema.decay", 1.0),
+        ("student.ema.decay", -0.1),
+        ("student.ema.start", -1),
+    ],
+)
+def test_bounds_are_checked_before_anything_is_built(good, setting, value):
+    check(good)
+    wrong = changed(good, setting, value)
+    if setting == "export.weights":
+        wrong = changed(wrong, "student.ema.enabled", False)
+    with pytest.raises(UserError) as caught:
+        check(wrong)
+    assert str(caught.value).startswith(f"{setting}=") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("optim.clip", None), ("student.ema.decay", None), ("checkpoint.every", 0), ("checkpoint.keep", 0)],
+)
+def test_values_that_mean_none_are_allowed(good, setting, value):
+    check(changed(good, setting, value))
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "expected"), [(8, None, 1, 8), (8, None, 4, 2), (8, 2, 2, 2), (8, 1, 8, 1), (8, 8, 1, 8)]
+)
+def test_micro_batch_size(good, batch, micro, dp, expected):
+    assert micro_batch_size(replace(good, batch_size=batch, micro_batch_size=micro), dp) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp"), [(8, None, 3), (2, None, 4), (8, 3, 2), (8, 0, 1), (8, -1, 1), (8, 16, 1)]
+)
+def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(good, batch, micro, dp):
+    config = replace(good, batch_size=batch, micro_batch_size=micro)
+    with pytest.raises(UserError) as caught:
+        micro_batch_size(config, dp)
+    message = str(caught.value)
+    setting, _, values = message.partition("; use ")[2].rpartition("=")
+    for value in values.split(", "):
+        fixed = replace(config, **{setting or "micro_batch_size": int(value)})
+        assert micro_batch_size(fixed, dp) >= 1, message
+
+
+def test_composing_leaves_no_output_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose_config([])
+    assert list(Path.cwd().iterdir()) == []

@@ -1,0 +1,245 @@
+"""dmd2 in fp64 against ALGORITHMS: x_G the student's sample, ``g / (N B)`` the gradient on it."""
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from distill.methods import METHODS
+from tests.unit.method_roles import (
+    SHAPE,
+    Gaussian,
+    N,
+    Painter,
+    Recorder,
+    close,
+    dmd2,
+    gradients,
+    make_batch,
+    normal,
+    random_at,
+    run_loss,
+    student_sample,
+    times_and_texts,
+    unshifted,
+    wide,
+)
+
+
+def student_steps(method):
+    """A student step for each rollout length."""
+    found = {}
+    for step in range(0, 600, method.settings.fake_updates_per_student_update + 1):
+        if len(found) == len(method.settings.step_list):
+            break
+        length = random_at(step).shared_integer("dmd2/rollout_length", 1, len(method.settings.step_list))
+        found.setdefault(length, step)
+    return found
+
+
+# ---------------------------------------------------------------- dmd2: whose turn
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_the_student_trains_every_n_plus_first_step(n):
+    method = dmd2(fake_updates_per_student_update=n)
+    roles = [method.trained_role(step) for step in range(3 * (n + 1))]
+    assert roles == (["student"] + ["fake"] * n) * 3
+    for step, role in enumerate(roles[: n + 1]):
+        (loss,) = method.losses(step, make_batch(), random_at(step))
+        assert loss.name == {"student": "dmd", "fake": "fake_score"}[role]
+
+
+def test_required_and_trained_roles():
+    assert METHODS["dmd2"][0].required_roles == ("teacher", "student", "fake")
+    assert METHODS["dmd2"][0].trained_roles == ("student", "fake")
+    assert METHODS["flow_matching"][0].required_roles == METHODS["flow_matching"][0].trained_roles == ("student",)
+
+
+def test_rollout_length_is_the_steps_own_and_takes_every_value():
+    method = dmd2()
+    lengths = []
+    for step in range(0, 240, 6):
+        run_loss(method, step, [0, 1])
+        first = len(method.roles["student"].calls)
+        run_loss(method, step, [3])
+        assert len(method.roles["student"].calls) == first, "micro-batches and ranks must run as many forwards"
+        lengths.append(first)
+    assert set(lengths) == {1, 2, 3}
+
+
+# ---------------------------------------------------------------- dmd2: backward simulation
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("which", ["student", "fake"])
+def test_rollout_follows_backward_simulation(which, length):
+    method = dmd2()
+    step = student_steps(method)[length]
+    if which == "fake":
+        step = next(
+            s for s in range(600) if s % 6 and random_at(s).shared_integer("dmd2/rollout_length", 1, 3) == length
+        )
+    run_loss(method, step)
+    calls = method.roles["student"].calls
+    assert len(calls) == length
+    assert [call.with_grad for call in calls] == [False] * (length - 1) + [which == "student"]
+    noises = [calls[0].x]
+    for k, (call, time) in enumerate(zip(calls, [1.0, 0.8, 0.5], strict=False)):
+        assert (call.t == time).all() and torch.equal(call.text, make_batch().text)
+        assert not call.x.requires_grad
+        if k:
+            x0 = calls[k - 1].x - wide(calls[k - 1].t) * calls[k - 1].v
+            noises.append((call.x - (1 - time) * x0) / time)
+    noises += [(c.x - (1 - wide(c.t)) * student_sample(method)) / wide(c.t) for c in method.roles["fake"].calls]
+    for noise in noises:
+        assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    together = torch.corrcoef(torch.stack([noise.flatten() for noise in noises]))
+    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is drawn anew"
+
+
+# ---------------------------------------------------------------- dmd2: the student's loss
+
+
+def dmd_direction(method, sample) -> Tensor:
+    """``g / (N B)`` by ALGORITHMS, at the noised samples that the roles were called with."""
+    (fake_call,) = method.roles["fake"].calls
+    batch, t, x_t = make_batch(), fake_call.t, fake_call.x
+    w = method.settings.guidance_scale
+    c = method.roles["teacher"].formula(x_t, t, batch.text)
+    u = method.roles["teacher"].formula(x_t, t, batch.null_like_text())
+    x_real = x_t - wide(t) * (u + w * (c - u))
+    x_fake = x_t - wide(t) * method.roles["fake"].formula(x_t, t, batch.text)
+    q = torch.stack([(a - b).abs().sum() / N for a, b in zip(sample, x_real, strict=True)])
+    return ((x_fake - x_real) / wide(q.clamp(min=1e-5)) / (N * len(sample))).detach()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("length", [1, 3])
+def test_gradient_on_the_sample_is_g_over_n_b(length, scale):
+    theta = normal(4, *SHAPE, seed=9)
+    method = dmd2(Painter(theta), guidance_scale=scale)
+    loss = run_loss(method, student_steps(method)[length])
+    loss.backward()
+    direction = dmd_direction(method, theta)
+    assert close(method.roles["student"].theta.grad, direction, 1e-10)
+    assert close(loss, 0.5 * (direction * 4 * N).square().sum() / (4 * N), 1e-10)
+
+
+def test_scores_are_compared_at_one_noised_detached_sample_with_fresh_noise():
+    theta = normal(4, *SHAPE, seed=9)
+    method = dmd2(Painter(theta))
+    run_loss(method, 0)
+    (real,), (fake,) = method.roles["teacher"].calls, method.roles["fake"].calls
+    assert torch.equal(real.x, torch.cat([fake.x, fake.x])) and torch.equal(real.t, torch.cat([fake.t, fake.t]))
+    batch = make_batch()
+    assert torch.equal(real.text, torch.cat([batch.text, batch.null_like_text()]))
+    assert torch.equal(fake.text, batch.text), "the fake score has no guidance"
+    for call in (real, fake):
+        assert not call.x.requires_grad and not call.with_grad
+    noise = (fake.x - (1 - wide(fake.t)) * theta) / wide(fake.t)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    assert len(set(fake.t.tolist())) == 4
+
+
+def test_score_times_are_uniform_in_their_range_before_the_shift():
+    method = dmd2(shift=4.0, min_time=0.1, max_time=0.7, step_list=[1.0], fake_updates_per_student_update=1)
+    method.trained_role = lambda step: "student"
+    t, _ = times_and_texts(method)
+    before = unshifted(t, 4.0)
+    assert 0.1 <= before.min() and before.max() <= 0.7
+    assert stats.kstest(before.numpy(), "uniform", (0.1, 0.6)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_gradient_flows_through_the_last_rollout_step_only(length):
+    method = dmd2()
+    student = method.roles["student"]
+    run_loss(method, student_steps(method)[length]).backward()
+    ours = gradients(student)
+    student.zero_grad()
+    last = student.calls[-1]
+    sample = last.x.detach() - wide(last.t) * student.formula(last.x.detach(), last.t, last.text)
+    sample.backward(dmd_direction(method, sample.detach()))
+    assert ours.keys() == {"mix", "time", "caption"}
+    for name, gradient in gradients(student).items():
+        assert close(ours[name], gradient, 1e-10), name
+
+
+def test_teacher_and_fake_get_no_gradient_from_the_student_loss():
+    method = dmd2()
+    run_loss(method, 0).backward()
+    assert not gradients(method.roles["teacher"]) and not gradients(method.roles["fake"])
+    assert gradients(method.roles["student"])
+
+
+def test_exact_gaussian_scores_give_the_difference_of_scores():
+    """x_fake - x_real = t^2 / (1 - t) (s_fake - s_real), so descent moves samples along s_real - s_fake."""
+    theta = normal(4, *SHAPE, seed=9)
+    teacher, fake = Gaussian(std=0.7), Gaussian(std=1.3)
+    method = dmd2(Painter(theta), teacher, fake, guidance_scale=1.0)
+    run_loss(method, 0).backward()
+    x_t, t, text = fake.calls[0].x, fake.calls[0].t, make_batch().text
+    difference = fake.score(x_t, t, text) - teacher.score(x_t, t, text)
+    x_real = x_t - wide(t) * teacher.formula(x_t, t, text)
+    q = wide((theta - x_real).abs().mean((1, 2, 3, 4)))
+    expected = wide(t) ** 2 / (1 - wide(t)) * difference / q / (4 * N)
+    assert close(method.roles["student"].theta.grad, expected, 1e-9)
+
+
+def test_equal_scores_leave_the_student_alone():
+    method = dmd2(Painter(normal(4, *SHAPE, seed=9)), Gaussian(0.7), Gaussian(0.7), guidance_scale=1.0)
+    run_loss(method, 0).backward()
+    assert method.roles["student"].theta.grad.abs().max() < 1e-15
+
+
+def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
+    """Where x_real is x_G, the normaliser is its floor and not zero."""
+    theta = normal(4, *SHAPE, seed=9)
+
+    class Agrees(Recorder):
+        def formula(self, x, t, text):
+            return (x - theta.repeat(len(x) // 4, 1, 1, 1, 1)) / wide(t)
+
+    method = dmd2(Painter(theta), Agrees())
+    run_loss(method, 0).backward()
+    (call,) = method.roles["fake"].calls
+    x_fake = call.x - wide(call.t) * call.v
+    assert close(method.roles["student"].theta.grad, (x_fake - theta) / 1e-5 / (4 * N), 1e-6)
+
+
+def test_gradient_on_one_sample_does_not_depend_on_the_others():
+    method = dmd2(Painter(normal(4, *SHAPE, seed=9)))
+    run_loss(method, 0).backward()
+    before = method.roles["student"].theta.grad.clone()
+    theta = normal(4, *SHAPE, seed=9)
+    theta[2] *= 50
+    method = dmd2(Painter(theta))
+    run_loss(method, 0).backward()
+    after = method.roles["student"].theta.grad
+    for i in (0, 1, 3):
+        assert close(after[i], before[i])
+    assert not close(after[2], before[2], 1e-3)
+
+
+# ---------------------------------------------------------------- dmd2: the fake score's loss
+
+
+def test_fake_loss_is_flow_matching_on_the_students_samples():
+    theta = normal(4, *SHAPE, seed=9)
+    method = dmd2(Painter(theta))
+    loss = run_loss(method, 1)
+    (call,) = method.roles["fake"].calls
+    assert call.with_grad and torch.equal(call.text, make_batch().text), "caption only, no guidance"
+    noise = (call.x - (1 - wide(call.t)) * theta) / wide(call.t)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    assert close(loss, (call.v - (noise - theta)).square().sum() / (4 * N), 1e-10)
+    loss.backward()
+    assert not method.roles["teacher"].calls, "the teacher has no part in it"
+    assert not gradients(method.roles["student"]) and len(gradients(method.roles["fake"])) == 3
+
+
+def test_fake_times_are_uniform_before_the_shift():
+    method = dmd2(shift=4.0, min_time=0.4, max_time=0.6, step_list=[1.0])
+    t, _ = times_and_texts(method)
+    assert stats.kstest(unshifted(t, 4.0).numpy(), "uniform").pvalue > 1e-3

@@ -1,0 +1,152 @@
+"""The moving average of a sharded role, against its closed form in fp64; one rank (the others are in distributed/)."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_cp.launch import process_group
+from fsdp_cp.mesh import build_mesh
+from models.ema import Ema, ema_decay
+from models.load import build_role, plan_role
+
+SMALL = {
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 2,
+    "out_channels": 2,
+    "text_dim": 6,
+    "freq_dim": 8,
+    "ffn_dim": 16,
+    "num_layers": 1,
+    "rope_max_seq_len": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with process_group(torch.device("cpu")):
+        yield build_mesh(heads=2)
+
+
+@pytest.fixture
+def role(mesh):
+    plan = plan_role("student", checkpoint=None, architecture=SMALL)
+    return build_role(
+        plan,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        precision="fp32",
+        trainable=True,
+        latent_shape=(2, 1, 4, 4),
+        text_shape=(3, 6),
+    )
+
+
+def full(weights):
+    return {name: w.full_tensor().clone() for name, w in weights.items()}
+
+
+def wander(role, ema, updates):
+    """Change the weights and average them in; the weights after each update, in fp64."""
+    history = []
+    generator = torch.Generator().manual_seed(1)
+    for update in range(updates):
+        for weight in role.weights().values():
+            local = weight.to_local()
+            local += 0.1 * torch.randn(local.shape, generator=generator)
+        ema.update(update)
+        history.append({name: w.double() for name, w in full(role.weights()).items()})
+    return history
+
+
+def worst(ema, expected):
+    found = full(ema.weights)
+    assert found.keys() == expected.keys()
+    return max(((found[n].double() - e).norm() / e.norm().clamp_min(1e-12)).item() for n, e in expected.items())
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999])
+def test_constant_decay_equals_the_weighted_sum(role, decay):
+    initial = {name: w.double() for name, w in full(role.weights()).items()}
+    ema = Ema(role, decay=decay, gamma=6.94, start=0)
+    history = wander(role, ema, 12)
+    expected = {
+        name: decay**12 * w + sum((1 - decay) * decay ** (11 - i) * h[name] for i, h in enumerate(history))
+        for name, w in initial.items()
+    }
+    assert worst(ema, expected) < 1e-6
+
+
+@pytest.mark.parametrize("gamma", [0.0, 6.94])
+def test_power_schedule_weighs_update_k_by_its_power(role, gamma):
+    """b_i = (1 - 1/(i+1))^(gamma+1): the products telescope to ((k+1)/n)^(gamma+1), so the start is forgotten."""
+    ema = Ema(role, decay=None, gamma=gamma, start=0)
+    n = 12
+    history = wander(role, ema, n)
+    share = [((k + 1) / n) ** (gamma + 1) - (k / n) ** (gamma + 1) for k in range(n)]
+    assert sum(share) == pytest.approx(1)
+    expected = {name: sum(s * h[name] for s, h in zip(share, history, strict=True)) for name in history[0]}
+    assert worst(ema, expected) < 1e-6
+
+
+def test_decay_factors():
+    assert [ema_decay(i, decay=0.9, gamma=1.0) for i in (0, 1, 100)] == [0.9] * 3
+    assert ema_decay(0, decay=None, gamma=6.94) == 0.0
+    assert ema_decay(1, decay=None, gamma=6.94) == pytest.approx(0.5**7.94)
+    assert ema_decay(99, decay=None, gamma=0.0) == pytest.approx(0.99)
+
+
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_before_its_start_the_average_just_follows(role, decay):
+    ema = Ema(role, decay=decay, gamma=6.94, start=5)
+    history = wander(role, ema, 5)
+    assert all(torch.equal(w.double(), history[-1][name]) for name, w in full(ema.weights).items())
+    role.weights()["proj_out.bias"].to_local().add_(1.0)
+    ema.update(5)
+    moved = (full(ema.weights)["proj_out.bias"].double() - history[-1]["proj_out.bias"]).mean().item()
+    # The power schedule begins anew at the start; the constant one averages from there.
+    assert moved == pytest.approx(1.0 if decay is None else 0.1, rel=1e-5)
+
+
+def test_average_is_a_sharded_fp32_copy_of_its_own(role):
+    ema = Ema(role, decay=0.5, gamma=6.94, start=0)
+    for name, weight in role.weights().items():
+        average = ema.weights[name]
+        assert isinstance(average, DTensor) and average.dtype == torch.float32 and not average.requires_grad
+        assert average.placements == weight.placements and average.device_mesh == weight.device_mesh
+        assert average.to_local().data_ptr() != weight.to_local().data_ptr()
+
+
+def velocity(role):
+    generator = torch.Generator().manual_seed(3)
+    x, text = torch.randn(2, 2, 1, 4, 4, generator=generator), torch.randn(2, 3, 6, generator=generator)
+    with torch.no_grad():
+        return role.velocity(x, torch.tensor([0.3, 0.9]), text)
+
+
+def test_swapping_in_computes_with_the_average_and_restores_every_bit(role):
+    ema = Ema(role, decay=0.5, gamma=6.94, start=0)
+    velocity(role)  # a forward before: FSDP must not go on with parameters that it gathered then
+    wander(role, ema, 3)
+    raw, average, raw_velocity = full(role.weights()), full(ema.weights), velocity(role)
+    with ema.swapped_in():
+        assert all(torch.equal(w, average[name]) for name, w in full(role.weights()).items())
+        averaged_velocity = velocity(role)
+    assert all(torch.equal(w, raw[name]) for name, w in full(role.weights()).items())
+    assert all(torch.equal(w, average[name]) for name, w in full(ema.weights).items())
+    assert torch.equal(velocity(role), raw_velocity)
+    assert not torch.allclose(averaged_velocity, raw_velocity, atol=1e-3)
+    for name, weight in role.weights().items():  # the same computation with the average written in by hand
+        weight.to_local().copy_(average[name])
+    assert torch.equal(velocity(role), averaged_velocity)
+
+
+def test_an_error_inside_still_swaps_back(role):
+    ema = Ema(role, decay=0.5, gamma=6.94, start=0)
+    wander(role, ema, 2)
+    raw, average = full(role.weights()), full(ema.weights)
+    with pytest.raises(KeyError), ema.swapped_in():
+        raise KeyError
+    assert all(torch.equal(w, raw[name]) for name, w in full(role.weights()).items())
+    assert all(torch.equal(w, average[name]) for name, w in full(ema.weights).items())

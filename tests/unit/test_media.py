@@ -1,0 +1,136 @@
+"""Clips as files: what is written decodes to the same pixels, at the right size, count and rate."""
+
+import io
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from distill import media
+
+
+def moving_disc(frames: int = 6, height: int = 16, width: int = 16, colour=(255, 60, 20)) -> np.ndarray:
+    y, x = np.mgrid[:height, :width]
+    clip = np.full((frames, height, width, 3), 26, np.uint8)
+    for i, frame in enumerate(clip):
+        frame[(x - 4 - i) ** 2 + (y - height / 2) ** 2 < 12] = colour
+    return clip
+
+
+def decode(path) -> tuple[np.ndarray, Fraction]:
+    with av.open(str(path)) as container:
+        rate = container.streams.video[0].average_rate
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]), rate
+
+
+@pytest.mark.parametrize("fps", [8, 16.0, 23.976, 2.5])
+@pytest.mark.parametrize("frames", [1, 6])
+def test_mp4_decodes_to_the_same_clip(tmp_path, fps, frames):
+    clip = moving_disc(frames)
+    media.write_mp4(tmp_path / "deep" / "clip.mp4", clip, fps, scale=8)
+    decoded, rate = decode(tmp_path / "deep" / "clip.mp4")
+    assert decoded.shape == (frames, 128, 128, 3)
+    assert float(rate) == pytest.approx(fps, rel=1e-4)
+    expected = clip.repeat(8, axis=1).repeat(8, axis=2).astype(float)
+    assert np.abs(decoded - expected).mean() < 2
+    # Colours inside the blocks of one source pixel, where no edge is near: limited range and matrix must agree.
+    inside = np.abs(decoded - expected)[:, 3::8, 3::8]
+    assert inside.max() <= 12
+
+
+def test_mp4_pads_odd_sides(tmp_path):
+    media.write_mp4(tmp_path / "odd.mp4", moving_disc(3, 15, 17), 8)
+    decoded, _ = decode(tmp_path / "odd.mp4")
+    assert decoded.shape == (3, 16, 18, 3)
+
+
+def test_mp4_scale_none_is_watchable(tmp_path):
+    media.write_mp4(tmp_path / "clip.mp4", moving_disc(2), 8, scale=None)
+    assert decode(tmp_path / "clip.mp4")[0].shape == (2, 256, 256, 3)
+    assert media.watchable_scale(480, 832) == 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "scale"),
+    [
+        (moving_disc().astype(np.float32), 8, 1),
+        (moving_disc()[0], 8, 1),
+        (moving_disc()[:0], 8, 1),
+        (moving_disc(), 0, 1),
+        (moving_disc(), float("nan"), 1),
+        (moving_disc(), 8, 0),
+    ],
+)
+def test_mp4_refuses(tmp_path, frames, fps, scale):
+    with pytest.raises(ValueError):
+        media.write_mp4(tmp_path / "clip.mp4", frames, fps, scale)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_the_old_file_and_no_rubbish(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), media.atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pick_frames_keeps_the_ends_and_the_order():
+    assert media.pick_frames(6, None) == media.pick_frames(6, 8) == [0, 1, 2, 3, 4, 5]
+    assert media.pick_frames(81, 5) == [0, 20, 40, 60, 80]
+    assert media.pick_frames(81, 1) == [0]
+
+
+def test_strip_holds_the_frames_in_order():
+    clip = moving_disc(4)
+    picture = media.strip(clip, gap=2)
+    assert picture.shape == (16, 4 * 16 + 3 * 2, 4)
+    for i, frame in enumerate(clip):
+        assert (picture[:, i * 18 : i * 18 + 16, :3] == frame).all()
+    assert (picture[:, 16:18, 3] == 0).all()
+    again = np.asarray(Image.open(io.BytesIO(media.picture_bytes(picture))))
+    assert (again == picture).all()
+
+
+def test_contact_sheet_shows_every_frame_enlarged(tmp_path):
+    clips = np.stack([moving_disc(6), moving_disc(6, colour=(20, 60, 255))])
+    path = tmp_path / "sheet.png"
+    sheet = media.contact_sheet(
+        path, [("teacher, 50 steps", clips), ("student, 4 steps", clips[:1])], captions=["red", "blue"], width=1200
+    )
+    assert Image.open(path).size == sheet.size
+    assert 1000 <= sheet.width <= 1200
+    pixels = np.asarray(sheet)
+    # 3 rows of clips in 2 cells (the second row has one clip), 6 frames each, at one whole factor.
+    area = int((pixels == 26).all(axis=-1).sum())
+    background = int((clips == 26).all(axis=-1).sum() + (clips[:1] == 26).all(axis=-1).sum())
+    factor = (area / background) ** 0.5
+    assert factor == int(factor) >= 3
+    for colour, discs in ((255, 60, 20), 2), ((20, 60, 255), 1):
+        drawn = int((pixels == colour).all(axis=-1).sum())
+        assert drawn == discs * int((clips[0] == (255, 60, 20)).all(axis=-1).sum()) * factor**2
+
+
+def test_contact_sheet_shrinks_large_clips():
+    clips = np.zeros((2, 9, 240, 416, 3), np.uint8)
+    sheet = media.contact_sheet(None, [("a", clips)], captions=["x"] * 2, frames=4, width=1200)
+    assert 1100 <= sheet.width <= 1200
+    assert sheet.height < 240
+
+
+def test_contact_sheet_copes_with_long_and_odd_text():
+    clips = moving_disc(3)[None]
+    words = "a very long caption " * 40 + "<b>&</b> 红色 " + "x" * 400
+    sheet = media.contact_sheet(None, [(words, clips)], captions=[words], notes=[words], title=words[:30])
+    assert sheet.width < 2000 and sheet.height < 400
+
+
+def test_contact_sheet_refuses():
+    with pytest.raises(ValueError, match="row"):
+        media.contact_sheet(None, [])
+    with pytest.raises(ValueError, match="shape"):
+        media.contact_sheet(None, [("one clip only", moving_disc())])

@@ -1,0 +1,248 @@
+"""What all methods share, and flow_matching, in fp64 against the formulas."""
+
+import pytest
+import torch
+from scipy import stats
+
+from distill.methods.base import guided_velocity
+from distill.methods.dmd2 import Dmd2Settings
+from distill.methods.flow_matching import FlowMatchingSettings
+from fsdp_cp.errors import UserError
+from tests.unit.method_roles import (
+    SHAPE,
+    TEXT,
+    Gaussian,
+    N,
+    Net,
+    Point,
+    Recorder,
+    close,
+    dmd2,
+    flow_matching,
+    gradients,
+    make_batch,
+    normal,
+    random_at,
+    run_loss,
+    student_sample,
+    times_and_texts,
+    unshifted,
+    wide,
+)
+
+# ---------------------------------------------------------------- guidance
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
+def test_guidance_is_u_plus_w_times_c_minus_u_in_one_call(scale):
+    role, batch = Net(0), make_batch()
+    t = torch.linspace(0.2, 0.9, 4, dtype=torch.float64)
+    v = guided_velocity(role, batch.latents, t, batch.text, batch.null_like_text(), scale)
+    assert len(role.calls) == 1, "both branches share one gather of the parameters"
+    c = role.formula(batch.latents, t, batch.text)
+    u = role.formula(batch.latents, t, batch.null_like_text())
+    assert close(v, u + scale * (c - u))
+
+
+def test_no_guidance_costs_no_second_pass():
+    role, batch = Net(0), make_batch()
+    t = torch.full((4,), 0.3, dtype=torch.float64)
+    v = guided_velocity(role, batch.latents, t, batch.text, batch.null_like_text(), 1.0)
+    assert torch.equal(v, role.formula(batch.latents, t, batch.text))
+    assert len(role.calls) == 1 and len(role.calls[0].x) == 4
+
+
+# ---------------------------------------------------------------- flow matching
+
+
+@pytest.mark.parametrize("time", ["uniform", "logit_normal"])
+def test_flow_matching_loss_is_the_mean_squared_velocity_error(time):
+    method = flow_matching(time=time, shift=3.0, caption_dropout=0.0)
+    loss = run_loss(method, 4)
+    (call,) = method.roles["student"].calls
+    x0 = make_batch().latents
+    noise = (call.x - (1 - wide(call.t)) * x0) / wide(call.t)
+    assert torch.equal(call.text, make_batch().text)
+    assert close(loss, (call.v - (noise - x0)).square().sum() / (4 * N))
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    loss.backward()
+    assert len(gradients(method.roles["student"])) == 3
+
+
+def test_flow_matching_of_a_perfect_network_is_zero():
+    class Perfect(Recorder):
+        def formula(self, x, t, text):
+            x0 = make_batch().latents
+            return (x - (1 - wide(t)) * x0) / wide(t) - x0
+
+    assert run_loss(flow_matching(Perfect()), 0) < 1e-20
+
+
+@pytest.mark.parametrize("shift", [1.0, 4.0])
+def test_flow_matching_times_have_the_distribution_that_the_settings_name(shift):
+    t, _ = times_and_texts(flow_matching(time="uniform", shift=shift))
+    assert stats.kstest(unshifted(t, shift).numpy(), "uniform").pvalue > 1e-3
+    t, _ = times_and_texts(flow_matching(time="logit_normal", shift=shift, logit_mean=0.5, logit_std=1.5))
+    assert stats.kstest(torch.logit(unshifted(t, shift)).numpy(), "norm", (0.5, 1.5)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("p", "least", "most"), [(0.0, 0, 0), (0.3, 0.26, 0.34), (1.0, 1, 1)])
+def test_captions_are_dropped_whole_with_the_asked_probability(p, least, most):
+    t, text = times_and_texts(flow_matching(caption_dropout=p))
+    dropped = (text == 0).all((1, 2))
+    assert ((text == 1).all((1, 2)) | dropped).all(), "a caption is dropped whole or not at all"
+    assert least <= dropped.double().mean() <= most
+    if 0 < p < 1:  # dropping must not depend on the time of the same sample
+        assert stats.ks_2samp(t[dropped].numpy(), t[~dropped].numpy()).pvalue > 1e-3
+
+
+# ---------------------------------------------------------------- losses are means
+
+
+METHODS_AND_STEPS = [
+    (lambda: flow_matching(caption_dropout=0.5), 0),
+    (dmd2, 0),
+    (lambda: dmd2(fake_updates_per_student_update=1), 3),
+]
+NAMES = ["flow_matching", "dmd", "fake_score"]
+
+
+def loss_and_gradients(method, step, groups):
+    """Each group of positions is a micro-batch, weighted by its share."""
+    trained = method.roles[method.trained_role(step)]
+    trained.zero_grad()
+    count = sum(map(len, groups))
+    total = 0.0
+    for group in groups:
+        share = len(group) / count * run_loss(method, step, group)
+        share.backward()
+        total += share.item()
+    return total, gradients(trained)
+
+
+@pytest.mark.parametrize(("make", "step"), METHODS_AND_STEPS, ids=NAMES)
+@pytest.mark.parametrize("groups", [[[0], [1], [2], [3]], [[0, 2], [3, 1]], [[0, 1, 2, 3, 0, 1, 2, 3]]], ids=str)
+def test_splitting_or_repeating_the_batch_changes_nothing(make, step, groups):
+    method = make()
+    whole, expected = loss_and_gradients(method, step, [[0, 1, 2, 3]])
+    total, found = loss_and_gradients(method, step, groups)
+    assert total == pytest.approx(whole, rel=1e-12)
+    assert found.keys() == expected.keys() and found
+    for name, gradient in expected.items():
+        assert close(found[name], gradient), name
+    other, _ = loss_and_gradients(method, step, [[0, 1, 2, 2]])
+    assert other != pytest.approx(whole, rel=1e-6), "the check above can tell batches apart"
+
+
+@pytest.mark.parametrize(("make", "step"), METHODS_AND_STEPS, ids=NAMES)
+def test_a_step_draws_the_same_again_and_another_step_draws_otherwise(make, step):
+    method = make()
+    first = run_loss(method, step).item()
+    torch.manual_seed(1234)
+    assert run_loss(method, step).item() == first
+    period = getattr(method.settings, "fake_updates_per_student_update", 0) + 1
+    assert run_loss(method, step + 4 * period).item() != first
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def texts(conditional, null):
+    text, null_text = torch.zeros(2, *TEXT, dtype=torch.float64), torch.zeros(2, *TEXT, dtype=torch.float64)
+    text[:, 0, 0], null_text[:, 0, 0] = torch.tensor(conditional), null
+    return text, null_text
+
+
+@pytest.mark.parametrize("steps", [1, 3, 50])
+@pytest.mark.parametrize("make", [dmd2, flow_matching], ids=["dmd2", "flow_matching"])
+def test_teacher_sampler_follows_the_guided_flow_to_its_end(make, steps):
+    """Straight paths to one clip: Euler is exact, and guidance moves the clip to u + w (c - u)."""
+    method = make(guidance_scale=3.0)
+    role = Point()
+    method.roles = {"teacher": role, "student": role}
+    text, null_text = texts([0.5, -1.0], 0.25)
+    noise = normal(2, *SHAPE, seed=4)
+    name = "teacher" if make is dmd2 else "student"
+    clips = method.generate(name, noise, text, null_text, steps, random_at(0, [0, 1]))
+    expected = 0.25 + 3.0 * (torch.tensor([0.5, -1.0]) - 0.25)
+    assert (clips - wide(expected)).abs().max() < 1e-12
+    assert len(role.calls) == steps and not clips.requires_grad
+    assert sum(len(call.x) for call in role.calls) == 2 * method.evaluations(name, steps)
+    assert torch.equal(role.calls[0].x[:2], noise) and (role.calls[0].t == 1).all()
+
+
+def test_teacher_sampler_converges_to_the_gaussian_that_it_models():
+    method = dmd2(shift=3.0, guidance_scale=1.0)
+    method.roles = {"teacher": Gaussian(std=0.5)}
+    text, null_text = texts([0.3, 0.3], 0.0)
+    noise = normal(2, *SHAPE, seed=4)
+    clips = method.generate("teacher", noise, text, null_text, 400, random_at(0, [0, 1]))
+    assert (clips - (0.3 + 0.5 * noise)).abs().max() < 0.02  # the exact flow map of a Gaussian is affine
+
+
+@pytest.mark.parametrize(("steps", "times"), [(1, [1.0]), (2, [1.0, 0.8333]), (4, [1.0, 0.9375, 0.8333, 0.625])])
+def test_student_samples_at_its_own_times_without_gradient_or_guidance(steps, times):
+    method = dmd2(step_list=[1.0, 0.9375, 0.8333, 0.625])
+    batch, noise = make_batch(), normal(4, *SHAPE, seed=4)
+    clips = method.generate("student", noise, batch.text, batch.null_like_text(), steps, random_at(0))
+    calls = method.roles["student"].calls
+    assert [call.t[0].item() for call in calls] == times
+    assert torch.equal(calls[0].x, noise) and not any(call.with_grad for call in calls) and not clips.requires_grad
+    assert all(torch.equal(call.text, batch.text) for call in calls)
+    assert torch.equal(clips, student_sample(method))
+    assert method.evaluations("student", steps) == steps
+    for i in range(4):  # a clip does not depend on the rank or the batch that makes it
+        alone = method.generate("student", noise[i : i + 1], batch.text[i : i + 1], None, steps, random_at(0, [i]))
+        assert close(alone[0], clips[i])
+
+
+def test_sampling_without_guidance_costs_one_evaluation_a_step():
+    assert dmd2(guidance_scale=1.0).evaluations("teacher", 7) == 7
+    assert flow_matching(guidance_scale=1.0).evaluations("student", 7) == 7
+
+
+def test_more_steps_than_the_student_was_trained_for_are_refused():
+    method, batch = dmd2(), make_batch()
+    for steps in (0, 4):
+        with pytest.raises(UserError, match="1 to 3"):
+            method.generate("student", batch.latents, batch.text, batch.null_like_text(), steps, random_at(0))
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"fake_updates_per_student_update": 0}, "method.fake_updates_per_student_update=0"),
+        ({"step_list": []}, "method.step_list"),
+        ({"step_list": [0.9, 0.5]}, "method.step_list"),
+        ({"step_list": [1.0, 0.5, 0.5]}, "method.step_list"),
+        ({"step_list": [1.0, 0.5, 0.6]}, "method.step_list"),
+        ({"step_list": [1.0, 0.0]}, "method.step_list"),
+        ({"shift": 0.0}, "method.shift=0"),
+        ({"min_time": 0.5, "max_time": 0.5}, "method.min_time=0.5"),
+        ({"min_time": -0.1}, "method.min_time=-0.1"),
+        ({"max_time": 1.1}, "method.max_time=1.1"),
+    ],
+)
+def test_dmd2_settings_out_of_bounds_are_refused_by_name(settings, named):
+    with pytest.raises(UserError) as caught:
+        Dmd2Settings(**settings)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"time": "gaussian"}, "method.time=gaussian"),
+        ({"caption_dropout": -0.1}, "method.caption_dropout=-0.1"),
+        ({"caption_dropout": 1.5}, "method.caption_dropout=1.5"),
+        ({"shift": 0.0}, "method.shift=0"),
+        ({"logit_std": 0.0}, "method.logit_std=0"),
+    ],
+)
+def test_flow_matching_settings_out_of_bounds_are_refused_by_name(settings, named):
+    with pytest.raises(UserError) as caught:
+        FlowMatchingSettings(**settings)
+    assert named in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,121 @@
+"""A role's AdamW and its learning rate."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from distill.config import OptimizerSettings
+from distill.optimizers import RoleOptimizer, learning_rate
+from models.role import Role
+from models.wan import Wan
+
+
+def role(seed=0):
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
+    return Role(
+        name="student",
+        family=Wan,
+        config={},
+        network=network,
+        trainable=True,
+        precision="fp32",
+        tokens=1,
+        text_tokens=1,
+    )
+
+
+def backward(network, step):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+    network(x).square().mean().backward()
+
+
+def rates(updates, **settings):
+    return [learning_rate(OptimizerSettings(**settings), i, updates) for i in range(updates)]
+
+
+def test_constant_rate_and_linear_warm_up():
+    assert rates(5, lr=0.3) == [0.3] * 5
+    assert rates(6, lr=0.4, warmup=4) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_cosine_falls_from_the_peak_to_its_share(final):
+    settings = OptimizerSettings(lr=2.0, schedule="cosine", warmup=10, final_lr=final)
+    curve = [learning_rate(settings, i, 110) for i in range(110)]
+    assert max(curve) == curve[10] == 2.0 and curve[9] == 2.0
+    assert all(a < b for a, b in zip(curve[:9], curve[1:10], strict=True))
+    assert all(a > b for a, b in zip(curve[10:], curve[11:], strict=False))
+    assert curve[60] == pytest.approx(2 * (final + (1 - final) / 2)), "half way, the mean of both ends"
+    assert curve[35] == pytest.approx(2 * (final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi / 4))))
+    assert curve[-1] == pytest.approx(2 * final, abs=1e-3)
+    assert learning_rate(settings, 110, 110) == pytest.approx(2 * final), "never below, however long it goes on"
+    assert learning_rate(settings, 500, 110) == pytest.approx(2 * final)
+
+
+def test_cosine_with_nothing_after_the_warm_up():
+    assert rates(3, lr=0.3, schedule="cosine", warmup=3) == pytest.approx([0.1, 0.2, 0.3])
+    assert rates(2, lr=0.3, schedule="cosine", warmup=5) == pytest.approx([0.06, 0.12])
+    assert rates(1, lr=0.3, schedule="cosine") == [0.3]
+
+
+@pytest.mark.parametrize("betas", [[0, 0.99], [0.9, 0.999]])
+def test_updates_equal_torch_adamw_with_a_changing_rate(betas):
+    ours, reference = role(), role()
+    optimizer = RoleOptimizer(ours, OptimizerSettings(lr=1e-2, betas=betas, eps=1e-7, weight_decay=0.1))
+    adamw = torch.optim.AdamW(
+        reference.network.parameters(), lr=1e-2, betas=tuple(map(float, betas)), eps=1e-7, weight_decay=0.1
+    )
+    for step, lr in enumerate([1e-2, 5e-3, 2e-2, 0.0, 1e-3]):
+        backward(ours.network, step)
+        backward(reference.network, step)
+        optimizer.step(lr)
+        adamw.param_groups[0]["lr"] = lr
+        adamw.step()
+        adamw.zero_grad()
+        assert all(p.grad is None for p in ours.parameters()), "gradients are cleared"
+        for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_state_is_complete_before_the_first_update_and_named_by_parameter():
+    optimizer = RoleOptimizer(role(), OptimizerSettings())
+    state = optimizer.state()
+    assert state.keys() == {name for name, _ in optimizer.role.network.named_parameters()}
+    shapes = {key: {k: tuple(v.shape) for k, v in entry.items()} for key, entry in state.items()}
+    backward(optimizer.role.network, 0)
+    optimizer.step(1e-2)
+    after = {key: {k: tuple(v.shape) for k, v in entry.items()} for key, entry in optimizer.state().items()}
+    assert after == shapes, "a checkpoint before the first update must have the same entries as one after it"
+
+
+def test_state_loaded_in_place_goes_on_exactly():
+    first = RoleOptimizer(role(), OptimizerSettings(lr=1e-2, betas=[0.9, 0.99]))
+    for step in range(3):
+        backward(first.role.network, step)
+        first.step(1e-2)
+    second = RoleOptimizer(role(seed=1), OptimizerSettings(lr=1e-2, betas=[0.9, 0.99]))
+    with torch.no_grad():
+        for mine, theirs in zip(second.role.parameters(), first.role.parameters(), strict=True):
+            mine.copy_(theirs)
+        for name, entry in second.state().items():
+            for key, tensor in entry.items():
+                tensor.copy_(first.state()[name][key])
+    for optimizer in (first, second):
+        backward(optimizer.role.network, 3)
+        optimizer.step(1e-2)
+    for mine, theirs in zip(second.role.parameters(), first.role.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_skipped_update_changes_nothing():
+    optimizer = RoleOptimizer(role(), OptimizerSettings(lr=1e-2, weight_decay=0.5))
+    weights = [p.detach().clone() for p in optimizer.role.parameters()]
+    state = {n: {k: v.clone() for k, v in e.items()} for n, e in optimizer.state().items()}
+    backward(optimizer.role.network, 0)
+    optimizer.clear_gradients()
+    assert all(p.grad is None for p in optimizer.role.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights, optimizer.role.parameters(), strict=True))
+    assert all(torch.equal(v, optimizer.state()[n][k]) for n, e in state.items() for k, v in e.items())

@@ -1,0 +1,254 @@
+"""What pip installs, what importing costs, what the pins cover, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("fsdp_cp", "models", "distill")
+# lazy everywhere; flash_attn belongs to no extra, since its wheels fit one torch, CUDA and Python each
+OPTIONAL = ("wandb", "tensorboard", "transformer_engine", "flash_attn", "flash_attn_interface", "yunchang")
+# extras that install without a GPU, hence with pins
+PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "bench")
+# what a package may never import, at its top or inside a function
+FORBIDDEN = {
+    "fsdp_cp": {"models", "distill", "train", "benchmarks", "tests", "diffusers", "transformers", "hydra"},
+    "models": {"distill", "train", "benchmarks", "tests"},
+    "distill": {"train", "benchmarks", "tests"},
+}
+
+
+@cache
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    """The base dependencies and those of the named extras."""
+    lines = list(project()["dependencies"])
+    for extra in extras:
+        lines += project()["optional-dependencies"][extra]
+    return [Requirement(line) for line in lines]
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(tree: ast.AST, *, at_import_time: bool) -> Iterator[tuple[str, int]]:
+    """(top-level module, line) of the absolute imports; with at_import_time, of those that importing the file runs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0], node.lineno
+        elif at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        elif at_import_time and is_type_checking(node):
+            for branch in node.orelse:
+                yield from imports(ast.Module([branch], []), at_import_time=True)
+        else:
+            yield from imports(node, at_import_time=at_import_time)
+
+
+def imports_of(path: Path, *, at_import_time: bool = False) -> list[tuple[str, str]]:
+    """(top-level module, "file:line") of every absolute import in a file."""
+    tree = ast.parse(path.read_text())
+    place = path.relative_to(ROOT)
+    return [(module, f"{place}:{line}") for module, line in imports(tree, at_import_time=at_import_time)]
+
+
+def run_python(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The files in a wheel of a copy of the tree: a `build/lib` left there would put deleted files in the wheel."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    for folder in (*PACKAGES, "tests", "benchmarks", "configs"):
+        if (ROOT / folder).exists():
+            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), "."]
+    done = subprocess.run(pip, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = out.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_wheel_holds_every_module(wheel_names):
+    expected = {str(path.relative_to(ROOT)) for package in PACKAGES for path in sources(package)}
+    assert expected <= wheel_names, sorted(expected - wheel_names)
+    for package in ("fsdp_cp/attention", "distill/data", "distill/methods"):
+        assert f"{package}/__init__.py" in wheel_names
+
+
+def test_wheel_holds_nothing_else(wheel_names):
+    folders = {name.split("/")[0] for name in wheel_names}
+    assert {name for name in folders if not name.endswith(".dist-info")} == set(PACKAGES)
+    assert any(name.endswith("/licenses/LICENSE") for name in wheel_names)
+
+
+def test_every_folder_with_modules_is_a_package():
+    # package discovery leaves out a folder without __init__.py, and an editable install hides that
+    folders = {path.parent for package in PACKAGES for path in sources(package)}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_importing_the_packages_leaves_optional_ones_alone():
+    code = f"import sys\nimport {', '.join(PACKAGES)}\nprint([name for name in {OPTIONAL!r} if name in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_every_module_imports_without_the_optional_packages():
+    modules = []
+    for package in PACKAGES:
+        for path in sources(package):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[-1] != "__main__":
+                modules.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    # None in sys.modules makes both `import` and `find_spec` behave as if the package were not installed
+    code = (
+        f"import importlib, sys\nsys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
+        f"for name in {modules!r}: importlib.import_module(name)\nprint('done')"
+    )
+    assert run_python(code).strip().endswith("done")
+
+
+def test_optional_packages_are_never_imported_at_import_time():
+    found = [
+        f"{place} imports {module}"
+        for package in PACKAGES
+        for path in sources(package)
+        for module, place in imports_of(path, at_import_time=True)
+        if module in OPTIONAL
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_upward_imports(package):
+    found = [
+        f"{place} imports {module}"
+        for path in sources(package)
+        for module, place in imports_of(path)
+        if module in FORBIDDEN[package]
+    ]
+    assert found == []
+
+
+def test_import_scanner_sees_what_it_must():
+    code = (
+        "from typing import TYPE_CHECKING\nimport os.path as p\nif TYPE_CHECKING:\n    import hidden\n"
+        "try:\n    import wandb\nexcept ImportError:\n    pass\nclass A:\n    import inside\n"
+        "def f():\n    from distill.data import order\n    from . import sibling\n"
+    )
+    at_import = {module for module, _ in imports(ast.parse(code), at_import_time=True)}
+    anywhere = {module for module, _ in imports(ast.parse(code), at_import_time=False)}
+    assert at_import == {"typing", "os", "wandb", "inside"}
+    assert anywhere == at_import | {"hidden", "distill"}
+
+
+def test_imported_packages_are_declared():
+    base = {canonicalize_name(requirement.name) for requirement in requirements()}
+    extras = {canonicalize_name(requirement.name) for requirement in requirements(*project()["optional-dependencies"])}
+    distributions = importlib.metadata.packages_distributions()
+    found = []
+    files = [path for package in PACKAGES for path in sources(package)]
+    files += [path for path in [ROOT / "train.py"] if path.exists()]
+    for path in files:
+        for module, place in imports_of(path):
+            names = {canonicalize_name(name) for name in distributions.get(module, [module])}
+            own = module in PACKAGES or module in sys.stdlib_module_names or module.startswith("flash_attn")
+            if not own and not names & (extras if module in OPTIONAL else base):
+                found.append(f"{place} imports {module}, which pyproject.toml does not list")
+    assert found == []
+
+
+def pins() -> dict[str, Version]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    loose = [line for line in lines if not re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.]+", line)]
+    assert loose == [], "constraints.txt takes lines of the form name==version, with no local version such as +cpu"
+    return {canonicalize_name(name): Version(version) for name, version in (line.split("==") for line in lines)}
+
+
+def test_constraints_pin_every_dependency():
+    pinned = pins()
+    missing = [str(r) for r in requirements(*PINNED_EXTRAS) if canonicalize_name(r.name) not in pinned]
+    outside = [
+        f"{requirement} excludes the pinned {pinned[canonicalize_name(requirement.name)]}"
+        for requirement in requirements(*PINNED_EXTRAS)
+        if canonicalize_name(requirement.name) in pinned
+        and not requirement.specifier.contains(pinned[canonicalize_name(requirement.name)], prereleases=True)
+    ]
+    assert missing == [] and outside == []
+    assert str(pinned["torch"]) == "2.13.0"
+
+
+def test_constraints_pin_what_the_dependencies_need():
+    pinned, seen, queue, missing = pins(), set(), requirements("dev"), []
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        # extras of a dependency (transformers[torch], say) are not ours
+        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # torch pins its own CUDA packages exactly
+        if name not in pinned and not name.startswith(("nvidia-", "cuda-", "triton")):
+            missing.append(name)
+        queue += [Requirement(line) for line in needs]
+    assert missing == []
+
+
+def test_makefile_refuses_an_old_python_in_one_line(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / "oldpython"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.9.1" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    for python, reason in ((str(old), "is Python 3.9.1"), ("no-such-python", "is not found")):
+        command = ["make", "--no-print-directory", "test", f"PYTHON={python}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        first, *rest = done.stderr.splitlines()
+        assert done.returncode == 2 and reason in first and "Python >= 3.11 is needed" in first
+        assert all(line.startswith("make") for line in rest)
+        assert not (tmp_path / ".venv").exists()
+
+
+def test_ci_script_is_sound():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0

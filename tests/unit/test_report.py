@@ -1,0 +1,279 @@
+"""The report: its page, its numbers, its verdict, and the training curves behind it."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from distill import charts
+from distill.measures import HIGHER_IS_BETTER, Measure
+from distill.report import ReportRow, report_picture, student_beats_teacher, verdict, write_report
+from distill.report_page import number
+
+CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
+
+
+def clips(seed: int, frames: int = 6, side: int = 16) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (2, frames, side, side, 3), dtype=np.uint8)
+
+
+def scores(accuracy: float, distance: float, error: float = 0.01) -> dict[str, Measure]:
+    return {k: Measure(accuracy if higher else distance, error) for k, higher in HIGHER_IS_BETTER.items()}
+
+
+def make_rows() -> tuple[list[ReportRow], ReportRow]:
+    def row(role, steps, accuracy, distance):
+        evaluations = steps * (2 if role == "teacher" else 1)
+        return ReportRow(f"{role}, {steps} steps", role, steps, scores(accuracy, distance), clips(steps), evaluations)
+
+    rows = [
+        row("student", 1, 0.80, 0.30),
+        row("student", 2, 0.90, 0.20),
+        row("student", 4, 0.95, 0.12),
+        row("teacher", 1, 0.20, 2.00),
+        row("teacher", 2, 0.60, 0.90),
+        row("teacher", 4, 0.97, 0.11),
+        row("teacher", 50, 0.98, 0.10),
+    ]
+    return rows, ReportRow("held-out renders", "heldout", None, scores(1.0, 0.05), clips(99), 0)
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of the cells that carry a measure."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.cells: dict[tuple[str, str], dict] = {}
+        self._cell: dict | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        if tag == "td" and "data-measure" in attributes:
+            self._cell = attributes | {"text": ""}
+            self.cells[attributes["data-row"], attributes["data-measure"]] = self._cell
+
+    def handle_endtag(self, tag):
+        if tag == "td":
+            self._cell = None
+
+    def handle_data(self, data):
+        if self._cell is not None:
+            self._cell["text"] += data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    records = []
+    for step in range(1, 61):
+        role = "student" if step % 5 == 0 else "fake"
+        loss = math.nan if step in (20, 21) else 1 / step
+        records.append({"step": step, f"{role}/loss": loss, f"{role}/grad_norm": 2.0, "memory/peak_gib": 0.5})
+    lines = [json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 61, "fake/lo')
+    rows, reference = make_rows()
+    facts = {"mesh": {"dp_shard": 1, "cp": 2}, "resume command": "torchrun train.py 'a=<b>'", "seconds": 12.5}
+    write_report(folder, title="A & B", rows=rows, reference=reference, captions=CAPTIONS, config_summary=facts)
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    return folder, text, Page(text), json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_page_loads_nothing_and_runs_nothing(run):
+    _, text, page, _ = run
+    assert "http://" not in text and "https://" not in text and "@import" not in text
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base"}
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "href", "xlink:href", "srcset", "data"):
+            assert attributes.get(name, "#").startswith(("#", "data:image/")), (tag, attributes)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+
+
+def test_page_has_unique_ids_and_all_they_point_to(run):
+    _, text, page, _ = run
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    used = {a["xlink:href"][1:] for _, a in page.tags if "xlink:href" in a} | set(re.findall(r"url\(#([^)]*)\)", text))
+    assert used and used <= set(ids)
+
+
+def test_page_has_every_row_with_its_pictures(run):
+    _, text, page, data = run
+    alts = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
+    assert len(data["rows"]) == 8
+    for row in data["rows"]:
+        assert row["name"] in text
+        for caption in CAPTIONS:  # the parser unescapes
+            assert f"{row['name']}: {caption}" in alts
+            assert f"frames of {row['name']}: {caption}" in alts
+
+
+def test_numbers_of_page_and_json_agree(run):
+    _, text, page, data = run
+    rows, reference = make_rows()
+    given = {row.name: row for row in [*rows, reference]}
+    seen = 0
+    for row in data["rows"]:
+        for name, measure in row["measures"].items():
+            cell = page.cells[row["name"], name]
+            assert float(cell["data-value"]) == measure["value"] == given[row["name"]].measures[name].value
+            assert measure["standard_error"] == given[row["name"]].measures[name].standard_error
+            assert cell["text"].lstrip("▲△▼") == " ± ".join(number(name, measure))
+            seen += 1
+    assert seen == len(page.cells) == 8 * len(HIGHER_IS_BETTER)
+    assert data["verdict"] in text
+
+
+def test_cells_are_marked(run):
+    _, _, page, _ = run
+    assert page.cells["student, 1 steps", "distance/area"]["text"].startswith("▲")
+    assert "wins" in page.cells["student, 1 steps", "distance/area"]["class"]
+    assert page.cells["student, 4 steps", "distance/area"]["text"][0].isdigit()  # neither better nor does it count
+    assert "best" in page.cells["teacher, 50 steps", "distance/area"]["class"].split()
+    assert "best" not in page.cells["held-out renders", "distance/area"]["class"].split()
+
+
+def test_rows_come_in_reading_order(run):
+    steps = [(row["role"], row["steps"]) for row in run[3]["rows"]]
+    teacher = [("teacher", n) for n in (50, 4, 2, 1)]
+    assert steps == [("heldout", None), *teacher, ("student", 4), ("student", 2), ("student", 1)]
+
+
+def test_page_tells_of_torn_lines_and_facts(run):
+    _, text, _, data = run
+    assert data["metrics"] == {"records": 60, "unreadable_lines": 1}
+    assert "1 line of metrics.jsonl that could not be read" in text
+    assert "torchrun train.py &#x27;a=&lt;b&gt;&#x27;" in text and "0.50" in text
+    for key in ("student/loss", "fake/loss", "student/grad_norm", "fake/grad_norm"):
+        assert f'aria-label="{key} by step"' in text
+    assert "not finite (1)" in text
+
+
+def test_comparisons_count_where_the_teacher_loses_something():
+    rows, _ = make_rows()
+    found = student_beats_teacher(rows)
+    assert [c.steps for c in found] == [n for n in (1, 2, 4) for _ in HIGHER_IS_BETTER]
+    assert [c.measure for c in found[:6]] == list(HIGHER_IS_BETTER)
+    assert {c.full_steps for c in found} == {50}
+    assert all(c.counts and c.student_better for c in found if c.steps < 4)
+    assert not any(c.counts or c.student_better for c in found if c.steps == 4)
+    area = next(c for c in found if c.measure == "distance/area")
+    assert area.standard_errors_worse == pytest.approx((2.0 - 0.1) / math.hypot(0.01, 0.01))
+    assert area.student_margin == pytest.approx((2.0 - 0.3) / math.hypot(0.01, 0.01))
+    text = verdict(rows, found)
+    assert "on 12 of the 12 measures" in text and "6 of 6 at 1 step," in text and "none counts at 4 steps" in text
+    assert "4 network evaluations a clip where the teacher with 50 takes 100" in text
+
+
+def test_a_tie_or_a_missing_value_is_no_win():
+    rows, _ = make_rows()
+    by_name = {(row.role, row.steps): row for row in rows}
+    by_name["student", 1].measures["distance/area"] = Measure(2.0, 0.01)  # a tie
+    by_name["student", 1].measures["colour_accuracy"] = Measure(math.nan, math.nan)
+    by_name["teacher", 2].measures["distance/area"] = Measure(math.inf, 0.0)
+    found = {(c.steps, c.measure): c for c in student_beats_teacher(rows)}
+    assert found[1, "distance/area"].counts and not found[1, "distance/area"].student_better
+    assert found[1, "colour_accuracy"].counts and not found[1, "colour_accuracy"].student_better
+    assert not found[1, "colour_accuracy"].student_reaches_full
+    assert not found[2, "distance/area"].counts and not found[2, "distance/area"].student_better
+    text = verdict(rows, list(found.values()))
+    assert "does not beat it on colour accuracy at 1 step and area distance at 1 step." in text
+
+
+def test_verdict_when_there_is_nothing_to_say():
+    rows, _ = make_rows()
+    easy = [r for r in rows if r.steps in (4, 50)]
+    assert "Nothing to win" in verdict(easy, student_beats_teacher(easy))
+    lonely = [r for r in rows if r.role == "teacher"]
+    assert student_beats_teacher(lonely) == []
+    assert "Nothing to compare" in verdict(lonely, [])
+
+
+def test_without_measures_there_are_curves_and_frames(tmp_path):
+    rows = [ReportRow("teacher, 50 steps", "teacher", 50, None, clips(0, 9, 120), 100)]
+    rows.append(ReportRow("student, 4 steps", "student", 4, None, clips(1, 9, 120), 4))
+    reference = ReportRow("clips of the folder", "heldout", None, None, clips(2, 9, 120), 0)
+    write_report(tmp_path, title="t", rows=rows, reference=reference, captions=CAPTIONS, config_summary={}, fps=16)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "no measures of its own" in text and "<h2>Measures</h2>" not in text
+    assert "There are no losses in metrics.jsonl." in text
+    assert "data:image/jpeg;base64," in text
+    assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["measures"] is None
+
+
+def test_not_finite_values_are_null_in_json_and_named_in_html(tmp_path):
+    rows, reference = make_rows()
+    rows[0].measures["distance/area"] = Measure(math.nan, math.nan)
+    write_report(
+        tmp_path, title="t", rows=rows, reference=reference, captions=CAPTIONS, config_summary={"n": np.int64(3)}
+    )
+    data = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    student = next(r for r in data["rows"] if r["name"] == "student, 1 steps")
+    assert student["measures"]["distance/area"]["value"] is None and data["run"]["n"] == 3
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "not measurable" in page.cells["student, 1 steps", "distance/area"]["text"]
+
+
+def test_rows_that_do_not_fit_are_refused(tmp_path):
+    rows, reference = make_rows()
+
+    def refused(row, match):
+        with pytest.raises(ValueError, match=match):
+            write_report(tmp_path, title="", rows=[row], reference=reference, captions=CAPTIONS, config_summary={})
+
+    refused(ReportRow("x", "critic", 1, None, clips(0), 1), "role")
+    refused(ReportRow("x", "student", 1, None, clips(0)[:1], 1), "1 clips for 2 captions")
+    refused(ReportRow("x", "student", 1, {"novelty": Measure(1, 1)}, clips(0), 1), "novelty")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_picture(tmp_path):
+    rows, _ = make_rows()
+    picture = report_picture(tmp_path / "picture.png", rows, CAPTIONS, title="t")
+    assert (tmp_path / "picture.png").is_file()
+    assert 700 < picture.width <= 1500 and picture.height > 7 * 48
+
+
+def test_read_metrics_leaves_out_what_is_no_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [b'{"step": 2, "fake/loss": NaN}', b'{"step": 1, "student/loss": 0.5}', b'{"step": 2, "fake/loss": 0.25}']
+    bad = [b"[1, 2]", b'{"loss": 1}', b"\xff\xfe", b"7", b'{"step": null}', b'{"step": 3, "fake']
+    path.write_bytes(b"\n".join([*good[:2], b"", *bad[:-1], good[2], bad[-1]]))
+    records, unreadable = charts.read_metrics(path)
+    assert [r["step"] for r in records] == [1, 2] and records[1]["fake/loss"] == 0.25
+    assert unreadable == len(bad)
+    assert charts.read_metrics(tmp_path / "none.jsonl") == ([], 0)
+
+
+def test_curves_have_gaps_where_values_are_not_finite():
+    records = [{"step": i, "fake/loss": v} for i, v in enumerate([1.0, math.nan, 3.0, None, math.inf, 5], start=1)]
+    records += [{"step": 7, "student/loss": 1.0, "student/grad_norm": 2.0, "perf/mfu": None, "student/lr": 1e-4}]
+    found = charts.curves(records)
+    assert list(found) == ["student/loss", "fake/loss", "student/grad_norm"]
+    steps, values = found["fake/loss"]
+    np.testing.assert_array_equal(steps, [1, 2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(values, [1, math.nan, 3, math.nan, math.nan, 5])
+    average = charts.moving_average(values, 3)
+    np.testing.assert_allclose(average, [1, math.nan, 2, math.nan, math.nan, 5])
+    svg = charts.curve_svg("fake/loss", steps, values)
+    assert "not finite (3)" in svg and svg.startswith("<svg")
+    assert charts.curve_svg("fake/loss", steps[:0], values[:0]).startswith("<svg")
+    assert charts.curve_svg("fake/loss", steps[1:2], values[1:2]).startswith("<svg")
+
+
+def test_moving_average_is_the_plain_mean_of_the_window():
+    values = np.random.default_rng(0).normal(size=50)
+    expected = [values[max(0, i - 6) : i + 1].mean() for i in range(50)]
+    np.testing.assert_allclose(charts.moving_average(values, 7), expected)
+
+
+def test_curve_is_the_same_every_time():
+    steps, values = np.arange(1.0, 40), np.linspace(3, 0.01, 39)
+    assert charts.curve_svg("student/loss", steps, values) == charts.curve_svg("student/loss", steps, values)
+    assert "log scale" in charts.curve_svg("student/loss", steps, values)

@@ -1,0 +1,65 @@
+"""Rectified flow's formulas against their definitions."""
+
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from distill.schedules import add_noise, denoise, euler_times, per_sample, shift_time, shift_times
+
+
+@pytest.fixture
+def clean_and_noise():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 3, 2, 4, 5, 6, dtype=torch.float64, generator=generator).unbind(0)
+
+
+def test_noise_is_mixed_per_sample(clean_and_noise):
+    x0, noise = clean_and_noise
+    t = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+    x_t = add_noise(x0, noise, t)
+    assert torch.equal(x_t[0], x0[0]) and torch.equal(x_t[2], noise[2])
+    for i in range(3):
+        assert torch.allclose(x_t[i], (1 - t[i].item()) * x0[i] + t[i].item() * noise[i], rtol=1e-15, atol=0)
+
+
+def test_velocity_is_the_derivative_and_denoising_inverts_the_mix(clean_and_noise):
+    x0, noise = clean_and_noise
+    t = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    _, velocity = torch.func.jvp(lambda time: add_noise(x0, noise, time), (t,), (torch.ones_like(t),))
+    assert torch.allclose(velocity, noise - x0, rtol=0, atol=1e-14)
+    assert torch.allclose(denoise(add_noise(x0, noise, t), velocity, t), x0, rtol=0, atol=1e-14)
+
+
+def test_per_sample_keeps_the_dtype():
+    t = torch.tensor([0.25, 0.5])
+    assert per_sample(t, torch.zeros(2, 3, 4)).shape == (2, 1, 1)
+    assert per_sample(t, torch.zeros(2, 1, 1, 1, 1, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 5.0])
+def test_shift_keeps_the_ends_and_multiplies_the_odds(shift):
+    t = torch.linspace(0, 1, 101, dtype=torch.float64)
+    shifted = shift_time(t, shift)
+    assert shifted[0] == 0 and shifted[-1] == 1 and (shifted.diff() > 0).all()
+    odds = t[1:-1] / (1 - t[1:-1])
+    assert torch.allclose(shifted[1:-1] / (1 - shifted[1:-1]), shift * odds, rtol=1e-12)
+    assert shift_times(t.tolist(), shift) == pytest.approx(shifted.tolist(), abs=1e-15)
+
+
+def test_wan_four_step_list_is_the_evenly_spaced_one_shifted_by_five():
+    assert shift_times([1.0, 0.75, 0.5, 0.25], 5.0) == pytest.approx([1.0, 0.9375, 0.8333, 0.625], abs=1e-4)
+    assert euler_times(4, 5.0)[:4] == pytest.approx([1.0, 0.9375, 0.8333, 0.625], abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 50])
+@pytest.mark.parametrize("shift", [1.0, 5.0])
+def test_euler_times_descend_from_one_to_zero_as_in_diffusers(steps, shift):
+    times = euler_times(steps, shift)
+    assert len(times) == steps + 1 and times[0] == 1.0 and times[-1] == 0.0
+    assert all(a > b for a, b in zip(times, times[1:], strict=False))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    assert scheduler.sigmas.tolist() == pytest.approx(times, abs=1e-6)
+    assert math.isclose(times[-2], shift / (steps + shift - 1))
