@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 .PHONY: quickstart
 quickstart: $(STAMP)  ## distil the shipped teacher on two CPU processes, afresh; ends in runs/quickstart/report.html
 	rm -rf runs/quickstart
-	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart $(ARGS)
+	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart device=cpu $(ARGS)
 
 .PHONY: test
 test: $(STAMP)  ## all tests but the slow ones

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import local_rank, rank
@@ -12,7 +13,7 @@ from fsdp_cp.launch import local_rank, rank
 def run(overrides: list[str]) -> None:
     """Compose the settings, check them, build mesh, data and roles, and train."""
     from distill.config import compose_config
-    from distill.setup import plan_run, prepare_run_dir, write_config
+    from distill.setup import check_resume, make_run_dir, plan_run, start_run
 
     config = compose_config(overrides)
     plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
@@ -23,27 +24,26 @@ def run(overrides: list[str]) -> None:
     from fsdp_cp.checkpoint import find_resume
     from fsdp_cp.launch import choose_device, process_group
     from fsdp_cp.mesh import build_mesh
-    from models.load import build_role
+    from models.load import build_roles
 
     device = choose_device(config.device)
     with process_group(device):
         resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
         mesh = build_mesh(**plan.mesh_settings, heads=plan.heads, device_type=device.type)
-        prepare_run_dir(config, plan.run_dir)
+        if resume_from is not None:
+            check_resume(config, resume_from)
+        make_run_dir(plan.run_dir)
         data = build_dataset(config.data, seed=config.seed, device=device, run_dir=plan.run_dir)
-        roles = {
-            role.name: build_role(
-                role,
-                mesh=mesh,
-                device=device,
-                precision=config.precision,
-                trainable=role.name in plan.method.trained_roles,
-                latent_shape=data.latent_shape,
-                text_shape=data.text_shape,
-                seed=config.seed,
-            )
-            for role in plan.roles
-        }
+        roles = build_roles(
+            plan.roles,
+            trained=plan.method.trained_roles,
+            mesh=mesh,
+            device=device,
+            precision=config.precision,
+            latent_shape=data.latent_shape,
+            text_shape=data.text_shape,
+            seed=config.seed,
+        )
         trainer = Trainer(
             config=config,
             mesh=mesh,
@@ -54,7 +54,7 @@ def run(overrides: list[str]) -> None:
             run_dir=plan.run_dir,
             resume_from=resume_from,
         )
-        write_config(config, plan.run_dir)
+        start_run(config, plan.run_dir)
         trainer.run()
 
 
@@ -69,8 +69,9 @@ def main(arguments: list[str]) -> int:
     try:
         run(arguments)
     except UserError as error:
-        if local_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        if local_rank() != 0:
+            time.sleep(3)  # what all ranks refuse is said once: torchrun ends this one when the first has exited
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -25,7 +25,7 @@ from distill.trainer import Trainer
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.memory import peak_gib
 from fsdp_cp.mesh import build_mesh
-from models.load import build_role
+from models.load import build_roles
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,16 @@ def run(overrides: list[str], cycles: int) -> Result:
     device = torch.device("cpu")
     mesh = build_mesh(**plan.mesh_settings, heads=plan.heads)
     data = build_dataset(config.data, seed=0, device=device, run_dir=plan.run_dir)
-    roles = {
-        role.name: build_role(
-            role,
-            mesh=mesh,
-            device=device,
-            precision="fp32",
-            trainable=role.name != "teacher",
-            latent_shape=data.latent_shape,
-            text_shape=data.text_shape,
-        )
-        for role in plan.roles
-    }
+    roles = build_roles(
+        plan.roles,
+        trained=plan.method.trained_roles,
+        mesh=mesh,
+        device=device,
+        precision="fp32",
+        latent_shape=data.latent_shape,
+        text_shape=data.text_shape,
+        seed=0,
+    )
     trainer = Trainer(
         config=config,
         mesh=mesh,

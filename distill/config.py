@@ -368,8 +368,12 @@ def check(config: Config) -> None:
         ("sample.student_steps", config.sample.student_steps, most),
         ("sample.teacher_steps", config.sample.teacher_steps, math.inf),
     ):
-        if any(not 1 <= steps <= limit for steps in value):
+        if any(not 1 <= steps <= limit for steps in value) or (name == "sample.student_steps" and not value):
             raise UserError(f"{name}={value} must be numbers from 1" + (f" to {limit}" if limit < math.inf else " on"))
+    for item in fields(config.method):
+        value = getattr(config.method, item.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"method.{item.name}={value} must be a finite number")
     if config.export.weights == "ema" and not config.student.ema.enabled:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
     for name, value in (

@@ -76,6 +76,7 @@ class Evaluator:
                     write_mp4(folder / f"step_{step:08d}_{role}_{n}steps_{i}.mp4", clip, self.data.fps, scale=None)
             sheet = [(name, clips) for name, _, _, clips in rows]
             contact_sheet(folder / f"step_{step:08d}.png", sheet, captions=captions, title=f"step {step}")
+            self.data.release()
         barrier()
 
     def _wanted(self, *, with_teacher: bool) -> list[tuple[str, int]]:
@@ -135,6 +136,7 @@ class Evaluator:
                 fps=self.data.fps,
             )
             report_picture(self.run_dir / "report.png", [reference, *rows], captions[:SHOWN_CLIPS])
+            self.data.release()
         barrier()
 
     def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray:

@@ -49,11 +49,14 @@ class MetricsLog:
         if settings.wandb:
             import wandb
 
-            # The folder decides the id, so that a resumed run continues its curves.
-            run_id = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+            # A resumed run continues its curves; one that started afresh (resume=never) gets curves of its own.
+            earlier = len(list((run_dir / "previous").glob("*")))
+            run_id = hashlib.sha256(f"{run_dir.resolve()} {earlier}".encode()).hexdigest()[:16]
             self._wandb = wandb.init(
                 project=settings.project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir, config=config
             )
+            # By its own `step`: W&B would drop what a resumed run logs again.
+            self._wandb.define_metric("*", step_metric="step")
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -65,7 +68,7 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
         if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
+            self._wandb.log({"step": step, **metrics})
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 if value is not None:

@@ -39,7 +39,12 @@ class RoleOptimizer:
         # betas as floats: an integer 0 raises in torch 2.13.
         betas = (float(settings.betas[0]), float(settings.betas[1]))
         self.adamw = torch.optim.AdamW(
-            role.parameters(), lr=settings.lr, betas=betas, eps=settings.eps, weight_decay=settings.weight_decay
+            role.parameters(),
+            lr=settings.lr,
+            betas=betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            foreach=True,  # torch does not choose it for DTensors by itself, and loops over the parameters
         )
         for parameter in role.parameters():
             self.adamw.state[parameter] = {

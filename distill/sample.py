@@ -6,6 +6,7 @@ Under ``torchrun --nproc-per-node N -m distill.sample`` the student is sharded o
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def sample(
     with process_group(device):
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
         data = build_dataset(config.data, seed=config.seed, device=device, run_dir=Path(config.run_dir))
+        captions = captions or sample_captions(data, count)
+        data.embed(captions)  # an unknown caption is refused before the network is built
         role = build_role(
             plan,
             mesh=mesh,
@@ -48,7 +51,6 @@ def sample(
             latent_shape=data.latent_shape,
             text_shape=data.text_shape,
         )
-        captions = captions or sample_captions(data, count)
         latents = generate(
             build_method(config.method, {"student": role}),
             "student",
@@ -86,12 +88,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--out", type=Path, help="folder to write; RUN_DIR/samples/cli by default")
     args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
     try:
         config = load_config(args.run_dir / "config.yaml")
+        config.run_dir = str(args.run_dir)  # which may have moved since
+        if args.count < 1:
+            raise UserError(f"--count {args.count} must be at least 1")
         sample(
             config,
             student=args.student or args.run_dir / "export" / "student",
-            steps=args.steps or max(config.sample.student_steps),
+            steps=max(config.sample.student_steps) if args.steps is None else args.steps,
             captions=args.caption,
             count=args.count,
             seed=args.seed,

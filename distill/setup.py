@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from distill.config import Config, micro_batch_size
-from distill.data import latent_shape
+from distill.data import sample_shapes
 from distill.methods import METHODS, Method
+from fsdp_cp.checkpoint import read_numbers
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.mesh import resolve_mesh
-from fsdp_cp.reduce import barrier
+from fsdp_cp.reduce import barrier, together
 from fsdp_cp.sequence import local_token_count
 from models.load import RolePlan, plan_role
 
@@ -48,6 +50,10 @@ def plan_run(config: Config) -> RunPlan:
         if getattr(config.log, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
     method, _ = METHODS[config.method.name]
+    for name in ("teacher", "student", "fake"):
+        unused = name not in method.required_roles and name not in ("student",)
+        if unused and (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
+            log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     roles = [
         plan_role(
             name,
@@ -62,8 +68,8 @@ def plan_run(config: Config) -> RunPlan:
     patches = {tuple(role.config["patch_size"]) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
-    latents = latent_shape(config.data)
-    tokens = {role.family.tokens(role.config, latents, f"{role.name}.checkpoint") for role in roles}
+    latents, text = sample_shapes(config.data)
+    tokens = {role.check_sample(latents, text) for role in roles}
     assert len(tokens) == 1
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     mesh_settings = asdict(config.mesh)
@@ -79,21 +85,77 @@ def plan_run(config: Config) -> RunPlan:
     )
 
 
-def write_config(config: Config, run_dir: Path) -> None:
-    """``config.yaml``, once nothing is left that could refuse the run: a refused one must not change another's."""
+def check_resume(config: Config, checkpoint: Path) -> None:
+    """Compare ``state.json`` with the settings before data and networks are built; log what has changed otherwise.
+
+    Raises:
+        UserError: another seed or method, other networks, or fewer steps than the checkpoint has.
+    """
+    numbers = read_numbers(checkpoint)
+    if numbers["step"] > config.steps:
+        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={numbers['step']} or more")
+    for setting, now in (("seed", config.seed), ("method", config.method.name)):
+        if numbers[setting] != now:
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} was made with {setting}={numbers[setting]}, not {now};"
+                " use that, another run_dir, or checkpoint.resume=never"
+            )
+    before, now = _flat(numbers["settings"]), _flat(run_settings(config))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and rank() == 0:
+            log.warning("resumed with %s=%s, which was %s", key, now.get(key), before.get(key))
+
+
+def run_settings(config: Config) -> dict[str, Any]:
+    """The settings that change what a run computes, beside those that its checkpoint refuses to change."""
+    names = ("batch_size", "precision", "method", "optim", "data", "teacher", "student", "fake")
+    return {name: asdict(config)[name] for name in names}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the run's folder, and check that every rank sees it. Called by all ranks.
+
+    Raises:
+        UserError: a folder that cannot be made or written, or that the nodes do not share: shards would be lost.
+    """
+    token = run_dir / f".shared_{uuid.uuid4().hex}"
+
+    def write() -> str | None:
+        if rank() != 0:
+            return None
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
+        return token.name
+
+    def look() -> None:
+        if not (run_dir / name).exists():
+            raise UserError(f"run_dir={run_dir} is not one folder for all nodes; use one on a shared file system")
+
+    name = together(write)[0]
+    together(look)
     if rank() == 0:
-        OmegaConf.save(OmegaConf.create(asdict(config)), run_dir / "config.yaml")
+        token.unlink()
 
 
-def prepare_run_dir(config: Config, run_dir: Path) -> None:
-    """Make the run's folder; with ``resume=never``, move an earlier run's output aside.
+def start_run(config: Config, run_dir: Path) -> None:
+    """Write ``config.yaml``; with ``resume=never``, move an earlier run's output aside first. Rank 0 writes.
 
-    Called by all ranks, on a file system that they share; rank 0 writes.
+    Once nothing is left that could refuse the run: a refused one must not change another's files.
     """
     if rank() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
         if config.checkpoint.resume == "never":
             _move_aside(run_dir)
+        OmegaConf.save(OmegaConf.create(asdict(config)), run_dir / "config.yaml")
     barrier()
 
 
@@ -102,6 +164,7 @@ def _move_aside(run_dir: Path) -> None:
     names = (
         "config.yaml",
         "metrics.jsonl",
+        "tensorboard",
         "checkpoints",
         "samples",
         "export",

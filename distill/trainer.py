@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -23,13 +24,14 @@ from distill.evaluate import Evaluator
 from distill.methods import Batch, Method
 from distill.metrics import MetricsLog, cut_back
 from distill.optimizers import RoleOptimizer, learning_rate
+from distill.setup import run_settings
 from fsdp_cp import checkpoint
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
-from fsdp_cp.memory import peak_flops, peak_gib
+from fsdp_cp.memory import peak_flops, peak_gib, reset_peak
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.microbatch import microbatch
-from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads
+from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads, together
 from fsdp_cp.rng import StepRandom
 from models.ema import Ema
 from models.export import export_weights
@@ -80,6 +82,9 @@ class Trainer:
         self.skipped = dict.fromkeys(self.roles, 0)
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
+        self.log: MetricsLog | None = None
+        self.unlogged: dict[str, float | None] = {}
+        """The latest metrics of every role since the last logged step, which may have been another role's."""
         self.planned_updates = {
             name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
         }
@@ -92,21 +97,21 @@ class Trainer:
     def run(self) -> None:
         """Train, then export the student and write samples and the report."""
         self._announce()
-        metrics_log = None
-        if rank() == 0:
-            cut_back(self.run_dir / "metrics.jsonl", self.step)
-            metrics_log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
+        together(self._open_log)
+        reset_peak(self.device)
         progress = tqdm(total=self.config.steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05)
         first, started = self.step, time.perf_counter()
         data = self._steps_of_data()
         while self.step < self.config.steps:
             metrics = self._train_step(data)
             progress.update()
+            self.unlogged |= metrics
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
-                metrics["memory/peak_gib"] = self._peak_memory()
-                if metrics_log is not None:
-                    metrics_log.write(self.step, metrics)
-                    progress.set_postfix({k: f"{v:.4f}" for k, v in metrics.items() if k.endswith("/loss")})
+                self.unlogged["memory/peak_gib"] = self._peak_memory()
+                if self.log is not None:
+                    self.log.write(self.step, self.unlogged)
+                    progress.set_postfix({k: f"{v:.4f}" for k, v in self.unlogged.items() if k.endswith("/loss")})
+                self.unlogged = {}
             if self.step == first + 20 and rank() == 0:
                 left = (time.perf_counter() - started) / 20 * (self.config.steps - self.step)
                 log.info("about %.1f minutes of training left", left / 60)
@@ -117,9 +122,14 @@ class Trainer:
             if every and self.step % every == 0 and self.step < self.config.steps:
                 self._sample(with_teacher=False)
         progress.close()
-        if metrics_log is not None:
-            metrics_log.close()
+        if self.log is not None:
+            self.log.close()
         self._finish()
+
+    def _open_log(self) -> None:
+        if rank() == 0:
+            cut_back(self.run_dir / "metrics.jsonl", self.step)
+            self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """The micro-batches of each remaining step, in turn."""
@@ -245,6 +255,8 @@ class Trainer:
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.seconds,
+            "unlogged": self.unlogged,
+            "settings": run_settings(self.config),
             "method": self.method.settings.name,
             "data": self.data.fingerprint,
             "configs": {name: role.config for name, role in self.roles.items()},
@@ -255,19 +267,24 @@ class Trainer:
         checkpoint.save(folder, self.step, self._tensors(), self._numbers(), self.config.checkpoint.keep)
 
     def _restore(self, folder: Path) -> None:
-        numbers, mine = checkpoint.read_numbers(folder), self._numbers()
-        for key, setting in (("seed", "seed"), ("method", "method"), ("data", "data.*")):
-            if numbers[key] != mine[key]:
+        numbers = checkpoint.read_numbers(folder)
+        configs = {name: role.config for name, role in self.roles.items()}
+        for what, before, now in (
+            ("other data", numbers["data"], self.data.fingerprint),
+            ("other networks", numbers["configs"], json.loads(json.dumps(configs))),
+        ):
+            if before != now:
                 raise UserError(
-                    f"checkpoint.resume: {folder} was made with other {setting} ({numbers[key]}, now {mine[key]});"
+                    f"checkpoint.resume: {folder} was made with {what};"
                     " use the same settings, another run_dir, or checkpoint.resume=never"
                 )
-        if numbers["step"] > self.config.steps:
-            raise UserError(f"steps={self.config.steps}, but {folder} is further; use steps={numbers['step']} or more")
         checkpoint.load(folder, self._tensors())
+        if folder.parent == self.run_dir / "checkpoints":
+            checkpoint.leave_branch(folder)
         self.step, self.samples, self.seconds = numbers["step"], numbers["samples"], numbers["seconds"]
         self.updates, self.skipped = dict(numbers["updates"]), dict(numbers["skipped"])
         self.skipped_in_a_row = dict(numbers["skipped_in_a_row"])
+        self.unlogged = dict(numbers["unlogged"])
         if rank() == 0:
             log.info("resumed from step %d (%s)", self.step, folder)
 

@@ -41,9 +41,6 @@ def published_steps(folder: Path) -> list[int]:
 def save(folder: Path, step: int, tensors: Mapping[str, Any], numbers: Mapping[str, Any], keep: int) -> None:
     """Write a checkpoint of ``step`` under ``folder``, then delete all but the newest ``keep``. Called by all ranks.
 
-    Later checkpoints, of a branch that was left by resuming from an earlier step, are renamed to ``left_step_*``:
-    ``checkpoint.resume=auto`` must go on from this one.
-
     Args:
         folder: on a file system that all ranks see.
         step: the step after which this is the state.
@@ -62,13 +59,25 @@ def save(folder: Path, step: int, tensors: Mapping[str, Any], numbers: Mapping[s
         (unfinished / "state.json").write_text(json.dumps(dict(numbers), indent=1))
         shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)
-        for later in (s for s in published_steps(folder) if s > step):
-            left = folder / f"left_{step_folder(folder, later).name}"
-            shutil.rmtree(left, ignore_errors=True)
-            step_folder(folder, later).rename(left)
-            log.warning("step %d belongs to a branch that was left at an earlier step; renamed to %s", later, left)
         for old in published_steps(folder)[:-keep] if keep else []:
             shutil.rmtree(step_folder(folder, old))
+    barrier()
+
+
+def leave_branch(checkpoint: Path) -> None:
+    """Rename the checkpoints beside ``checkpoint`` that are later to ``left_step_*``. Called by all ranks.
+
+    A run that goes on from an earlier step leaves them: ``checkpoint.resume=auto`` must not pick them up, and ``keep``
+    must not count them.
+    """
+    if rank() == 0:
+        for step in published_steps(checkpoint.parent):
+            later = step_folder(checkpoint.parent, step)
+            if later.name > checkpoint.name:
+                left = later.with_name(f"left_{later.name}")
+                shutil.rmtree(left, ignore_errors=True)
+                later.rename(left)
+                log.warning("step %d is of a branch that is left here; renamed to %s", step, left)
     barrier()
 
 

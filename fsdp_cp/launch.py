@@ -14,7 +14,9 @@ from fsdp_cp.errors import UserError
 
 
 def rank() -> int:
-    """Global rank as torchrun gave it; 0 under plain ``python``."""
+    """Rank in the process group; before there is one, as torchrun gave it (0 under plain ``python``)."""
+    if dist.is_initialized():
+        return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
@@ -24,7 +26,9 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """World size as torchrun gave it; 1 under plain ``python``."""
+    """Size of the process group; before there is one, as torchrun gave it (1 under plain ``python``)."""
+    if dist.is_initialized():
+        return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -40,30 +44,38 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU; use device=cpu")
-    if local_rank() >= torch.cuda.device_count():
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > gpus:  # asked alike on all ranks, so that all of them refuse
         raise UserError(
-            f"{local_rank() + 1} or more processes on this node, but torch sees {torch.cuda.device_count()} GPUs;"
-            f" use torchrun --nproc-per-node {torch.cuda.device_count()}"
+            f"{processes} processes on this node, but torch sees {gpus} GPUs;"
+            f" use torchrun --nproc-per-node {gpus}, or device=cpu"
         )
     return torch.device("cuda", local_rank())
 
 
 @contextmanager
-def process_group(device: torch.device, *, startup_timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
+def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
     """The default process group (gloo, and NCCL for CUDA) for the length of the context.
 
-    The time-out is long, for encoding data and loading checkpoints.
+    Args:
+        device: this rank's device.
+        timeout: of a collective; long, since rank 0 alone decodes samples while the others wait.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=startup_timeout)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=startup_timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        dist.destroy_process_group()
+        # After an exception on one rank the others may wait in a collective, and destroying the group would wait for
+        # them, with the traceback unprinted. The process ends instead, and torchrun ends the rest.
+        if not failed or dist.get_world_size() == 1:
+            dist.destroy_process_group()

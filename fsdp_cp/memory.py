@@ -7,6 +7,12 @@ import resource
 import torch
 
 
+def reset_peak(device: torch.device) -> None:
+    """Count CUDA's peak from here on; the CPU's cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_gib(device: torch.device) -> float:
     """Peak memory of this process so far, GiB: allocated by torch on CUDA, resident on the CPU."""
     if device.type == "cuda":

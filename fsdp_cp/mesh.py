@@ -181,6 +181,12 @@ def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh
     return mesh[axes]._flatten(name)
 
 
+def _replicated(device_type: str, shape: MeshShape) -> DeviceMesh:
+    """(replicate, shard) for hybrid sharding: a mesh of its own, since slicing flattened axes is deprecated."""
+    sizes = (shape.dp_replicate, shape.dp_shard * shape.cp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+
+
 def build_mesh(
     *,
     dp_replicate: int = 1,
@@ -217,7 +223,7 @@ def build_mesh(
         shape=shape,
         device_mesh=root,
         world=world,
-        fsdp=root["dp_replicate", "fsdp"] if shape.dp_replicate > 1 else shard,
+        fsdp=_replicated(device_type, shape) if shape.dp_replicate > 1 else shard,
         dp=data,
         cp=context,
         ring=root["ring"],

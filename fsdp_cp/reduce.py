@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_cp.errors import UserError
+
+T = TypeVar("T")
 
 
 def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -26,6 +30,28 @@ def all_gather_objects(obj: Any) -> list[Any]:
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, obj)
     return objects
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """Run ``work`` on every rank; the results in rank order, on all of them.
+
+    Raises, on every rank, if ``work`` raised on any: its own exception there, the same ``UserError`` or a
+    ``RuntimeError`` with the message elsewhere. Without this the other ranks would wait in the next collective until it
+    times out.
+    """
+    failure, note, result = None, None, None
+    try:
+        result = work()
+    except Exception as error:  # raised again below, on every rank
+        failure = error
+        note = (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
+    answers = all_gather_objects((note, result))
+    if failure is not None:
+        raise failure
+    for number, (note, _) in enumerate(answers):
+        if note is not None:
+            raise UserError(note[2]) if note[0] else RuntimeError(f"rank {number} failed: {note[1]}")
+    return [result for _, result in answers]
 
 
 def barrier() -> None:

@@ -44,7 +44,7 @@ def export_weights(
 
     def gather(name: str) -> Tensor:
         full = weights[name].full_tensor() if isinstance(weights[name], DTensor) else weights[name]
-        return full.to(device="cpu", dtype=dtype)
+        return full.to(device="cpu", dtype=dtype) if rank() == 0 else full
 
     sizes = {name: w.numel() * dtype.itemsize for name, w in weights.items()}
     _write(folder, sizes, gather, config, max_bytes, writes=rank() == 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp.errors import UserError
@@ -30,6 +31,21 @@ class RolePlan:
     """Where the weights come from; ``None`` for random ones."""
     activation_checkpointing: bool
     strategy: str
+
+    def check_sample(self, latent_shape: tuple[int, int, int, int], text_shape: tuple[int, int]) -> int:
+        """Tokens of a sample of latents ``(C, T, H, W)`` with text ``(L, D)``.
+
+        Raises:
+            UserError: shapes that the network cannot take.
+        """
+        setting = f"{self.name}.checkpoint"
+        wanted = self.family.text_dim(self.config)
+        if wanted != text_shape[1]:
+            raise UserError(
+                f"{setting} takes text embeddings of size {wanted}, but the data's have {text_shape[1]};"
+                " use a checkpoint made for this text encoder, or other data.encoders"
+            )
+        return self.family.tokens(self.config, latent_shape, setting)
 
 
 def plan_role(
@@ -101,7 +117,8 @@ def build_role(
         plan: from :func:`plan_role`.
         mesh: the mesh.
         device: this rank's device.
-        precision: dtype of compute; the masters are fp32 (fp64 for ``"fp64"``).
+        precision: dtype of compute; the masters are fp32 (fp64 for ``"fp64"``). A frozen role has none, and is
+            stored as it computes.
         trainable: a frozen role holds no gradients.
         latent_shape: ``(C, T, H, W)`` of a sample.
         text_shape: ``(L, D)`` of a caption's embedding.
@@ -111,12 +128,7 @@ def build_role(
         UserError: data whose shapes the network cannot take.
     """
     setting = f"{plan.name}.checkpoint"
-    tokens = plan.family.tokens(plan.config, latent_shape, setting)
-    if plan.family.text_dim(plan.config) != text_shape[1]:
-        raise UserError(
-            f"{setting} takes text embeddings of size {plan.family.text_dim(plan.config)}, but the data's have"
-            f" {text_shape[1]}; use a checkpoint made for this text encoder, or other data.encoders"
-        )
+    tokens = plan.check_sample(latent_shape, text_shape)
     if plan.folder is not None:
         with torch.device("meta"):
             network = plan.family.build(plan.config, setting)
@@ -127,6 +139,8 @@ def build_role(
         network.to(device)
     if precision == "fp64":
         torch.nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
+    if precision == "bf16" and not trainable:
+        _store_in_bf16(network, plan.family.full_precision_units(network))
     network.requires_grad_(trainable)
     plan.family.parallelize(network, mesh)
     shard_module(
@@ -153,3 +167,38 @@ def build_role(
         plan.family.restore_buffers(network)
         dcp.load(role.weights(), storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
     return role
+
+
+def build_roles(
+    plans: list[RolePlan],
+    *,
+    trained: tuple[str, ...],
+    mesh: Mesh,
+    device: torch.device,
+    precision: str,
+    latent_shape: tuple[int, int, int, int],
+    text_shape: tuple[int, int],
+    seed: int,
+) -> dict[str, Role]:
+    """:func:`build_role` for each of ``plans``; those not in ``trained`` are frozen."""
+    return {
+        plan.name: build_role(
+            plan,
+            mesh=mesh,
+            device=device,
+            precision=precision,
+            trainable=plan.name in trained,
+            latent_shape=latent_shape,
+            text_shape=text_shape,
+            seed=seed,
+        )
+        for plan in plans
+    }
+
+
+def _store_in_bf16(network: nn.Module, full_precision_units: list[nn.Module]) -> None:
+    """Parameters as the compute casts them in each all-gather; half the memory, and the same numbers."""
+    kept = {parameter for unit in full_precision_units for parameter in unit.parameters()}
+    for parameter in network.parameters():
+        if parameter not in kept:
+            parameter.data = parameter.data.to(torch.bfloat16)

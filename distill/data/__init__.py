@@ -44,6 +44,10 @@ class ClipDataset(Protocol):
         """``(n, C, T, H, W)`` to uint8 ``(n, T, H, W, 3)`` pixels."""
         ...
 
+    def release(self) -> None:
+        """Free what :meth:`decode` loaded (a VAE)."""
+        ...
+
 
 @dataclass(kw_only=True)
 class MovingShapesSettings:
@@ -91,14 +95,17 @@ class VideoFolderSettings:
     """Tokens of a caption; longer ones are cut, and that is logged."""
 
 
-def latent_shape(settings: MovingShapesSettings | VideoFolderSettings) -> tuple[int, int, int, int]:
-    """``(C, T, H, W)`` of a sample's latents, from the settings and the VAE's ``config.json`` alone.
+def sample_shapes(
+    settings: MovingShapesSettings | VideoFolderSettings,
+) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+    """``(C, T, H, W)`` of a sample's latents and ``(L, D)`` of its text, without encoding anything.
 
     Raises:
-        UserError: folders that are not set or not there, sizes that the VAE does not take.
+        UserError: folders that are not set or not there, sizes that the data set or the VAE does not take.
     """
     if settings.name == "moving_shapes":
-        return 3, settings.num_frames, settings.height, settings.width
+        data = _moving_shapes(settings, seed=0)
+        return data.latent_shape, data.text_shape
     from distill.data.clips import ClipFormat
     from distill.data.encoders import inspect_encoders
 
@@ -107,7 +114,22 @@ def latent_shape(settings: MovingShapesSettings | VideoFolderSettings) -> tuple[
             raise UserError(f"data.{key} is not set; data=video_folder needs a folder there")
     sizes = {key: getattr(settings, key) for key in ("num_frames", "height", "width", "fps")}
     clip, folder = ClipFormat(**sizes), inspect_encoders(settings.encoders)
-    return folder.latent_shape(clip)
+    return folder.latent_shape(clip), (settings.max_text_tokens, folder.text_width)
+
+
+def _moving_shapes(settings: MovingShapesSettings, seed: int) -> ClipDataset:
+    from distill.data.moving_shapes import MovingShapes
+
+    return MovingShapes(
+        encoders=settings.encoders,
+        num_frames=settings.num_frames,
+        height=settings.height,
+        width=settings.width,
+        fps=settings.fps,
+        negative_prompt=settings.negative_prompt,
+        num_clips=settings.num_clips,
+        seed=seed,
+    )
 
 
 def build_dataset(
@@ -119,18 +141,7 @@ def build_dataset(
         UserError: settings that do not fit, a folder without a usable clip.
     """
     if settings.name == "moving_shapes":
-        from distill.data.moving_shapes import MovingShapes
-
-        return MovingShapes(
-            encoders=settings.encoders,
-            num_frames=settings.num_frames,
-            height=settings.height,
-            width=settings.width,
-            fps=settings.fps,
-            negative_prompt=settings.negative_prompt,
-            num_clips=settings.num_clips,
-            seed=seed,
-        )
+        return _moving_shapes(settings, seed)
     assert settings.name == "video_folder"
     from distill.data.video_folder import VideoFolder
 

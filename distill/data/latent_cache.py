@@ -31,35 +31,13 @@ from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, clean_caption
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import all_gather_objects
+from fsdp_cp.reduce import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ROUND = 4
 _DAY = 24 * 3600.0
-
-
-def together(work: Callable[[], T]) -> list[T]:
-    """Run ``work`` on every rank; the results in rank order, on all of them.
-
-    Raises, on every rank, if ``work`` raised on any: its own exception there, the same ``UserError`` or a
-    ``RuntimeError`` with the message elsewhere. Without this the other ranks would wait in the next collective until it
-    times out.
-    """
-    failure, note, result = None, None, None
-    try:
-        result = work()
-    except Exception as error:  # raised again below, on every rank
-        failure = error
-        note = (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
-    answers = all_gather_objects((note, result))
-    if failure is not None:
-        raise failure
-    for number, (note, _) in enumerate(answers):
-        if note is not None:
-            raise UserError(note[2]) if note[0] else RuntimeError(f"rank {number} failed: {note[1]}")
-    return [result for _, result in answers]
 
 
 class LatentCache:

@@ -201,6 +201,9 @@ class MovingShapes:
         pixels = (latents.float().clamp(-1, 1) + 1) * 127.5
         return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
+    def release(self) -> None:
+        """Nothing to free: there is no VAE."""
+
     def clips(self, count: int, first: int = 0) -> Tensor:
         """Items ``first`` and following (cyclically), decoded: uint8 (count, T, H, W, 3), to compare with."""
         items = [torch.from_numpy(self._render(i % self._num_clips)) for i in range(first, first + count)]

@@ -19,9 +19,10 @@ import torch
 
 from distill.data.clips import ClipFormat
 from distill.data.encoders import EncoderFolder, VideoCodec, inspect_encoders, pad_text
-from distill.data.latent_cache import LatentCache, together
+from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
+from fsdp_cp.reduce import together
 
 logger = logging.getLogger(__name__)
 

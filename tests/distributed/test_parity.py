@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.parity import MESHES, Setup, compare, oracle_trace, trace_on_ranks, write_checkpoints
+from benchmarks.parity import MESHES, Setup, Trace, compare, oracle_trace, trace_on_ranks, write_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +52,14 @@ def test_the_comparison_sees_a_wrong_scale(checkpoints, oracle):
     trace = oracle_trace(Setup(), checkpoints)
     trace.gradients[3] = {name: g / 2 for name, g in trace.gradients[3].items()}
     assert compare(trace, oracle).gradient > 0.4
+
+
+@pytest.mark.parametrize("what", ["losses", "norms", "gradients"])
+def test_the_comparison_sees_nan(checkpoints, oracle, what):
+    trace = oracle_trace(Setup(steps=2), checkpoints)
+    two = Trace(oracle.roles[:2], oracle.losses[:2], oracle.norms[:2], oracle.gradients[:2], trace.weights)
+    if what == "gradients":
+        trace.gradients[0] = {name: g * float("nan") for name, g in trace.gradients[0].items()}
+    else:
+        getattr(trace, what)[0] = float("nan")
+    assert not compare(trace, two).largest <= 1e9

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def command(ranks: int, *overrides: str) -> list[str]:
     """``torchrun --nproc-per-node ranks train.py overrides``; plain ``python`` for ``ranks=0``."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, "train.py", *overrides]
+    return [sys.executable, *torchrun, "train.py", "device=cpu", *overrides]
 
 
 def environment() -> dict[str, str]:
