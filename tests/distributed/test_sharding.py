@@ -176,6 +176,42 @@ def test_refusals_and_restored_state():
     assert all(run_ranks(2, _refusals))
 
 
+def _dtypes_survive_an_idle_start():
+    """FSDP2 settles its dtypes at the first forward, here one without gradients, as an idle role's is."""
+    role = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
+    x, t, text = _inputs()
+    with torch.no_grad():
+        role.velocity(x, t, text)
+    role.velocity(x, t, text).square().mean().backward()
+    fresh = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
+    fresh.velocity(x, t, text).square().mean().backward()
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
+    same = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(role.parameters(), fresh.parameters()))  # noqa: B905
+    return same, {g._reduce_dtype for g in groups}
+
+
+def test_a_role_that_was_idle_first_trains_in_the_same_dtypes():
+    expected = {torch.float32, None}  # None: the time embedder's gradients are fp32 as they are
+    assert run_ranks(2, _dtypes_survive_an_idle_start) == [(True, expected)] * 2
+
+
+def _frozen_bf16():
+    mesh = build_mesh(dp_shard=2, cp=1)
+    frozen, trained = _role(mesh, precision="bf16", trainable=False), _role(mesh, precision="bf16")
+    with torch.no_grad():
+        same = torch.equal(frozen.velocity(*_inputs()), trained.velocity(*_inputs()))
+    dtypes = {name: p.dtype for name, p in frozen.network.named_parameters()}
+    return (
+        same,
+        {d for n, d in dtypes.items() if "time_embedder" in n},
+        {d for n, d in dtypes.items() if "time_embedder" not in n},
+    )
+
+
+def test_a_frozen_role_is_stored_as_it_computes():
+    assert run_ranks(2, _frozen_bf16) == [(True, {torch.float32}, {torch.bfloat16})] * 2
+
+
 def _frozen():
     role = _role(build_mesh(dp_shard=1, cp=2, heads=4), trainable=False)
     x, t, text = _inputs()

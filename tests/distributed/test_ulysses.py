@@ -53,7 +53,7 @@ def _forward_ad(world):
     q, k, v, t = (torch.randn(1, 3, 4, 6) for _ in range(4))
     with torch.autograd.forward_ad.dual_level(), torch.no_grad():
         dual = torch.autograd.forward_ad.make_dual(q, t)
-        with pytest.raises((RuntimeError, NotImplementedError)):
+        with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
             context_parallel_attention(dual, k, v, mesh=mesh)
     with pytest.raises(ValueError, match=r"mesh\.ulysses=2 does not divide 3 heads"):
         context_parallel_attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], mesh=mesh)
