@@ -8,6 +8,7 @@ the method's formulas with it: plain diffusers networks in one process, ``torch.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -274,7 +275,8 @@ def compare(trace: Trace, oracle: Trace) -> Difference:
         whole = torch.stack([g.norm() for g in truth.values()]).norm()
         for name, g in truth.items():
             error = ((ours[name] - g).norm() / g.norm().clamp_min(1e-6 * whole)).item()
-            if not error <= gradient:  # NaN is the worst
+            error = error if math.isfinite(error) else math.inf  # a comparison would pass NaN by
+            if error > gradient:
                 gradient, worst = error, f"{trace.roles[step]} step {step + 1} {name}"
     weight = [
         ((trace.weights[role][n] - w).norm() / w.norm()).item()

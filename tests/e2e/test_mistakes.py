@@ -66,9 +66,19 @@ def test_checkpoints_that_do_not_fit(capsys, tmp_path):
     message = _refused(capsys, tmp_path, f"fake.checkpoint={deeper}", "mesh.cp=1")
     assert "lacks blocks.3." in message
 
-    # Fits itself, but not the data's 3 channels: found once the data set is known.
-    assert main(["experiment=quickstart", f"run_dir={tmp_path}/run", f"teacher.checkpoint={good}", "mesh.cp=1"]) == 2
-    assert "patch size" in (err := capsys.readouterr().err) or "channels" in err
+    # Fits itself, but not the data: other text embeddings, then other channels, then tokens that cp does not divide.
+    message = _refused(capsys, tmp_path, f"teacher.checkpoint={good}", "mesh.cp=1")
+    assert "teacher.checkpoint takes text embeddings of size 10, but the data's have 32" in message
+    channels = tmp_path / "channels"
+    WanTransformer3DModel(**ARCHITECTURE | {"text_dim": 32}).save_pretrained(channels)
+    message = _refused(capsys, tmp_path, f"teacher.checkpoint={channels}", "mesh.cp=1")
+    assert "teacher.checkpoint takes latents of 4 channels, but the data has 3" in message
+
+
+def test_tokens_that_cp_does_not_divide(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = _refused(capsys, tmp_path, "mesh.cp=4", "data.num_frames=7", "data.height=20", "data.width=20")
+    assert "mesh.cp=4 does not divide the 175 tokens of a sample; use a mesh.cp among 1, 5" in message
 
 
 def test_the_process_itself_exits_with_2_and_soon(tmp_path):
