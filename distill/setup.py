@@ -50,9 +50,8 @@ def plan_run(config: Config) -> RunPlan:
         if getattr(config.log, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
     method, _ = METHODS[config.method.name]
-    for name in ("teacher", "student", "fake"):
-        unused = name not in method.required_roles and name not in ("student",)
-        if unused and (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
+    for name in {"teacher", "student", "fake"} - set(method.required_roles):
+        if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     roles = [
         plan_role(

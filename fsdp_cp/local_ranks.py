@@ -85,6 +85,7 @@ def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:
             raise RuntimeError(f"ranks {sorted(open_pipes)} did not finish in {timeout:.0f} s")
         for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
             try:
+                # Unpickled: it comes through a pipe from a process that this one started.
                 ok, payload = pickle.loads(open_pipes.pop(rank).recv_bytes())
             except EOFError:
                 ok, payload = False, "the process died"
