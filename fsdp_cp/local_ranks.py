@@ -28,6 +28,90 @@ def _context(preload: tuple[str, ...]) -> Any:
     return context
 
 
+class RankPool:
+    """Ranks of a gloo process group that wait for work, so that many small tests pay for one start.
+
+    Use it as a context manager, or call :meth:`close`. After a failure the ranks are gone and the next :meth:`run`
+    starts new ones: a collective that one rank left cannot be gone on with.
+    """
+
+    def __init__(
+        self, world_size: int, *, timeout: float = 180.0, preload: Sequence[str] = ("torch", "fsdp_cp", "models.load")
+    ):
+        """
+        Args:
+            world_size: number of processes.
+            timeout: seconds for one :meth:`run`; ranks that hang are killed.
+            preload: modules that the server of forks imports once.
+        """
+        self.world_size, self.timeout, self.preload = world_size, timeout, tuple(preload)
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(*args)`` on each rank; the results in rank order.
+
+        Args:
+            function: importable (not a lambda or a closure); its result must pickle.
+            args: must pickle.
+
+        Raises:
+            RuntimeError: with the traceback of the first rank that failed, or on a time-out.
+        """
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(pickle.dumps((function, args)))
+            return _collect(self._pipes, time.monotonic() + self.timeout, self.timeout)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(5)
+        self._kill()
+
+    def _start(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited: ranks that share cores must not oversubscribe them
+        context = _context(self.preload)
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, self.world_size, f"{self._folder.name}/store", theirs, self.timeout),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -35,45 +119,9 @@ def run_ranks(
     timeout: float = 180.0,
     preload: Sequence[str] = ("torch", "fsdp_cp", "models.load"),
 ) -> list[Any]:
-    """``function(*args)`` on each of ``world_size`` ranks of a gloo process group.
-
-    Args:
-        world_size: number of processes.
-        function: importable (not a lambda or a closure); its result must pickle.
-        args: must pickle.
-        timeout: seconds for all ranks together; ranks that hang are killed.
-        preload: modules that the server of forks imports once.
-
-    Returns:
-        The results in rank order.
-
-    Raises:
-        RuntimeError: with the traceback of the first rank that failed, or on a time-out.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited: ranks that share cores must not oversubscribe them
-    context = _context(tuple(preload))
-    deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, world_size, f"{folder}/store", sender, function, args, timeout),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        try:
-            return _collect(pipes, deadline, timeout)
-        finally:
-            for process in processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+    """``function(*args)`` once on each of ``world_size`` new ranks; see :class:`RankPool`."""
+    with RankPool(world_size, timeout=timeout, preload=preload) as pool:
+        return pool.run(function, *args)
 
 
 def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:
@@ -95,15 +143,7 @@ def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(
-    rank: int,
-    world_size: int,
-    store: str,
-    sender: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout: float,
-) -> None:
+def _rank_main(rank: int, world_size: int, store: str, pipe: Any, timeout: float) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
@@ -114,10 +154,15 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        result = (True, function(*args))
-        dist.barrier()
+        # Unpickled: it comes through a pipe from the process that started this one.
+        while (work := pickle.loads(pipe.recv_bytes())) is not None:
+            function, args = work
+            result = function(*args)
+            dist.barrier()
+            pipe.send_bytes(pickle.dumps((True, result)))
         dist.destroy_process_group()
+    except EOFError:  # the parent is gone
+        pass
     except BaseException:
-        result = (False, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(result))
-    sender.close()
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    pipe.close()

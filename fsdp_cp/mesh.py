@@ -8,9 +8,11 @@ axis, since a two-dimensional mesh handed to ``fully_shard`` means hybrid shardi
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,7 +39,10 @@ class MeshShape:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        return f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} x cp={self.cp} (ulysses={self.ulysses})"
+        return (
+            f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} x cp={self.cp}"
+            f" (ring={self.ring} x ulysses={self.ulysses})"
+        )
 
 
 def resolve_mesh(
@@ -57,10 +62,11 @@ def resolve_mesh(
         dp_replicate: replicas of the sharded networks (hybrid sharding); 1 for plain sharding.
         dp_shard: data-parallel ranks over which parameters are sharded; -1 takes what the other axes leave.
         cp: ranks that share one sample's tokens.
-        ulysses: degree of the Ulysses all-to-all; ``"auto"`` is ``gcd(heads, cp)``.
-        ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. It must come out as 1 for now.
-        heads: greatest common divisor of the query and key/value heads of every network on this mesh;
-            ``None`` where no attention is split.
+        ulysses: degree of the Ulysses all-to-all, a divisor of ``heads``; ``"auto"`` is ``cp / ring`` where ``ring``
+            is set, else ``gcd(heads, cp)``.
+        ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. Where both are set, their product is ``cp``.
+        heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` where
+            no attention is split, or any number of heads would do (``ulysses`` is ``cp`` then).
 
     Raises:
         UserError: sizes that do not fit the world or the heads.
@@ -102,28 +108,38 @@ def _fit(
         )
     if dp_replicate > 1 and dp_shard * cp == 1:
         return f"mesh.dp_replicate={dp_replicate} leaves nothing to shard over (dp_shard x cp = 1)"
-    if isinstance(ring, int) and ring > 1:
-        return f"mesh.ring={ring} needs ring attention, which is not built yet"
-    if heads and ulysses != "auto" and heads % ulysses:
+    given_degrees = f"mesh.ring={ring} x mesh.ulysses={ulysses}"
+    for name, degree in (("mesh.ulysses", ulysses), ("mesh.ring", ring)):
+        if degree != "auto" and cp % degree:
+            return f"{name}={degree} does not divide mesh.cp={cp}"
+    if ulysses != "auto" and heads and heads % ulysses:
         return f"mesh.ulysses={ulysses} does not divide {heads} heads"
-    if ulysses == "auto" and heads and heads % cp:
-        return f"mesh.cp={cp} does not divide {heads} heads, which needs ring attention, not built yet"
-    if ulysses not in ("auto", cp):
-        return f"mesh.ulysses={ulysses} is not mesh.cp={cp}, which needs ring attention, not built yet"
-    return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=1, ulysses=cp)
+    if ulysses == "auto" and ring == "auto":
+        ulysses = math.gcd(heads, cp) if heads else cp
+        ring = cp // ulysses
+    elif ulysses == "auto":
+        ulysses = cp // ring
+        if heads and heads % ulysses:
+            return f"mesh.ring={ring} of mesh.cp={cp} leaves ulysses={ulysses}, which does not divide {heads} heads"
+    elif ring == "auto":
+        ring = cp // ulysses
+    if ring * ulysses != cp:
+        return f"{given_degrees} is not mesh.cp={cp}"
+    return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=ring, ulysses=ulysses)
 
 
 def _advice(world_size: int, heads: int | None, given: dict[str, int | str]) -> str:
     """Changes of the settings that were tried and fit: of one setting if that is enough, else of several."""
     free: dict[str, int | str] = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "ulysses": "auto", "ring": "auto"}
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    singles: dict[str, list[int | str]] = {"cp": sizes, "ulysses": ["auto"], "ring": ["auto"], "dp_shard": [-1]}
+    degrees = ["auto", *(n for n in sizes if given["cp"] >= 1 and given["cp"] % n == 0)]
+    singles: dict[str, list[int | str]] = {"cp": sizes, "ulysses": degrees, "ring": degrees, "dp_shard": [-1]}
     found = []
     for name, values in singles.items():
         others = [v for v in values if v != given[name]]
         fitting = [v for v in others if isinstance(_fit(world_size, heads, **given | {name: v}), MeshShape)]
-        if fitting and name == "cp":
-            found.append(f"a mesh.cp among {', '.join(map(str, fitting))}")
+        if len(fitting) > 1:
+            found.append(f"a mesh.{name} among {', '.join(map(str, fitting))}")
         elif fitting:
             found.append(f"mesh.{name}={fitting[0]}")
     if found:
@@ -137,13 +153,39 @@ def _advice(world_size: int, heads: int | None, given: dict[str, int | str]) -> 
     raise AssertionError("with every setting at its default each world fits")
 
 
+@dataclass(frozen=True)
+class ContextGroups:
+    """The ``cp`` axis as plain data, for the attention operators: Dynamo sees integers and strings only.
+
+    The groups are named as torch knows them (``ProcessGroup.group_name``). Ulysses is innermost, so that neighbouring
+    ``cp`` ranks exchange heads, and the rank's tokens are those of ``cp_rank``.
+    """
+
+    ring_group: str
+    ring_rank: int
+    ring_size: int
+    ulysses_group: str
+    ulysses_rank: int
+    ulysses_size: int
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share the tokens of one sample."""
+        return self.ring_size * self.ulysses_size
+
+    @property
+    def cp_rank(self) -> int:
+        """Which of them this is: 0 holds the first tokens."""
+        return self.ring_rank * self.ulysses_size + self.ulysses_rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The device mesh and its views; made by :func:`build_mesh`.
 
     ``fsdp`` is what ``fully_shard`` takes: one axis (the flattened ``dp_shard x cp``), or two with ``dp_replicate``
     first when replicas were asked for. ``world`` is every rank as one axis. ``dp`` is the axis of ranks that hold
-    different samples, ``cp`` the axis of ranks that share them.
+    different samples, ``cp`` the axis of ranks that share them, and ``context`` the same as plain data.
     """
 
     shape: MeshShape
@@ -154,6 +196,7 @@ class Mesh:
     cp: DeviceMesh
     ring: DeviceMesh
     ulysses: DeviceMesh
+    context: ContextGroups
 
     @property
     def dp_rank(self) -> int:
@@ -165,15 +208,41 @@ class Mesh:
 
     @property
     def cp_rank(self) -> int:
-        return self.cp.get_local_rank()
+        return self.context.cp_rank
 
     @property
     def cp_size(self) -> int:
-        return self.cp.size()
+        return self.context.cp_size
 
     @property
     def device_type(self) -> str:
         return self.device_mesh.device_type
+
+
+def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
+    """The ``(ring, ulysses)`` axes of a mesh as plain data.
+
+    Args:
+        mesh: our mesh, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``, in this order; one that is missing
+            has size 1.
+
+    Raises:
+        ValueError: a ``DeviceMesh`` with other axes, or in another order.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh.context
+    names = mesh.mesh_dim_names or ()
+    if names not in (("ring", "ulysses"), ("ring",), ("ulysses",)):
+        axes = ", ".join(names) or "without names"
+        raise ValueError(f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order")
+    groups = {name: mesh.get_group(name) for name in names}
+    axes = []
+    for name in ("ring", "ulysses"):
+        # The group of an axis of size 1 is never communicated over, so any name that exists stands for it.
+        group = groups.get(name)
+        known = group if group is not None else next(iter(groups.values()))
+        axes += [known.group_name, group.rank() if group is not None else 0, group.size() if group is not None else 1]
+    return ContextGroups(*axes)
 
 
 def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
@@ -219,6 +288,9 @@ def build_mesh(
     shard = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
     data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
     context = _flattened(root, ("ring", "ulysses"), "cp")
+    if device_type == "cuda" and shape.ring > 1:
+        # NCCL's first batch_isend_irecv on a group needs all of its ranks, and a ring step may leave some out.
+        dist.barrier(root.get_group("ring"), device_ids=[torch.cuda.current_device()])
     return Mesh(
         shape=shape,
         device_mesh=root,
@@ -228,4 +300,5 @@ def build_mesh(
         cp=context,
         ring=root["ring"],
         ulysses=root["ulysses"],
+        context=context_groups(root["ring", "ulysses"]),
     )

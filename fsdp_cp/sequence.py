@@ -1,5 +1,8 @@
 """Split a full sequence into the rank's own tokens, and gather it back, with the project's gradient convention.
 
+Every rank of a ``cp`` group holds ``ceil(S / cp)`` tokens, in rank order. Only the tail of the whole sequence is
+padded, so the last ranks may own fewer true tokens, or none: nobody has to ask anybody how many there are.
+
 Every rank of a ``cp`` group holds the same full tensor and the same loss (docs/gradients.md). So splitting needs no
 communication in either direction (its backward pads with zeros: the gradient is a partial sum), and gathering needs
 none in backward (each rank takes the slice that is its own). The parameter gradients that follow are partial sums
@@ -11,6 +14,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
@@ -18,48 +22,20 @@ from fsdp_cp.reduce import all_gather_single
 
 
 def local_token_count(total: int, cp: int) -> int:
-    """Tokens per rank.
+    """Tokens that each rank holds, pads included: ``ceil(total / cp)``.
 
     Raises:
-        UserError: if ``cp`` does not divide ``total``.
+        UserError: if ``total`` is below 1.
     """
-    if total % cp:
-        fitting = ", ".join(str(d) for d in range(1, min(total, 64) + 1) if total % d == 0)
-        raise UserError(
-            f"mesh.cp={cp} does not divide the {total} tokens of a sample; use a mesh.cp among {fitting},"
-            " or other data.num_frames, data.height or data.width"
-        )
-    return total // cp
+    if total < 1:
+        raise UserError(f"a sequence of {total} tokens cannot be split; use one of at least 1 token")
+    return -(-total // cp)
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, rank: int, local: int, dim: int) -> Tensor:
-        ctx.shape, ctx.start, ctx.local, ctx.dim = x.shape, rank * local, local, dim
-        # A copy: a view would keep the full sequence alive for as long as autograd keeps this slice.
-        return x.narrow(dim, ctx.start, local).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        full = grad.new_zeros(ctx.shape)
-        full.narrow(ctx.dim, ctx.start, ctx.local).copy_(grad)
-        return full, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.rank, ctx.local, ctx.dim = dist.get_rank(group), x.shape[dim], dim
-        size = dist.get_world_size(group)
-        x = x.contiguous()
-        chunks = x.new_empty((size, *x.shape))
-        # gloo and NCCL lay the ranks out along the first axis: gather there, then move the ranks next to `dim`.
-        all_gather_single(chunks.view(-1), x.view(-1), group)
-        return chunks.movedim(0, dim).flatten(dim, dim + 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.narrow(ctx.dim, ctx.rank * ctx.local, ctx.local).contiguous(), None, None
+def own_tokens(total: int, cp: int, rank: int) -> tuple[int, int]:
+    """``(start, stop)`` of the true tokens of the ``cp`` rank ``rank``; equal where it holds pads alone."""
+    local = local_token_count(total, cp)
+    return min(rank * local, total), min((rank + 1) * local, total)
 
 
 def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
@@ -71,35 +47,100 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
         dim: the token dimension.
 
     Returns:
-        ``(..., S / cp, ...)``, contiguous. Backward pads the other ranks' positions with zeros.
+        ``(..., ceil(S / cp), ...)``, the sequence's tail padded with zeros; a copy (``x`` itself when ``cp`` is 1).
+        Backward gives the other ranks' positions zeros. Forward-mode AD and ``torch.compile`` pass through.
 
     Raises:
-        UserError: if ``cp`` does not divide ``S``.
+        UserError: a sequence without tokens.
     """
-    if mesh.cp_size == 1:
+    cp = mesh.context.cp_size
+    if cp == 1:
         return x
     dim = dim % x.ndim
-    return _Split.apply(x, mesh.cp_rank, local_token_count(x.shape[dim], mesh.cp_size), dim)
+    start, stop = own_tokens(x.shape[dim], cp, mesh.context.cp_rank)
+    pads = local_token_count(x.shape[dim], cp) - (stop - start)
+    own = x.narrow(dim, start, stop - start)
+    if pads:
+        return torch.cat((own, own.new_zeros((*x.shape[:dim], pads, *x.shape[dim + 1 :]))), dim)
+    # A copy: a view would keep the full sequence alive for as long as autograd keeps this slice.
+    return own.clone(memory_format=torch.contiguous_format)
 
 
-def gather_tokens(x: Tensor, mesh: Mesh, total: int | None = None, dim: int = 1) -> Tensor:
-    """The full sequence out of every rank's slice. Use it where a loss that all ranks hold follows.
+def gather_tokens(
+    x: Tensor, mesh: Mesh, total: int | None = None, dim: int = 1, *, partial_grad: bool = False
+) -> Tensor:
+    """The full sequence out of every rank's slice, pads dropped.
 
     Args:
-        x: ``(..., S / cp, ...)``, the rank's own tokens.
+        x: ``(..., ceil(S / cp), ...)``, the rank's own tokens.
         mesh: the mesh; ``mesh.cp`` is gathered over.
-        total: ``S``, checked when given.
+        total: ``S``; by default there are no pads.
         dim: the token dimension.
+        partial_grad: what the gradient of the result is on each rank. By default it is the same on all: a loss that
+            all ranks hold follows, and backward takes the rank's own slice. With ``True`` it is a partial sum: split
+            computation follows (keys and values, features), and backward sums and splits it (reduce-scatter).
 
     Returns:
-        ``(..., S, ...)``, equal on all ranks of the ``cp`` group. Backward takes the rank's own slice.
+        ``(..., S, ...)``, equal on all ranks of the ``cp`` group. A dual tensor gives a dual tensor, the primal and the
+        tangent gathered in one collective.
 
     Raises:
-        ValueError: if ``total`` is not the number of tokens that the slices make.
+        ValueError: if ``total`` tokens are not ``x``'s number of tokens per rank.
+        RuntimeError: a dual tensor that requires grad: forward over reverse is not supported.
     """
-    dim = dim % x.ndim
-    if total is not None and total != x.shape[dim] * mesh.cp_size:
-        raise ValueError(f"total={total} is not {x.shape[dim]} local tokens x cp={mesh.cp_size}")
-    if mesh.cp_size == 1:
+    cp, dim = mesh.context.cp_size, dim % x.ndim
+    total = x.shape[dim] * cp if total is None else total
+    if local_token_count(total, cp) != x.shape[dim]:
+        raise ValueError(
+            f"total={total} tokens on cp={cp} ranks are {local_token_count(total, cp)} on each, but here are"
+            f" {x.shape[dim]}"
+        )
+    if cp == 1:
         return x
-    return _Gather.apply(x, mesh.cp.get_group(), dim)
+    group = mesh.cp.get_group()
+    primal, tangent = forward_ad.unpack_dual(x)
+    if tangent is None:
+        return _Gather.apply(x, group, total, dim, partial_grad)
+    if torch.is_grad_enabled() and (primal.requires_grad or tangent.requires_grad):
+        raise RuntimeError("gather_tokens takes dual tensors in forward mode alone; use it under torch.no_grad()")
+    full = _gather(torch.stack((primal, tangent)), group, total, dim + 1)
+    return forward_ad.make_dual(full[0], full[1])
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor:
+    local, x = x.shape[dim], x.contiguous()
+    chunks = x.new_empty((dist.get_world_size(group), *x.shape))
+    # gloo and NCCL lay the ranks out along the first axis: gather there, then put them side by side along `dim`.
+    all_gather_single(chunks.view(-1), x.view(-1), group)
+    lengths = [min(local, total - rank * local) for rank in range(len(chunks)) if rank * local < total]
+    return torch.cat([chunk.narrow(dim, 0, n) for chunk, n in zip(chunks, lengths, strict=False)], dim)
+
+
+class _Gather(torch.autograd.Function):
+    """Without a ``jvp``, so that forward-mode AD raises here instead of losing the tangent."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, total: int, dim: int, partial_grad: bool) -> Tensor:
+        ctx.group, ctx.total, ctx.dim, ctx.partial_grad, ctx.shape = group, total, dim, partial_grad, x.shape
+        return _gather(x, group, total, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        size, dim, local = dist.get_world_size(ctx.group), ctx.dim, ctx.shape[ctx.dim]
+        if ctx.partial_grad:
+            chunks = grad.new_zeros((size, *ctx.shape))
+            for rank in range(size):
+                start, stop = own_tokens(ctx.total, size, rank)
+                chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
+            own = grad.new_empty(ctx.shape)
+            # As all_gather_single: torch 2.13 renamed the call and warns at the old name.
+            reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            reduce_scatter(own.view(-1), chunks.view(-1), group=ctx.group)
+            return own, None, None, None, None
+        start, stop = own_tokens(ctx.total, size, dist.get_rank(ctx.group))
+        own = grad.narrow(dim, start, stop - start)
+        if stop - start == local:
+            return own.contiguous(), None, None, None, None
+        padded = grad.new_zeros(ctx.shape)
+        padded.narrow(dim, 0, stop - start).copy_(own)
+        return padded, None, None, None, None

@@ -1,44 +1,92 @@
 """The Ulysses all-to-all: exchange a split of the tokens for a split of the heads, and back.
 
-Shapes: B batch, S tokens of the full sequence, H heads, D head size, P ranks of the Ulysses group.
+DeepSpeed-Ulysses (Jacobs et al. 2023, section 3). Any number of tensors goes in one exchange, packed along their
+features. An exchange is started and waited for separately, so that the exchange of one group of heads runs while
+another group is attended to; in backward autograd turns each start into a wait and each wait into a start.
+
+Shapes: B batch, s tokens of a rank, P ranks of the Ulysses group, h heads of a tensor, D head size, and
+F = sum over the tensors of h D / P.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
 
-class _AllToAll(torch.autograd.Function):
-    """Chunk i of the first dimension goes to rank i. Its own inverse, hence its own backward.
+def _begin(x: Tensor, group: str) -> Tensor:
+    """Chunk i of the first dimension goes to rank i; the result may be read after :func:`_finish` only.
 
-    It has no ``jvp``, so that forward-mode AD raises here instead of losing the tangent.
+    A functional collective (``torch.ops._c10d_functional``, private, torch 2.11 to 2.13), which Dynamo can trace.
     """
+    sizes = [1] * x.shape[0]
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), sizes, sizes, group)
+
+
+def _finish(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+class _Start(torch.autograd.Function):
+    """It has no ``jvp``: the entry of the operator takes tangents along itself, and elsewhere it must raise."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
+    def forward(ctx, x: Tensor, group: str) -> Tensor:
+        return _begin(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _AllToAll.apply(grad, ctx.group), None
+        return _finish(grad), None
 
 
-def tokens_to_heads(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Each ``(B, S/P, H, D)`` to ``(B, S, H/P, D)``, all in one all-to-all."""
-    size = dist.get_world_size(group)
-    x = rearrange(torch.stack(tensors), "n b s (p h) d -> p n b s h d", p=size)
-    return rearrange(_AllToAll.apply(x, group), "p n b s h d -> n b (p s) h d").unbind(0)
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _finish(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _begin(grad, ctx.group), None
 
 
-def heads_to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``(B, S, H/P, D)`` to ``(B, S/P, H, D)``."""
-    size = dist.get_world_size(group)
-    x = rearrange(x, "b (p s) h d -> p b s h d", p=size)
-    return rearrange(_AllToAll.apply(x, group), "p b s h d -> b s (p h) d")
+def start_exchange(x: Tensor, group: str) -> Tensor:
+    """Begin to send ``x[i]`` to rank i of the group; give the result to :func:`finish_exchange`."""
+    return _Start.apply(x, group)
+
+
+def finish_exchange(x: Tensor, group: str) -> Tensor:
+    """Wait for an exchange; ``x[i]`` is then what rank i sent."""
+    return _Wait.apply(x, group)
+
+
+def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int = 1) -> Tensor:
+    """What :func:`start_exchange` takes: ``(B, s, h, D)`` tensors to ``(P, B, s, F)``.
+
+    Rank p gets the p-th of P equal shares of the heads, and of that the ``part``-th of ``parts``.
+    """
+    pieces = [rearrange(x, "b s (p g h) d -> g p b s h d", p=ranks, g=parts)[part].flatten(-2) for x in tensors]
+    return torch.cat(pieces, dim=-1)
+
+
+def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]:
+    """The exchange of :func:`pack_tokens` to tensors ``(B, P s, heads[i], D)``, all tokens of the rank's share of heads.
+
+    They are views of one buffer, which with B = 1 is the one received.
+    """
+    x = rearrange(x, "p b s f -> b (p s) f")
+    return [part.unflatten(-1, (-1, head_dim)) for part in x.split([h * head_dim for h in heads], dim=-1)]
+
+
+def pack_heads(tensors: Sequence[Tensor], ranks: int) -> Tensor:
+    """Back: ``(B, P s, h, D)`` to ``(P, B, s, F)``."""
+    return torch.cat([rearrange(x, "b (p s) h d -> p b s (h d)", p=ranks) for x in tensors], dim=-1)
+
+
+def unpack_tokens(parts: Sequence[Tensor], count: int, head_dim: int) -> list[Tensor]:
+    """The exchange of :func:`pack_heads`, for every part of the heads, to ``count`` tensors ``(B, s, heads, D)``."""
+    split = [x.unflatten(-1, (count, -1, head_dim)) for x in parts]
+    return [rearrange([x[..., i, :, :] for x in split], "g p b s h d -> b s (p g h) d") for i in range(count)]

@@ -1,0 +1,163 @@
+"""Where each token of a split sequence lies: who holds it, at which position of a padded buffer, and who attends to it.
+
+Everything here follows from the true token counts alone, so that no sizes are exchanged and nothing waits for the
+device. A *chunk* is what one ring rank works on: the tokens of the ``ulysses`` neighbouring ranks of its Ulysses group,
+in rank order, each rank's padded to the same length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fsdp_cp.sequence import local_token_count, own_tokens
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The true tokens of one ring rank."""
+
+    positions: tuple[Range, ...]
+    """Where they lie in the chunk's padded buffer, (start, stop), in order."""
+    tokens: tuple[Range, ...]
+    """The same ranges as indices into the full sequence."""
+    padded: int
+    """Length of the buffer."""
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.positions)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.padded
+
+    def take(self, x: Tensor) -> Tensor:
+        """The true tokens out of ``(B, padded, ...)``: a view where they lie together."""
+        if self.is_whole:
+            return x
+        parts = [x[:, start:stop] for start, stop in self.positions]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else x[:, :0]
+
+    def put(self, x: Tensor) -> Tensor:
+        """``(B, size, ...)`` back into ``(B, padded, ...)``, zeros at the pads."""
+        if self.is_whole:
+            return x
+        out = x.new_zeros((x.shape[0], self.padded, *x.shape[2:]))
+        offset = 0
+        for start, stop in self.positions:
+            out[:, start:stop] = x[:, offset : offset + stop - start]
+            offset += stop - start
+        return out
+
+    def add_into(self, buffer: Tensor, x: Tensor, start: int = 0) -> None:
+        """Add ``x``, which belongs to the true tokens from ``start`` on, to ``(B, padded, ...)`` in place."""
+        first, end = start, start + x.shape[1]
+        offset = 0
+        for position, stop in self.positions:
+            low, high = max(first, offset), min(end, offset + stop - position)
+            if high > low:
+                shift = position - offset
+                buffer[:, low + shift : high + shift] += x[:, low - start : high - start]
+            offset += stop - position
+
+    def select(self, mask: Tensor) -> Tensor:
+        """The columns of a mask ``(B, all tokens)`` that belong to this chunk, ``(B, size)``."""
+        parts = [mask[:, start:stop] for start, stop in self.tokens]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else mask[:, :0]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of the attention matrix of (query chunk, key chunk) in which every query sees every key."""
+
+    queries: Range
+    """Among the chunk's true tokens."""
+    keys: Range
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of one sequence are split over ``ring x ulysses`` ranks.
+
+    The local sequence of a rank is the concatenation of its share of each segment (text, video), and every segment is
+    split by itself: each rank gets ``ceil(tokens / cp)`` positions, the last ones may be pads.
+    """
+
+    segments: tuple[int, ...]
+    """True tokens of each segment."""
+    keys: tuple[int, ...]
+    """The same for keys and values; differs in cross-attention on one rank only."""
+    ulysses: int
+    ring: int
+    causal_block: int | None = None
+    """Tokens of a block; a query sees the keys of its own block and of earlier ones. ``None``: it sees all."""
+
+    def chunk(self, ring_rank: int) -> Chunk:
+        return _chunk(self.segments, self.ulysses, self.ring, ring_rank)
+
+    def key_chunk(self, ring_rank: int) -> Chunk:
+        return _chunk(self.keys, self.ulysses, self.ring, ring_rank)
+
+    def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
+        """What the queries of one ring rank see of the keys of another; empty if nothing."""
+        return _tiles(self, query_rank, key_rank)
+
+    def keys_travel(self, chunk: int, hop: int) -> bool:
+        """Does the ``hop``-th hop (from 0) of ``chunk``'s K and V around the ring reach anyone who looks at them?"""
+        return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(hop + 1, self.ring))
+
+    def grads_travel(self, chunk: int, hop: int) -> bool:
+        """Has anyone added to ``chunk``'s gradients before their ``hop``-th hop, which leaves rank chunk + 1 + hop?"""
+        return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(1, hop + 2))
+
+
+@lru_cache(maxsize=1024)
+def _chunk(segments: tuple[int, ...], ulysses: int, ring: int, ring_rank: int) -> Chunk:
+    cp = ring * ulysses
+    positions: list[Range] = []
+    tokens: list[Range] = []
+    position = 0
+    for rank in range(ring_rank * ulysses, (ring_rank + 1) * ulysses):
+        base = 0
+        for total in segments:
+            start, stop = own_tokens(total, cp, rank)
+            if stop > start:
+                if positions and positions[-1][1] == position and tokens[-1][1] == base + start:
+                    positions[-1] = (positions[-1][0], position + stop - start)
+                    tokens[-1] = (tokens[-1][0], base + stop)
+                else:
+                    positions.append((position, position + stop - start))
+                    tokens.append((base + start, base + stop))
+            position += local_token_count(total, cp)
+            base += total
+    return Chunk(tuple(positions), tuple(tokens), position)
+
+
+@lru_cache(maxsize=16384)
+def _tiles(layout: Layout, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
+    queries, keys = layout.chunk(query_rank), layout.key_chunk(key_rank)
+    if not queries.size or not keys.size:
+        return ()
+    block = layout.causal_block
+    if block is None:
+        return (Tile((0, queries.size), (0, keys.size)),)
+    assert len(layout.segments) == 1 and layout.keys == layout.segments, "blocks are counted over one segment"
+    ((first_query, end_query),), ((first_key, end_key),) = queries.tokens, keys.tokens
+    tiles: list[Tile] = []
+    for number in range(first_query // block, (end_query - 1) // block + 1):
+        start = max(first_query, number * block) - first_query
+        stop = min(end_query, (number + 1) * block) - first_query
+        seen = min(end_key, (number + 1) * block) - first_key
+        if seen <= 0:
+            continue
+        if tiles and tiles[-1].keys == (0, seen):  # all keys were visible already: one tile for these blocks
+            tiles[-1] = Tile((tiles[-1].queries[0], stop), (0, seen))
+        else:
+            tiles.append(Tile((start, stop), (0, seen)))
+    return tuple(tiles)

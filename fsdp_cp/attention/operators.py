@@ -1,0 +1,109 @@
+"""Ring attention as one opaque torch operator with its backward: ``torch.ops.fsdp_cp.ring_attention``.
+
+Opaque, so that handles, buffers in flight and the choice of a kernel stay out of ``torch.compile``'s sight, and so that
+a selective-checkpointing policy can name it. Its arguments are tensors, numbers and the name of a process group. It has
+no forward-mode derivative: :mod:`fsdp_cp.attention` takes tangents another way, before they get here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_cp.attention.kernels import Kernel, accumulation_dtype, choose_kernel
+from fsdp_cp.attention.layout import Layout
+from fsdp_cp.attention.ring import Ring, ring_backward, ring_forward
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def make_ring(layout: Layout, rank: int, group: str) -> Ring:
+    """The place of a rank in the ring of ``group``; the name is not looked at for a ring of one."""
+    return Ring(layout, rank, group_by_name(group) if layout.ring > 1 else None)
+
+
+def _layout(segments: list[int], keys: list[int], causal_block: int, ulysses: int, ring: int) -> Layout:
+    return Layout(tuple(segments), tuple(keys), ulysses=ulysses, ring=ring, causal_block=causal_block or None)
+
+
+@torch.library.custom_op("fsdp_cp::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    segments: list[int],
+    keys: list[int],
+    causal_block: int,
+    ulysses: int,
+    ring: int,
+    rank: int,
+    group: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """:func:`fsdp_cp.attention.ring.ring_forward`; ``segments`` and so on are :class:`Layout`'s, with 0 for no
+    ``causal_block``."""
+    place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
+    out, lse = ring_forward(q, k, v, mask, scale, place, _kernel(q, mask, backend))
+    return out.contiguous(), lse.contiguous()
+
+
+@ring_attention.register_fake
+def _(q, k, v, mask, scale, segments, keys, causal_block, ulysses, ring, rank, group, backend):
+    b, s, h, _ = q.shape
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        (b, h, s), dtype=accumulation_dtype(q.dtype)
+    )
+
+
+@torch.library.custom_op("fsdp_cp::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    segments: list[int],
+    keys: list[int],
+    causal_block: int,
+    ulysses: int,
+    ring: int,
+    rank: int,
+    group: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`fsdp_cp.attention.ring.ring_backward`."""
+    place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
+    grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, place, _kernel(q, mask, backend))
+    return tuple(x.contiguous() for x in grads)
+
+
+@ring_attention_backward.register_fake
+def _(grad_out, q, k, v, out, lse, mask, *_settings):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _kernel(q: Tensor, mask: Tensor | None, backend: str) -> Kernel:
+    return choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
+
+
+def _keep_for_backward(ctx, inputs, output):
+    q, k, v, mask, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, mask)
+
+
+def _differentiate(ctx, grad_out, _grad_lse):
+    q, k, v, out, lse, mask = ctx.saved_tensors  # read once: a second read breaks checkpointing
+    grads = torch.ops.fsdp_cp.ring_attention_backward(grad_out.contiguous(), q, k, v, out, lse, mask, *ctx.settings)
+    return (*grads, *[None] * 10)
+
+
+ring_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -1,0 +1,147 @@
+"""Attention and its forward-mode derivative in plain torch, tile by tile: memory grows linearly in tokens.
+
+The only kernel with a JVP, and the one that takes every dtype on every device. Written after FlashAttention (Dao et al.
+2022, algorithms 1 and 4); the tangent follows sCM (Lu and Song 2024, appendix on JVP of flash attention): with
+``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and ``t_lse = rowsum(P t_S)``,
+``t_out = (P t_S) v - t_lse out + P t_v``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_cp.attention.kernels import Kernel, accumulation_dtype, fold_query_groups, unfold_query_groups
+
+_ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
+"""Size of a tile of the attention matrix, by device type."""
+
+
+class Dual(NamedTuple):
+    """A chunk's attention and its tangent. ``out`` and ``t_out`` ``(B, Sq, H, D)``, ``lse`` and ``t_lse`` ``(B, H, Sq)``."""
+
+    out: Tensor
+    lse: Tensor
+    t_out: Tensor
+    t_lse: Tensor
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """``(B, S, H, D)`` to ``(B, H, S, D)`` in the dtype that sums are kept in."""
+    return x.transpose(1, 2).to(accumulation_dtype(x.dtype)).contiguous()
+
+
+def _tile_sizes(x: Tensor) -> tuple[int, int]:
+    return _ROWS.get(x.device.type, 256), _COLUMNS.get(x.device.type, 512)
+
+
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    logits = torch.matmul(q, k.mT).mul_(scale)
+    return logits if mask is None else logits.masked_fill_(~mask[:, None, None, :], -torch.inf)
+
+
+class Reference(Kernel):
+    """Plain torch in fp32 (fp64 for fp64), tile by tile."""
+
+    name = "reference"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+        return None if dtype.is_floating_point else f"takes floating-point tensors, not {dtype}"
+
+    def forward(self, q, k, v, mask, scale):
+        dual = attention_dual(q, k, v, None, None, None, mask, scale)
+        return dual.out.to(q.dtype), dual.lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        dtype, heads = q.dtype, q.shape[2]
+        grad_out, q, out = (fold_query_groups(x, k.shape[2]) for x in (grad_out, q, out))
+        lse = lse.reshape(lse.shape[0], k.shape[2], -1)  # (B, Hk, G * Sq): the order of the folded rows
+        grad_out, q, k, v, out = (_heads_first(x) for x in (grad_out, q, k, v, out))
+        delta = (grad_out * out).sum(-1, keepdim=True)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        rows, columns = _tile_sizes(q)
+        for i in range(0, q.shape[2], rows):
+            r = slice(i, i + rows)
+            for j in range(0, k.shape[2], columns):
+                c = slice(j, j + columns)
+                tile_mask = None if mask is None else mask[:, c]
+                p = _logits(q[:, :, r], k[:, :, c], tile_mask, scale).sub_(lse[:, :, r, None]).exp_()
+                dv[:, :, c] += p.mT @ grad_out[:, :, r]
+                ds = (grad_out[:, :, r] @ v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
+                dq[:, :, r] += ds @ k[:, :, c]
+                dk[:, :, c] += ds.mT @ q[:, :, r]
+        dq = unfold_query_groups(dq.transpose(1, 2), heads)
+        return dq.to(dtype), dk.transpose(1, 2).to(dtype), dv.transpose(1, 2).to(dtype)
+
+
+def attention_dual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+) -> Dual:
+    """Attention of some queries to some keys, and its derivative along the tangents, in one pass.
+
+    Args:
+        q, t_q: ``(B, Sq, H, D)``.
+        k, v, t_k, t_v: ``(B, Sk, Hk, D)``, ``Hk`` divides ``H``. A tangent of ``None`` is zero.
+        mask: ``(B, Sk)``, True where a key may be attended to.
+        scale: factor on the logits.
+
+    Returns:
+        All in fp32 (fp64 for fp64). A row without a key has ``out`` 0, ``lse`` -inf and tangents 0.
+    """
+    heads = q.shape[2]
+    q = _heads_first(fold_query_groups(q, k.shape[2]))
+    t_q = None if t_q is None else _heads_first(fold_query_groups(t_q, k.shape[2]))
+    k, v = _heads_first(k), _heads_first(v)
+    t_k, t_v = (None if t is None else _heads_first(t) for t in (t_k, t_v))
+    moves = t_q is not None or t_k is not None or t_v is not None
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    t_out, t_lse = torch.zeros_like(q), torch.zeros_like(lse)
+    rows, columns = _tile_sizes(q)
+    for i in range(0, q.shape[2], rows):
+        r = slice(i, i + rows)
+        largest = q.new_full((*q[:, :, r].shape[:3], 1), -torch.inf)
+        total, o = torch.zeros_like(largest), torch.zeros_like(q[:, :, r])
+        t_total, t_o = torch.zeros_like(largest), torch.zeros_like(o)
+        for j in range(0, k.shape[2], columns):
+            c = slice(j, j + columns)
+            logits = _logits(q[:, :, r], k[:, :, c], None if mask is None else mask[:, c], scale)
+            raised = torch.maximum(largest, logits.amax(-1, keepdim=True))
+            # A row that has seen no key yet has -inf here, and -inf - -inf is NaN.
+            shift = raised.masked_fill(raised == -torch.inf, 0)
+            fade, largest = (largest - shift).exp_(), raised
+            p = logits.sub_(shift).exp_()
+            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(p @ v[:, :, c])
+            if not moves:
+                continue
+            t_o.mul_(fade)
+            if t_v is not None:
+                t_o += p @ t_v[:, :, c]
+            if t_q is None and t_k is None:
+                continue
+            t_logits = 0
+            if t_q is not None:
+                t_logits = t_q[:, :, r] @ k[:, :, c].mT
+            if t_k is not None:
+                t_logits = q[:, :, r] @ t_k[:, :, c].mT + t_logits
+            p_t = t_logits.mul_(scale).mul_(p)
+            t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
+            t_o += p_t @ v[:, :, c]
+        lse[:, :, r] = (total.log() + largest).squeeze(-1)
+        total = total.masked_fill_(total == 0, 1)
+        out[:, :, r] = o.div_(total)
+        if moves:
+            t_total = t_total.div_(total)
+            t_out[:, :, r] = t_o.div_(total).sub_(t_total * out[:, :, r])
+            t_lse[:, :, r] = t_total.squeeze(-1)
+    out, t_out = (unfold_query_groups(x.transpose(1, 2), heads) for x in (out, t_out))
+    shape = (q.shape[0], heads, -1)
+    return Dual(out, lse.reshape(shape), t_out, t_lse.reshape(shape))
