@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Shard
 
 from benchmarks.parity import ARCHITECTURE
 from fsdp_cp.local_ranks import run_ranks
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.mesh import build_mesh, context_groups
 from models.load import build_role, plan_role
 
 
@@ -33,6 +35,16 @@ def test_views_of_dp_shard_x_cp():
         assert sizes == (dp, 2, cp, 3)
 
 
+def test_views_of_ring_x_ulysses():
+    sizes = {"dp_shard": 1, "cp": 6, "ring": 3, "ulysses": 2, "heads": 4}
+    for rank, (ranks, fsdp, (*_, cp_rank, cp_size)) in enumerate(run_ranks(6, _views, sizes)):
+        ring, ulysses = divmod(rank, 2)
+        assert fsdp == [list(range(6))] and ranks["cp"] == list(range(6))
+        assert ranks["ring"] == [ulysses, 2 + ulysses, 4 + ulysses]
+        assert ranks["ulysses"] == [2 * ring, 2 * ring + 1], "neighbours"
+        assert (cp_rank, cp_size) == (rank, 6)
+
+
 def test_views_with_replicas():
     sizes = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "heads": 4}
     for rank, (ranks, fsdp, (dp_rank, dp_size, *_)) in enumerate(run_ranks(4, _views, sizes)):
@@ -40,6 +52,55 @@ def test_views_with_replicas():
         assert fsdp == [[cp, 2 + cp], [2 * replica, 2 * replica + 1]], "replicate over the first axis, shard the second"
         assert ranks["dp"] == [cp, 2 + cp]
         assert (dp_rank, dp_size) == (replica, 2)
+
+
+def _groups(sizes):
+    mesh = build_mesh(**sizes)
+    c = mesh.context
+    plain = mesh.device_mesh["ring", "ulysses"]
+    of_plain, of_ring, of_ulysses = (
+        context_groups(plain),
+        context_groups(plain["ring"]),
+        context_groups(plain["ulysses"]),
+    )
+    for other in (c, of_plain):  # the names are those of the right ranks
+        for name, rank, size, axis in (
+            (other.ring_group, other.ring_rank, other.ring_size, mesh.ring),
+            (other.ulysses_group, other.ulysses_rank, other.ulysses_size, mesh.ulysses),
+        ):
+            group = _resolve_process_group(name)
+            assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(axis.get_group())
+            assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
+    assert context_groups(mesh) is c
+    assert (mesh.cp_rank, mesh.cp_size) == (mesh.cp.get_local_rank(), mesh.cp.size()) == (c.cp_rank, c.cp_size)
+    assert (of_plain.cp_rank, of_plain.cp_size) == (c.cp_rank, c.cp_size)
+    assert (of_ring.ring_rank, of_ring.ring_size, of_ring.ulysses_size) == (c.ring_rank, c.ring_size, 1)
+    assert (of_ulysses.ulysses_rank, of_ulysses.ulysses_size, of_ulysses.ring_size) == (
+        c.ulysses_rank,
+        c.ulysses_size,
+        1,
+    )
+    assert of_ring.ring_group == of_plain.ring_group and of_ulysses.ulysses_group == of_plain.ulysses_group
+    root = mesh.device_mesh
+    for other, shown in (
+        (root, r"\(dp_replicate, dp_shard, ring, ulysses\)"),
+        (root["dp_shard", "ring"], r"\(dp_shard, ring\)"),
+        (mesh.cp, r"\(cp\)"),
+        (init_device_mesh("cpu", (2, 3)), "without names"),
+        (init_device_mesh("cpu", (2, 3), mesh_dim_names=("ulysses", "ring")), r"\(ulysses, ring\)"),
+    ):
+        with pytest.raises(ValueError, match=shown + r".*use axes out of \(ring, ulysses\), in this order"):
+            context_groups(other)
+    return c.ring_rank, c.ulysses_rank
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"cp": 6, "heads": 4}, {"dp_shard": 2, "cp": 3, "heads": 2}, {"cp": 6, "ring": 2, "heads": 3}]
+)
+def test_context_groups(sizes):
+    ulysses = {4: 2, 2: 1, 3: 3}[sizes["heads"]]
+    for rank, (ring_rank, ulysses_rank) in enumerate(run_ranks(6, _groups, sizes)):
+        assert ring_rank * ulysses + ulysses_rank == rank % sizes["cp"], "Ulysses is innermost"
 
 
 def _placements(sizes):
