@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import resource
+import weakref
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
 
 
 def reset_peak(device: torch.device) -> None:
@@ -30,3 +39,104 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
     return next((rate * 1e12 for name, rate in _DENSE_BF16_TFLOPS.items() if name in words), None)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Bytes of the tensor storages that were allocated inside the context and are still alive, and their peak.
+
+    Each storage counts once, however many views it has, from the operation that returns it to its release, in forward
+    and in backward (on the CPU, where autograd runs in the calling thread). Storages are watched, not held. Operators
+    from outside of aten (custom ones, collectives) are looked into.
+
+    Not seen: what an aten kernel or a communication backend allocates for itself and gives back, allocations in other
+    threads, and whatever no operation ever touched (``torch.from_numpy``).
+
+    >>> with LiveStorages() as live:
+    ...     x = torch.zeros(1024)
+    >>> live.bytes, live.peak_bytes
+    (4096, 4096)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        """Alive now; keeps falling after the context when tensors are released."""
+        self.peak_bytes = 0
+        """Most that was alive at once inside the context."""
+        self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref] = {}
+        self._depth = 0
+
+    def __enter__(self):
+        self._depth += 1
+        if self._depth == 1:
+            self._resize = torch.UntypedStorage.resize_
+            # No operation is dispatched for this one, which FSDP frees and refills its buffers with.
+            torch.UntypedStorage.resize_ = self._resize_and_count(self._resize)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any):
+        self._depth -= 1
+        if self._depth == 0:
+            torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
+    def reset_peak(self) -> None:
+        """Let the peak start from what is alive now."""
+        self.peak_bytes = self.bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # wrappers of tensors (DTensor): their own dispatch comes back with what they wrap
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        # What goes in and was never seen is older than the context, except a Python literal on its way in.
+        if func is not torch.ops.aten.lift_fresh.default:
+            for tensor in inputs:
+                self._see(tensor.untyped_storage(), counts=False)
+        results = self._call(func, inputs, args, kwargs)
+        for tensor in _tensors(results):
+            self._see(tensor.untyped_storage(), counts=True)
+        return results
+
+    def _call(self, func, inputs: list[Tensor], args, kwargs):
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace == "aten" or not inputs:
+            return func(*args, **kwargs)
+        # An operator is opaque to the modes above it. Entering this one again would only bring the same call back, so
+        # the kernel is called below the modes while this one watches what the kernel calls. OpOverload.redispatch and
+        # _dispatch_keys are private (torch 2.11 to 2.13).
+        key = torch._C._dispatch_key_for_device(inputs[0].device.type)
+        with self:
+            return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+
+    def _see(self, storage: torch.UntypedStorage, counts: bool) -> None:
+        key = storage._cdata
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+            if counts:
+                self._sizes[key] = 0
+        if key in self._sizes:
+            self._resized(key, storage.nbytes())
+
+    def _resized(self, key: int, size: int) -> None:
+        self.bytes += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def _forget(self, key: int) -> None:
+        del self._watched[key]
+        self.bytes -= self._sizes.pop(key, 0)
+
+    def _resize_and_count(self, resize):
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._resized(storage._cdata, storage.nbytes())
+
+        return resize_
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors with memory: the storages of wrappers and of fake tensors have a size and hold nothing."""
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [x for x in leaves if not is_traceable_wrapper_subclass(x) and x.untyped_storage().device.type != "meta"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fsdp_cp.duals import unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_gather_single
@@ -86,7 +87,7 @@ def gather_tokens(
 
     Raises:
         ValueError: if ``total`` tokens are not ``x``'s number of tokens per rank.
-        RuntimeError: a dual tensor that requires grad: forward over reverse is not supported.
+        RuntimeError: a dual tensor with gradients enabled, or in a compiled graph.
     """
     cp, dim = mesh.context.cp_size, dim % x.ndim
     total = x.shape[dim] * cp if total is None else total
@@ -98,12 +99,10 @@ def gather_tokens(
     if cp == 1:
         return x
     group = mesh.cp.get_group()
-    primal, tangent = forward_ad.unpack_dual(x)
-    if tangent is None:
+    (x,), tangents = unpack_duals((x,), "gather_tokens")
+    if tangents is None:
         return _Gather.apply(x, group, total, dim, partial_grad)
-    if torch.is_grad_enabled() and (primal.requires_grad or tangent.requires_grad):
-        raise RuntimeError("gather_tokens takes dual tensors in forward mode alone; use it under torch.no_grad()")
-    full = _gather(torch.stack((primal, tangent)), group, total, dim + 1)
+    full = _gather(torch.stack((x, tangents[0])), group, total, dim + 1)
     return forward_ad.make_dual(full[0], full[1])
 
 

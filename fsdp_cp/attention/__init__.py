@@ -6,7 +6,6 @@ derivative; docs/attention.md is the guide.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,6 +26,7 @@ from fsdp_cp.attention.ulysses import (
     unpack_heads,
     unpack_tokens,
 )
+from fsdp_cp.duals import unpack_duals
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 
@@ -171,13 +171,12 @@ def _with_text(q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, cau
 
 def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors, tangents = _unpack_duals((q, k, v))
+    tensors, tangents = unpack_duals((q, k, v), "context-parallel attention")
     if tangents is not None:
         _check_kernel(q, mask, backend, jvp=True)
         ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-        out, t_out = _exchanged(
-            (*tensors, *tangents), lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups
-        )
+        inputs = (*tensors, *tangents)
+        out, t_out = _exchanged(inputs, lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups)
         return forward_ad.make_dual(out, t_out)
 
     def attend(x: Sequence[Tensor]) -> tuple[Tensor]:
@@ -202,35 +201,11 @@ def _exchanged(
     heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
     # All exchanges are begun at once and wait their turn; each one back begins as soon as its heads are done.
     coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
-    going = []
+    going: list[Tensor] = []
     for x in coming:
         done = attend(unpack_heads(finish_exchange(x, group), heads, head_dim))
         going.append(start_exchange(pack_heads(done, ranks), group))
     return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)
-
-
-def _forward_ad_level() -> int:
-    """The level of forward-mode AD that is entered, or -1. ``forward_ad._current_level`` is private (torch 2.11 to
-    2.13); Dynamo guards on it, so that a compiled graph is not used again where there may be tangents."""
-    return forward_ad._current_level
-
-
-def _unpack_duals(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """Primals and tangents, zeros for those that have none; ``None`` if none has."""
-    if _forward_ad_level() < 0:
-        return tensors, None
-    if torch.compiler.is_compiling():
-        raise RuntimeError("context-parallel attention has no forward-mode AD in a compiled graph; call it in eager")
-    duals = [forward_ad.unpack_dual(x) for x in tensors]
-    if all(dual.tangent is None for dual in duals):
-        return tensors, None
-    if torch.is_grad_enabled() and any(x.requires_grad for dual in duals for x in dual if x is not None):
-        raise RuntimeError(
-            "forward-mode AD through context-parallel attention cannot be differentiated again;"
-            " compute it under torch.no_grad()"
-        )
-    tangents = [torch.zeros_like(d.primal) if d.tangent is None else d.tangent for d in duals]
-    return tuple(dual.primal for dual in duals), tuple(tangents)
 
 
 def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -279,15 +254,15 @@ def _check_kernel(q: Tensor, mask: Tensor | None, backend: str, jvp: bool = Fals
 def _check_split(
     q: Tensor, k: Tensor, segments: tuple[int, ...], causal_block: int | None, groups: ContextGroups, head_groups: int
 ) -> None:
-    if any(total < 0 for total in segments) or sum(segments) < 1:
+    if not segments or min(segments) < 1:
         raise ValueError(f"total_tokens={segments} must be at least 1")
-    local = sum(math.ceil(total / groups.cp_size) for total in segments)
+    local = sum(local_token_count(total, groups.cp_size) for total in segments)
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] != local:
             total = segments[0] if len(segments) == 1 else segments
             raise ValueError(
-                f"{name} has {x.shape[1]} local tokens, but total_tokens={total} over cp={groups.cp_size} makes {local};"
-                " use fsdp_cp.sequence.split_tokens"
+                f"{name} has {x.shape[1]} local tokens, but total_tokens={total} over cp={groups.cp_size} makes"
+                f" {local}; use fsdp_cp.sequence.split_tokens"
             )
     if causal_block is not None and (causal_block < 1 or len(segments) > 1):
         raise ValueError(f"causal_block={causal_block} must be at least 1, over one segment (it has {len(segments)})")

@@ -26,9 +26,7 @@ class Kernel(ABC):
         """Why this kernel cannot run such tensors ("takes bf16, not fp32"); ``None`` if it can."""
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of the logits.
 
         Args:
@@ -83,7 +81,8 @@ def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
 
 
 class CpuFlash(Kernel):
-    """torch's flash attention on the CPU (``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to 2.13)."""
+    """torch's flash attention on the CPU (private: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to
+    2.13)."""
 
     name = "cpu_flash"
 
@@ -163,7 +162,7 @@ def choose_kernel(
         else:
             raise ValueError(f"no attention kernel takes {dtype} on {device.type}: {'; '.join(reasons)}")
         why = "the only one with a forward-mode derivative" if jvp else "; ".join(reasons) or "first choice"
-        what = f"{str(dtype).removeprefix('torch.')} on {device.type}{', masked' if masked else ''}{', JVP' if jvp else ''}"
+        what = f"{dtype} on {device.type}{', masked' if masked else ''}{', JVP' if jvp else ''}"
         log.info("attention backend auto: %s for %s (%s)", kernel.name, what, why)
         return kernel
     if backend not in kernels:

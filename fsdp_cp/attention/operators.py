@@ -17,7 +17,7 @@ from fsdp_cp.attention.ring import Ring, ring_backward, ring_forward
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
+    """The group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 

@@ -20,7 +20,7 @@ _ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
 
 
 class Dual(NamedTuple):
-    """A chunk's attention and its tangent. ``out`` and ``t_out`` ``(B, Sq, H, D)``, ``lse`` and ``t_lse`` ``(B, H, Sq)``."""
+    """A chunk's attention and its tangent: ``out``, ``t_out`` ``(B, Sq, H, D)``, ``lse``, ``t_lse`` ``(B, H, Sq)``."""
 
     out: Tensor
     lse: Tensor
@@ -29,8 +29,19 @@ class Dual(NamedTuple):
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """``(B, S, H, D)`` to ``(B, H, S, D)`` in the dtype that sums are kept in."""
-    return x.transpose(1, 2).to(accumulation_dtype(x.dtype)).contiguous()
+    """``(B, S, H, D)`` to ``(B, H, S, D)`` in the dtype that products are taken in.
+
+    bf16 and fp16 stay so on CUDA, whose tensor cores sum in fp32; elsewhere such a product would come out in bf16.
+    """
+    return x.transpose(1, 2).to(x.dtype if x.is_cuda else accumulation_dtype(x.dtype)).contiguous()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for ``(B, H, M, K)`` and ``(B, H, K, N)``, ``a`` rounded to the dtype of ``b``; in fp32 or better."""
+    a = a.to(b.dtype)
+    if b.dtype == accumulation_dtype(b.dtype):
+        return a @ b
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
 
 
 def _tile_sizes(x: Tensor) -> tuple[int, int]:
@@ -38,7 +49,7 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    logits = torch.matmul(q, k.mT).mul_(scale)
+    logits = _product(q, k.mT).mul_(scale)
     return logits if mask is None else logits.masked_fill_(~mask[:, None, None, :], -torch.inf)
 
 
@@ -59,8 +70,9 @@ class Reference(Kernel):
         grad_out, q, out = (fold_query_groups(x, k.shape[2]) for x in (grad_out, q, out))
         lse = lse.reshape(lse.shape[0], k.shape[2], -1)  # (B, Hk, G * Sq): the order of the folded rows
         grad_out, q, k, v, out = (_heads_first(x) for x in (grad_out, q, k, v, out))
-        delta = (grad_out * out).sum(-1, keepdim=True)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        sums = accumulation_dtype(dtype)
+        delta = (grad_out.to(sums) * out).sum(-1, keepdim=True)
+        dq, dk, dv = (torch.zeros_like(x, dtype=sums) for x in (q, k, v))
         rows, columns = _tile_sizes(q)
         for i in range(0, q.shape[2], rows):
             r = slice(i, i + rows)
@@ -68,10 +80,10 @@ class Reference(Kernel):
                 c = slice(j, j + columns)
                 tile_mask = None if mask is None else mask[:, c]
                 p = _logits(q[:, :, r], k[:, :, c], tile_mask, scale).sub_(lse[:, :, r, None]).exp_()
-                dv[:, :, c] += p.mT @ grad_out[:, :, r]
-                ds = (grad_out[:, :, r] @ v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
-                dq[:, :, r] += ds @ k[:, :, c]
-                dk[:, :, c] += ds.mT @ q[:, :, r]
+                dv[:, :, c] += _product(p.mT, grad_out[:, :, r])
+                ds = _product(grad_out[:, :, r], v[:, :, c].mT).sub_(delta[:, :, r]).mul_(p).mul_(scale)
+                dq[:, :, r] += _product(ds, k[:, :, c])
+                dk[:, :, c] += _product(ds.mT, q[:, :, r])
         dq = unfold_query_groups(dq.transpose(1, 2), heads)
         return dq.to(dtype), dk.transpose(1, 2).to(dtype), dv.transpose(1, 2).to(dtype)
 
@@ -103,13 +115,15 @@ def attention_dual(
     k, v = _heads_first(k), _heads_first(v)
     t_k, t_v = (None if t is None else _heads_first(t) for t in (t_k, t_v))
     moves = t_q is not None or t_k is not None or t_v is not None
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    t_out, t_lse = torch.zeros_like(q), torch.zeros_like(lse)
+    out = torch.empty_like(q, dtype=accumulation_dtype(q.dtype))
+    lse = out.new_empty(q.shape[:3])
+    t_out, t_lse = torch.zeros_like(out), torch.zeros_like(lse)
     rows, columns = _tile_sizes(q)
     for i in range(0, q.shape[2], rows):
         r = slice(i, i + rows)
-        largest = q.new_full((*q[:, :, r].shape[:3], 1), -torch.inf)
-        total, o = torch.zeros_like(largest), torch.zeros_like(q[:, :, r])
+        o = torch.zeros_like(out[:, :, r])
+        largest = o.new_full((*o.shape[:3], 1), -torch.inf)
+        total = torch.zeros_like(largest)
         t_total, t_o = torch.zeros_like(largest), torch.zeros_like(o)
         for j in range(0, k.shape[2], columns):
             c = slice(j, j + columns)
@@ -119,22 +133,22 @@ def attention_dual(
             shift = raised.masked_fill(raised == -torch.inf, 0)
             fade, largest = (largest - shift).exp_(), raised
             p = logits.sub_(shift).exp_()
-            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(p @ v[:, :, c])
+            total, o = total.mul_(fade).add_(p.sum(-1, keepdim=True)), o.mul_(fade).add_(_product(p, v[:, :, c]))
             if not moves:
                 continue
             t_o.mul_(fade)
             if t_v is not None:
-                t_o += p @ t_v[:, :, c]
+                t_o += _product(p, t_v[:, :, c])
             if t_q is None and t_k is None:
                 continue
             t_logits = 0
             if t_q is not None:
-                t_logits = t_q[:, :, r] @ k[:, :, c].mT
+                t_logits = _product(t_q[:, :, r], k[:, :, c].mT)
             if t_k is not None:
-                t_logits = q[:, :, r] @ t_k[:, :, c].mT + t_logits
+                t_logits = _product(q[:, :, r], t_k[:, :, c].mT) + t_logits
             p_t = t_logits.mul_(scale).mul_(p)
             t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
-            t_o += p_t @ v[:, :, c]
+            t_o += _product(p_t, v[:, :, c])
         lse[:, :, r] = (total.log() + largest).squeeze(-1)
         total = total.masked_fill_(total == 0, 1)
         out[:, :, r] = o.div_(total)

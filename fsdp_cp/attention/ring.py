@@ -80,14 +80,14 @@ class _Merged:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
-    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        start, stop = tile.queries
-        if self.out is None and stop - start == self.q.shape[1]:
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """``out`` and ``lse`` of some ``rows`` of the queries over keys that were not seen yet."""
+        if self.out is None and out.shape[1] == self.q.shape[1]:
             # As the kernel made it: a ring of one has nothing to merge, so its output is never widened and rounded.
             self.out, self.lse = out, lse
             return
         self._widen()
-        o, s = self.out[:, start:stop], self.lse[:, :, start:stop]
+        o, s = self.out[:, rows], self.lse[:, :, rows]
         o.lerp_(out.to(o.dtype), _weight(s, lse))
         torch.logaddexp(s, lse, out=s)
 
@@ -165,12 +165,9 @@ def ring_forward(
     merged = _Merged(own.take(q))
     for chunk, (keys, values) in _visited((k, v), ring):
         for tile in layout.tiles(me, chunk):
-            columns = slice(*tile.keys)
-            tile_mask = _tile_mask(mask, layout, chunk, tile)
-            merged.add(
-                tile,
-                *_attend(kernel, merged.q[:, slice(*tile.queries)], keys[:, columns], values[:, columns], tile_mask, scale),
-            )
+            rows, columns = slice(*tile.queries), slice(*tile.keys)
+            seen = _tile_mask(mask, layout, chunk, tile)
+            merged.add(rows, *_attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
     out, lse = merged.result()
     return own.put(out), own.put(lse.transpose(1, 2)).transpose(1, 2)
 
@@ -278,7 +275,8 @@ def ring_dual(
                 merged = part
                 continue
             merged = merged or _nothing_seen(q_own)
-            o, s, t_o, t_s = merged.out[:, rows], merged.lse[:, :, rows], merged.t_out[:, rows], merged.t_lse[:, :, rows]
+            o, t_o = merged.out[:, rows], merged.t_out[:, rows]
+            s, t_s = merged.lse[:, :, rows], merged.t_lse[:, :, rows]
             w = _weight(s, part.lse)
             w_s = w.squeeze(-1).transpose(1, 2)
             shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)

@@ -31,7 +31,7 @@ def _finish(x: Tensor) -> Tensor:
 
 
 class _Start(torch.autograd.Function):
-    """It has no ``jvp``: the entry of the operator takes tangents along itself, and elsewhere it must raise."""
+    """It has no ``jvp``, so that forward-mode AD raises here: the operator's entry takes tangents apart before."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -55,12 +55,13 @@ class _Wait(torch.autograd.Function):
 
 def start_exchange(x: Tensor, group: str) -> Tensor:
     """Begin to send ``x[i]`` to rank i of the group; give the result to :func:`finish_exchange`."""
-    return _Start.apply(x, group)
+    # torch.func transforms (our tangents may come from torch.func.jvp) refuse such a Function even without gradients.
+    return _Start.apply(x, group) if torch.is_grad_enabled() else _begin(x, group)
 
 
 def finish_exchange(x: Tensor, group: str) -> Tensor:
     """Wait for an exchange; ``x[i]`` is then what rank i sent."""
-    return _Wait.apply(x, group)
+    return _Wait.apply(x, group) if torch.is_grad_enabled() else _finish(x)
 
 
 def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int = 1) -> Tensor:
@@ -73,7 +74,7 @@ def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int
 
 
 def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]:
-    """The exchange of :func:`pack_tokens` to tensors ``(B, P s, heads[i], D)``, all tokens of the rank's share of heads.
+    """The exchange of :func:`pack_tokens` to tensors ``(B, P s, heads[i], D)``: all tokens, the rank's share of heads.
 
     They are views of one buffer, which with B = 1 is the one received.
     """
