@@ -34,9 +34,19 @@ class MeshSettings:
     cp: int = 1
     """Ranks that share one sample's tokens."""
     ulysses: Any = "auto"
-    """Degree of the Ulysses all-to-all; ``auto`` is gcd(heads, cp)."""
+    """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is gcd(heads, cp), or cp / ring if set."""
     ring: Any = "auto"
-    """Degree of ring attention; ``auto`` is cp / ulysses, which must be 1 for now."""
+    """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses is cp."""
+
+
+@dataclass(kw_only=True)
+class AttentionSettings:
+    """``attention.*``, of all roles; see docs/attention.md."""
+
+    backend: str = "auto"
+    """Local attention kernel; ``auto`` takes the best that is there, and the log says which."""
+    head_groups: int = 1
+    """Overlap the Ulysses all-to-all with attention, over this many groups of a rank's heads."""
 
 
 @dataclass(kw_only=True)
@@ -179,6 +189,7 @@ class Config:
     run_dir: str | None = None
     """Folder of all output; ``runs/EXPERIMENT`` when not set."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
     teacher: RoleSettings = field(default_factory=RoleSettings)
     student: StudentSettings = field(default_factory=StudentSettings)
     fake: RoleSettings = field(default_factory=RoleSettings)
@@ -338,6 +349,7 @@ def check(config: Config) -> None:
         ("sample.prompts", config.sample.prompts, 1),
         ("sample.report_clips", config.sample.report_clips, 0),
         ("optim.max_skipped", config.optim.max_skipped, 1),
+        ("attention.head_groups", config.attention.head_groups, 1),
     ):
         if value < least:
             raise UserError(f"{name}={value} must be at least {least}")

@@ -15,12 +15,13 @@ from omegaconf import OmegaConf
 from distill.config import Config, micro_batch_size
 from distill.data import sample_shapes
 from distill.methods import METHODS, Method
+from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.checkpoint import read_numbers
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank, world_size
+from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import resolve_mesh
 from fsdp_cp.reduce import barrier, together
-from fsdp_cp.sequence import local_token_count
+from fsdp_cp.sharding import COMPUTE_DTYPE
 from models.load import RolePlan, plan_role
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class RunPlan:
     method: type[Method]
     roles: list[RolePlan]
     heads: int
-    """Greatest common divisor of the heads of all roles, which share the mesh."""
+    """Greatest common divisor of the query and key/value heads of all roles, which share the mesh."""
     mesh_settings: dict[str, Any]
     micro: int
     """Samples per data-parallel rank and forward."""
@@ -61,6 +62,8 @@ def plan_run(config: Config) -> RunPlan:
             family=settings.family,
             activation_checkpointing=settings.activation_checkpointing,
             strategy=settings.strategy,
+            attention_backend=config.attention.backend,
+            head_groups=config.attention.head_groups,
         )
         for name, settings in ((name, getattr(config, name)) for name in method.required_roles)
     ]
@@ -68,12 +71,11 @@ def plan_run(config: Config) -> RunPlan:
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
     latents, text = sample_shapes(config.data)
-    tokens = {role.check_sample(latents, text) for role in roles}
-    assert len(tokens) == 1
+    assert len({role.check_sample(latents, text) for role in roles}) == 1
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     mesh_settings = asdict(config.mesh)
     shape = resolve_mesh(world_size=world_size(), heads=heads, **mesh_settings)
-    local_token_count(tokens.pop(), shape.cp)
+    _check_attention(config, roles, heads // shape.ulysses)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
@@ -82,6 +84,23 @@ def plan_run(config: Config) -> RunPlan:
         mesh_settings=mesh_settings,
         micro=micro_batch_size(config, shape.dp),
     )
+
+
+def _check_attention(config: Config, roles: list[RolePlan], heads: int) -> None:
+    """``attention.*`` against the ``heads`` of a rank, the device and every role's head size."""
+    if heads % config.attention.head_groups:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UserError(
+            f"attention.head_groups={config.attention.head_groups} does not divide the {heads} heads of a rank;"
+            f" use {fitting}"
+        )
+    device, dtype = choose_device(config.device), COMPUTE_DTYPE[config.precision]
+    for role in roles:
+        size = role.family.head_dim(role.config)
+        try:
+            choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=False)
+        except ValueError as error:
+            raise UserError(f"attention.{error}") from error
 
 
 def check_resume(config: Config, checkpoint: Path) -> None:

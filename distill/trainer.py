@@ -33,6 +33,7 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.microbatch import microbatch
 from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads, together
 from fsdp_cp.rng import StepRandom
+from fsdp_cp.sequence import local_token_count
 from models.ema import Ema
 from models.export import export_weights
 from models.role import Role
@@ -295,7 +296,10 @@ class Trainer:
             count = sum(p.numel() for p in role.parameters())
             log.info("%s: %s parameters, %s", name, f"{count:,}", "trained" if role.trainable else "frozen")
         tokens = next(iter(self.roles.values())).tokens
-        log.info("mesh: %s; %d tokens a sample, %d on each rank", self.mesh.shape, tokens, tokens // self.mesh.cp_size)
+        local = local_token_count(tokens, self.mesh.cp_size)
+        pads = local * self.mesh.cp_size - tokens
+        note = f" ({pads} of them pads at the end)" if pads else ""
+        log.info("mesh: %s; %d tokens a sample, %d on each rank%s", self.mesh.shape, tokens, local, note)
         log.info(
             "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
             self.config.batch_size,

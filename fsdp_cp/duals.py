@@ -13,22 +13,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def _level() -> int:
-    """The level of forward-mode AD that is entered, or -1. ``forward_ad._current_level`` is private (torch 2.11 to
-    2.13); Dynamo guards on it, so that a compiled graph is not used again where there may be tangents."""
-    return forward_ad._current_level
+def may_be_dual() -> bool:
+    """Are we inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``)?
+
+    ``forward_ad._current_level`` is private (torch 2.11 to 2.13); Dynamo guards on it, so that a graph compiled without
+    tangents is not used again where there may be some.
+    """
+    return forward_ad._current_level >= 0
+
+
+# A compiled graph would lose the tangent between an operator's parts without a word: functions that take duals apart
+# carry this, so that Dynamo leaves them alone, or refuses with fullgraph=True.
+eager_only = torch.compiler.disable(reason="forward-mode AD through context parallelism runs in eager")
 
 
 def unpack_duals(tensors: Sequence[Tensor], operator: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
     """Primals and tangents of an operator's arguments; zeros for a tangent that is missing, ``None`` if all are.
 
     Raises:
-        RuntimeError: with gradients enabled (forward over reverse is not supported), or in a compiled graph.
+        RuntimeError: with gradients enabled (forward over reverse is not supported).
     """
-    if _level() < 0:
-        return tuple(tensors), None
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{operator} has no forward-mode AD in a compiled graph; call the module uncompiled")
     duals = [forward_ad.unpack_dual(x) for x in tensors]
     if all(dual.tangent is None for dual in duals):
         return tuple(tensors), None

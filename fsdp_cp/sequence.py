@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fsdp_cp.duals import unpack_duals
+from fsdp_cp.duals import eager_only, may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_gather_single
@@ -87,7 +87,7 @@ def gather_tokens(
 
     Raises:
         ValueError: if ``total`` tokens are not ``x``'s number of tokens per rank.
-        RuntimeError: a dual tensor with gradients enabled, or in a compiled graph.
+        RuntimeError: a dual tensor with gradients enabled.
     """
     cp, dim = mesh.context.cp_size, dim % x.ndim
     total = x.shape[dim] * cp if total is None else total
@@ -99,9 +99,19 @@ def gather_tokens(
     if cp == 1:
         return x
     group = mesh.cp.get_group()
+    if may_be_dual():
+        dual = _gather_dual(x, group, total, dim)
+        if dual is not None:
+            return dual
+    return _Gather.apply(x, group, total, dim, partial_grad)
+
+
+@eager_only
+def _gather_dual(x: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor | None:
+    """Primal and tangent in one collective; ``None`` if there is no tangent."""
     (x,), tangents = unpack_duals((x,), "gather_tokens")
     if tangents is None:
-        return _Gather.apply(x, group, total, dim, partial_grad)
+        return None
     full = _gather(torch.stack((x, tangents[0])), group, total, dim + 1)
     return forward_ad.make_dual(full[0], full[1])
 

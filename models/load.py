@@ -31,6 +31,8 @@ class RolePlan:
     """Where the weights come from; ``None`` for random ones."""
     activation_checkpointing: bool
     strategy: str
+    attention_backend: str = "auto"
+    head_groups: int = 1
 
     def check_sample(self, latent_shape: tuple[int, int, int, int], text_shape: tuple[int, int]) -> int:
         """Tokens of a sample of latents ``(C, T, H, W)`` with text ``(L, D)``.
@@ -56,6 +58,8 @@ def plan_role(
     family: str = "wan",
     activation_checkpointing: bool = False,
     strategy: str = "optim_grads_params",
+    attention_backend: str = "auto",
+    head_groups: int = 1,
 ) -> RolePlan:
     """Check a role's settings; reads headers, builds nothing but a network on the meta device.
 
@@ -66,6 +70,7 @@ def plan_role(
         family: the model family.
         activation_checkpointing: run each block again in backward.
         strategy: see :func:`fsdp_cp.shard_module`.
+        attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
 
     Raises:
         UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture.
@@ -97,6 +102,8 @@ def plan_role(
         folder=folder,
         activation_checkpointing=activation_checkpointing,
         strategy=strategy,
+        attention_backend=attention_backend,
+        head_groups=head_groups,
     )
 
 
@@ -142,7 +149,7 @@ def build_role(
     if precision == "bf16" and not trainable:
         _store_in_bf16(network, plan.family.full_precision_units(network))
     network.requires_grad_(trainable)
-    plan.family.parallelize(network, mesh)
+    plan.family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
     shard_module(
         network,
         mesh=mesh,

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import warnings
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor, nn
 
-from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.context_parallel import parallelize_context
+from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.sequence import local_token_count
+
+RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int]
 
 
-class ContextParallelWanProcessor(WanAttnProcessor):
+class WanSelfAttention(WanAttnProcessor):
     """Wan's self-attention over tokens that are split over ``mesh.cp``.
 
     Projections, norms and the rotary embedding are those of :class:`WanAttnProcessor`; only the attention over all
-    tokens is replaced. Cross-attention to the text, which every rank holds, keeps diffusers' own processor.
+    tokens is replaced, at cp = 1 too: diffusers' own has no forward-mode AD.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
 
     def __call__(
         self,
@@ -35,24 +41,97 @@ class ContextParallelWanProcessor(WanAttnProcessor):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        rotary_emb: RotaryTables | None = None,
     ) -> Tensor:
-        """``hidden_states`` is ``(B, S / cp, dim)``, each of ``rotary_emb`` ``(1, S / cp, 1, head_dim)``."""
+        """``hidden_states`` is ``(B, S_local, dim)``; ``rotary_emb`` as :func:`own_rotary_tables` gives it."""
         if attention_mask is not None:
             raise ValueError("context-parallel Wan self-attention takes no attention_mask")
+        # The number of tokens comes with the tables, as an argument of the block: a block that is run again in backward
+        # gets its own forward's, whatever the network was called with since.
+        cos, sin, total = rotary_emb if len(rotary_emb) == 3 else (*rotary_emb, None)
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-        q, k = _rotate(q, rotary_emb), _rotate(k, rotary_emb)
-        out = context_parallel_attention(q, k, v, mesh=self.mesh).flatten(2, 3).type_as(q)
-        return attn.to_out[1](attn.to_out[0](out))
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        out = context_parallel_attention(
+            q, k, v, mesh=self.mesh, total_tokens=total, backend=self.backend, head_groups=self.head_groups
+        )
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
-def _rotate(x: Tensor, rotary_emb: tuple[Tensor, Tensor]) -> Tensor:
+class WanCrossAttention(WanAttnProcessor):
+    """Wan's attention to the text, which every rank holds: as :class:`WanAttnProcessor`, with forward-mode AD."""
+
+    def __init__(self, backend: str = "auto"):
+        super().__init__()
+        self.backend = backend
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_emb: RotaryTables | None = None,
+    ) -> Tensor:
+        """``hidden_states`` is ``(B, S_local, dim)``, ``encoder_hidden_states`` ``(B, L, dim)``."""
+        if attention_mask is not None or rotary_emb is not None:
+            raise ValueError("Wan's cross-attention takes neither attention_mask nor rotary_emb")
+        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        k = attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1))
+        v = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1))
+        out = cross_attention(q, k, v, backend=self.backend)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Wan's rotary embedding of neighbouring pairs; ``x`` is ``(B, S, H, D)``, computed in the table's fp32."""
-    cos, sin = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2).type_as(x)
+
+
+def own_rotary_tables(rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor) -> RotaryTables:
+    """What ``rope`` makes for latents ``(B, C, T, H, W)``, of the rank's own tokens only.
+
+    Returns:
+        Cosines and sines ``(1, S_local, 1, head_dim)``, where pads have those of the last token; and ``S``.
+
+    Raises:
+        ValueError: more positions than ``rope_max_seq_len`` along an axis.
+    """
+    sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
+    if max(sizes) > rope.max_seq_len:
+        raise ValueError(
+            f"{max(sizes)} token positions along an axis are more than rope_max_seq_len={rope.max_seq_len}"
+        )
+    (_, height, width), total = sizes, math.prod(sizes)
+    local = local_token_count(total, mesh.cp_size)
+    tokens = torch.arange(mesh.cp_rank * local, (mesh.cp_rank + 1) * local, device=rope.freqs_cos.device)
+    tokens = tokens.clamp_max(total - 1)
+    positions = (tokens // (height * width), tokens // width % height, tokens % width)
+    dims = (rope.t_dim, rope.h_dim, rope.w_dim)
+    cos, sin = (
+        torch.cat([part[at] for part, at in zip(table.split(dims, dim=1), positions, strict=True)], dim=1)
+        for table in (rope.freqs_cos, rope.freqs_sin)
+    )
+    return cos[None, :, None], sin[None, :, None], total
+
+
+def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
+    """diffusers' plan, but split before the patch embedding instead of behind it, and rotary tables of own tokens.
+
+    Raises:
+        ValueError: another plan than the one known: diffusers' ``_cp_plan`` is private.
+    """
+    plan = network._cp_plan
+    known = {"rope": {0, 1}, "blocks.0": {"hidden_states"}, "proj_out": None, "": {"timestep"}}
+    found = {name: set(entry) if isinstance(entry, Mapping) else None for name, entry in plan.items()}
+    if found != known:
+        raise ValueError(
+            f"this diffusers' WanTransformer3DModel._cp_plan splits {found}, not {known}; use diffusers 0.42"
+        )
+    return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
 
 
 class Wan:
@@ -109,14 +188,23 @@ class Wan:
         return [network.condition_embedder.time_embedder]
 
     @staticmethod
-    def parallelize(network: WanTransformer3DModel, mesh: Mesh) -> None:
-        """Context parallelism by the model's own ``_cp_plan``, and this family's processor on its self-attention."""
-        if mesh.cp_size == 1:
-            return
-        parallelize_context(network, mesh=mesh, plan=network._cp_plan)
-        processor = ContextParallelWanProcessor(mesh)
+    def parallelize(network: WanTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1) -> None:
+        """Each rank embeds, rotates and works on its own tokens; this family's processors on every attention.
+
+        Args:
+            network: in place.
+            mesh: the mesh.
+            backend, head_groups: of :func:`fsdp_cp.attention.context_parallel_attention`.
+
+        Raises:
+            ValueError: a diffusers version whose plan is not the one known.
+        """
+        if mesh.cp_size > 1:
+            parallelize_context(network, mesh=mesh, plan=_own_token_plan(network))
+            network.rope.forward = partial(own_rotary_tables, network.rope, mesh)
         for block in network.blocks:
-            block.attn1.set_processor(processor)
+            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups))
+            block.attn2.set_processor(WanCrossAttention(backend))
 
     @staticmethod
     def restore_buffers(network: WanTransformer3DModel) -> None:
@@ -129,8 +217,13 @@ class Wan:
 
     @staticmethod
     def heads(config: dict[str, Any]) -> int:
-        """Attention heads of ``config``."""
+        """What a ``mesh.ulysses`` must divide: query heads, of which Wan has as many as key/value heads."""
         return config["num_attention_heads"]
+
+    @staticmethod
+    def head_dim(config: dict[str, Any]) -> int:
+        """Size of an attention head."""
+        return config["attention_head_dim"]
 
     @staticmethod
     def tokens(config: dict[str, Any], latent_shape: tuple[int, int, int, int], setting: str) -> int:

@@ -26,7 +26,7 @@ from fsdp_cp.attention.ulysses import (
     unpack_heads,
     unpack_tokens,
 )
-from fsdp_cp.duals import unpack_duals
+from fsdp_cp.duals import eager_only, may_be_dual, unpack_duals
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 
@@ -82,7 +82,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices, degrees or a backend that do not fit; before anything is sent.
-        RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
+        RuntimeError: forward-mode AD with gradients enabled.
     """
     groups = context_groups(mesh)
     if joint is not None:
@@ -171,13 +171,10 @@ def _with_text(q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, cau
 
 def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    tensors, tangents = unpack_duals((q, k, v), "context-parallel attention")
-    if tangents is not None:
-        _check_kernel(q, mask, backend, jvp=True)
-        ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-        inputs = (*tensors, *tangents)
-        out, t_out = _exchanged(inputs, lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups)
-        return forward_ad.make_dual(out, t_out)
+    if may_be_dual():
+        dual = _attend_dual(q, k, v, mask, scale, backend, layout, groups, head_groups)
+        if dual is not None:
+            return dual
 
     def attend(x: Sequence[Tensor]) -> tuple[Tensor]:
         block = layout.causal_block or 0
@@ -185,6 +182,19 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
         return (ring_attention(*x, mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend)[0],)
 
     return _exchanged((q, k, v), attend, 1, groups, head_groups)[0]
+
+
+@eager_only
+def _attend_dual(q, k, v, mask, scale, backend, layout, groups, head_groups) -> Tensor | None:
+    """The same with tangents, in one turn of the ring and one exchange each way; ``None`` if nobody has one."""
+    primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
+    if tangents is None:
+        return None
+    _check_kernel(q, mask, backend, jvp=True)
+    ring = make_ring(layout, groups.ring_rank, groups.ring_group)
+    inputs = (*primals, *tangents)
+    out, t_out = _exchanged(inputs, lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups)
+    return forward_ad.make_dual(out, t_out)
 
 
 def _exchanged(

@@ -95,8 +95,8 @@ def _bad_plans():
     ):
         with pytest.raises(ValueError, match=message):
             parallelize_context(Transformer(), mesh=mesh, plan=plan)
-    with pytest.raises(ValueError, match="backend='flash' is unknown"):
-        context_parallel_attention(*[torch.zeros(1, 2, 2, 2)] * 3, mesh=mesh, backend="flash")
+    with pytest.raises(ValueError, match="backend='sdpa' is unknown"):
+        context_parallel_attention(*[torch.zeros(1, 2, 2, 2)] * 3, mesh=mesh, backend="sdpa")
     return True
 
 

@@ -75,10 +75,13 @@ def test_checkpoints_that_do_not_fit(capsys, tmp_path):
     assert "teacher.checkpoint takes latents of 4 channels, but the data has 3" in message
 
 
-def test_tokens_that_cp_does_not_divide(capsys, tmp_path, monkeypatch):
+def test_mesh_degrees_that_do_not_fit(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    message = _refused(capsys, tmp_path, "mesh.cp=4", "data.num_frames=7", "data.height=20", "data.width=20")
-    assert "mesh.cp=4 does not divide the 175 tokens of a sample; use a mesh.cp among 1, 5" in message
+    sizes = ("mesh.cp=4", "data.num_frames=7", "data.height=20", "data.width=20")  # 175 tokens are no mistake
+    message = _refused(capsys, tmp_path, *sizes, "mesh.ulysses=3")
+    assert "mesh.ulysses=3 does not divide mesh.cp=4; use a mesh.ulysses among auto, 1" in message
+    message = _refused(capsys, tmp_path, *sizes, "mesh.ring=4", "mesh.ulysses=4")
+    assert "mesh.ring=4 x mesh.ulysses=4 is not mesh.cp=4; use" in message and "mesh.ring among auto, 1" in message
 
 
 def test_the_process_itself_exits_with_2_and_soon(tmp_path):

@@ -1,0 +1,317 @@
+"""Each rank embeds and works on its own tokens: a whole Wan against plain diffusers, with token counts of any size."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.sequence import own_tokens
+from models.load import build_role, plan_role
+from models.wan import Wan, WanSelfAttention, own_rotary_tables
+
+ARCHITECTURE = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 12,
+    "attention_head_dim": 6,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 10,
+    "freq_dim": 16,
+    "ffn_dim": 80,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+    "rope_max_seq_len": 32,
+}
+DIM = 72
+BATCH = 2
+LATENTS = (4, 5, 6, 6)  # 45 tokens
+FEW_LATENTS = (4, 1, 4, 6)  # 6 tokens: on 4 ranks the last has none
+TEXT = (5, 10)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    started: dict[int, RankPool] = {}
+
+    def ranks(world_size):
+        return started.setdefault(world_size, RankPool(world_size, timeout=100))
+
+    yield ranks
+    for pool in started.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("wan"))
+
+
+def write_checkpoint(folder):
+    """A Wan with random weights, biases included, as a diffusers folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = WanTransformer3DModel(**ARCHITECTURE)
+        for parameter in network.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    network.save_pretrained(folder)
+    return folder
+
+
+def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
+    """The role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
+    mesh = build_mesh(**sizes, heads=ARCHITECTURE["num_attention_heads"])
+    plan = plan_role("student", checkpoint=str(folder), activation_checkpointing=checkpointing)
+    role = build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=True,
+        latent_shape=latents, text_shape=TEXT,
+    )  # fmt: skip
+    return role, mesh
+
+
+def plain_wan(folder):
+    """diffusers' own network in fp64."""
+    return nn.Module.to(WanTransformer3DModel.from_pretrained(folder), torch.float64)
+
+
+def sample(latents, seed=0):
+    """x, t, text and a target of a global batch, fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (torch.randn(BATCH, *latents, generator=generator, dtype=torch.float64) for _ in range(2))
+    t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
+    return x, t, torch.randn(BATCH, *TEXT, generator=generator, dtype=torch.float64), target
+
+
+def relative(ours, truth):
+    return ((ours - truth).norm() / truth.norm()).item()
+
+
+def _plain_gradients(folder, shapes):
+    network, losses = plain_wan(folder), []
+    for seed, latents in enumerate(shapes):
+        x, t, text, target = sample(latents, seed)
+        out = network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text).sample
+        losses.append((out - target).square().mean())
+    sum(losses).backward()
+    return [loss.item() for loss in losses], {name: p.grad for name, p in network.named_parameters()}
+
+
+def _sharded_gradients(folder, sizes, shapes, checkpointing):
+    role, mesh = sharded_role(folder, sizes, shapes[0], checkpointing)
+    samples = BATCH // mesh.dp_size
+    mine = slice(mesh.dp_rank * samples, (mesh.dp_rank + 1) * samples)
+    losses = []
+    for seed, latents in enumerate(shapes):
+        x, t, text, target = (each[mine] for each in sample(latents, seed))
+        losses.append((role.velocity(x, t, text) - target).square().mean() * samples / BATCH)
+    sum(losses).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in role.network.named_parameters()}
+    return [loss.item() for loss in losses], gradients, mesh.dp_rank
+
+
+def _compare(pool, folder, sizes, shapes, checkpointing=False):
+    losses, truth = _plain_gradients(folder, shapes)
+    ranks = pool.run(_sharded_gradients, folder, sizes, shapes, checkpointing)
+    by_dp = {dp_rank: ours for ours, _, dp_rank in ranks}  # the ranks of a cp group have the same loss
+    for i, loss in enumerate(losses):
+        assert sum(ours[i] for ours in by_dp.values()) == pytest.approx(loss, rel=1e-7)
+    assert ranks[0][1].keys() == truth.keys()
+    whole = torch.stack([g.norm() for g in truth.values()]).norm()
+    for name, g in truth.items():  # as far as Wan's norms allow, which diffusers computes in fp32
+        error = ((ranks[0][1][name] - g).norm() / g.norm().clamp_min(1e-6 * whole)).item()
+        assert error < 1e-6, (name, error)
+
+
+MESHES = [
+    {"cp": 4, "ring": 4}, {"cp": 4, "ring": 2}, {"cp": 4}, {"cp": 3, "ring": 3}, {"cp": 6, "ring": 2},
+    {"dp_shard": 2, "cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 3}, {"dp_shard": 2, "cp": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sizes", MESHES)
+def test_loss_and_gradients_of_wan(pools, checkpoint, sizes, checkpointing):
+    """45 tokens, which no cp but 3 divides."""
+    world = sizes.get("dp_shard", 1) * sizes["cp"]
+    _compare(pools(world), checkpoint, sizes, (LATENTS,), checkpointing)
+
+
+def test_a_rank_without_tokens(pools, checkpoint):
+    _compare(pools(4), checkpoint, {"cp": 4, "ring": 2}, (FEW_LATENTS,))
+
+
+def test_blocks_run_again_with_their_own_forward_s_tokens(pools, checkpoint):
+    """Two forwards of different lengths before one backward: recomputation must not see the later one's length."""
+    _compare(pools(4), checkpoint, {"cp": 4, "ring": 2}, (LATENTS, FEW_LATENTS), checkpointing=True)
+
+
+MANY = (4, 7, 26, 26)  # 1183 tokens: each of 4 ranks has 296, one of them a pad
+
+
+class LargestStorage(TorchDispatchMode):
+    """Elements of the largest storage that any operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if type(x) is torch.Tensor:
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def _split_behind_the_embedding(network, mesh, backend="auto", head_groups=1):
+    """As diffusers' plan has it."""
+    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
+    for block in network.blocks:
+        block.attn1.set_processor(WanSelfAttention(mesh))
+
+
+def _largest_tensor(folder, own, with_grad):
+    build = Wan.parallelize
+    if not own:
+        Wan.parallelize = staticmethod(_split_behind_the_embedding)
+    try:
+        role, _ = sharded_role(folder, {"cp": 4}, MANY)
+    finally:
+        Wan.parallelize = staticmethod(build)
+    x, t, text, target = (each[:1] for each in sample(MANY))
+    with LargestStorage() as seen, torch.set_grad_enabled(with_grad):
+        loss = (role.velocity(x, t, text) - target).square().mean()
+        if with_grad:
+            loss.backward()
+    return seen.largest
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_no_rank_ever_makes_all_embeddings(pools, checkpoint, with_grad):
+    everything = 1183 * DIM
+    assert max(pools(4).run(_largest_tensor, checkpoint, True, with_grad)) < everything
+    assert min(pools(4).run(_largest_tensor, checkpoint, False, with_grad)) >= everything, "the test sees such a tensor"
+
+
+def _tables(latents):
+    mesh = build_mesh(cp=4, ring=2, heads=2)
+    rope = WanTransformer3DModel(**ARCHITECTURE).rope
+    x = torch.zeros(1, *latents)
+    for ours, theirs in zip(own_rotary_tables(rope, mesh, x)[:2], rope(x), strict=True):
+        start, stop = own_tokens(theirs.shape[1], 4, mesh.cp_rank)
+        assert ours.shape[1] == -(-theirs.shape[1] // 4) and ours.isfinite().all()
+        assert torch.equal(ours[:, : stop - start], theirs[:, start:stop])
+        assert own_rotary_tables(rope, mesh, x)[2] == theirs.shape[1]
+    with pytest.raises(ValueError, match="40 token positions along an axis are more than rope_max_seq_len=32"):
+        own_rotary_tables(rope, mesh, torch.zeros(1, 4, 40, 2, 2))
+    network = WanTransformer3DModel(**ARCHITECTURE)
+    network._cp_plan = {**network._cp_plan, "norm_out": {}}
+    with pytest.raises(ValueError, match=r"WanTransformer3DModel\._cp_plan splits .*norm_out.*; use diffusers 0\.42"):
+        Wan.parallelize(network, mesh)
+    return True
+
+
+@pytest.mark.parametrize("latents", [LATENTS, FEW_LATENTS, (4, 3, 8, 10)])
+def test_rotary_tables_are_those_of_diffusers(pools, latents):
+    assert all(pools(4).run(_tables, latents))
+
+
+class Embedded(nn.Module):
+    """A patch embedding of any number of axes, with a head per token."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.embed, self.head = conv, nn.Linear(conv.out_channels, 3)
+
+    def forward(self, x):
+        return self.head(self.embed(x).flatten(2).transpose(1, 2).tanh())
+
+
+CONVS = [(nn.Conv1d, (3,), (21,)), (nn.Conv2d, (2, 3), (10, 9)), (nn.Conv3d, (2, 1, 2), (4, 3, 6))]  # 7, 15, 18 tokens
+
+
+def _conv_and_input(index):
+    kind, kernel, size = CONVS[index]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(index)
+        model = Embedded(kind(2, 5, kernel, stride=kernel)).double()
+        return model, torch.randn(2, 2, *size, dtype=torch.float64)
+
+
+def _embed_own(index):
+    mesh = build_mesh(cp=4)
+    model, x = _conv_and_input(index)
+    x.requires_grad_()
+    parallelize_context(model, mesh=mesh, plan={"embed": EmbedOwnTokens(of="x"), "head": GatherTokens(1, of="x")})
+    out = model(x)
+    out.sin().sum().backward()
+    return out.detach(), x.grad, model.embed.weight.grad
+
+
+@pytest.mark.parametrize("index", range(len(CONVS)))
+def test_embedding_of_own_patches(pools, index):
+    model, x = _conv_and_input(index)
+    x.requires_grad_()
+    model(x).sin().sum().backward()
+    ranks = pools(4).run(_embed_own, index)
+    for out, *_ in ranks:
+        torch.testing.assert_close(out, model(x).detach(), rtol=1e-13, atol=1e-13)
+    for i, truth in ((1, x.grad), (2, model.embed.weight.grad)):
+        assert relative(sum(rank[i] for rank in ranks), truth) < 1e-12
+
+
+def _bad_embeddings():
+    mesh = build_mesh(cp=2)
+    plan = {"embed": EmbedOwnTokens(), "head": GatherTokens(1)}
+    for conv, message in (
+        (nn.Conv2d(2, 5, 3, stride=2), r"whose stride is its kernel.*kernel \(3, 3\), stride \(2, 2\)"),
+        (nn.Conv2d(2, 5, 2, stride=2, padding=1), r"without padding.*padding \(1, 1\)"),
+        (nn.Conv2d(2, 5, 2, stride=2, dilation=2), "whose stride is its kernel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize_context(Embedded(conv), mesh=mesh, plan=plan)
+    model = Embedded(nn.Conv2d(2, 5, 2, stride=2))
+    with pytest.raises(ValueError, match="takes a convolution, but 'head' is a Linear"):
+        parallelize_context(model, mesh=mesh, plan={"head": EmbedOwnTokens()})
+    parallelize_context(model, mesh=mesh, plan=plan)
+    with pytest.raises(ValueError, match=r"\(4, 5\) positions cannot be cut into patches of \(2, 2\)"):
+        model(torch.zeros(1, 2, 4, 5))
+    return True
+
+
+def test_what_cannot_be_embedded_so_is_refused(pools):
+    assert all(pools(2).run(_bad_embeddings))
+
+
+class TwoStreams(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stream, self.head = nn.Identity(), nn.Identity()
+
+    def forward(self, x, y):
+        self.stream(input=y)
+        return self.head(x)
+
+
+def _gathers(of):
+    mesh = build_mesh(cp=2)
+    model = TwoStreams()
+    plan = {"": {"x": SplitTokens(1)}, "stream": {"input": SplitTokens(1)}, "head": GatherTokens(1, of=of)}
+    parallelize_context(model, mesh=mesh, plan=copy.deepcopy(plan))
+    x = torch.arange(6.0).view(2, 3)
+    if of == "x":
+        return torch.equal(model(x, torch.zeros(1, 5)), x)
+    with pytest.raises(
+        ValueError, match=r"of 'hidden_states', but this forward has split x \(3 tokens\), input \(5 tok"
+    ):
+        model(x, torch.zeros(1, 5))
+    return torch.equal(model(x, torch.zeros(1, 3)), x)  # one length is no question
+
+
+@pytest.mark.parametrize("of", ["x", "hidden_states"])
+def test_a_gather_knows_its_tokens_or_asks(pools, of):
+    assert all(pools(2).run(_gathers, of))

@@ -1,0 +1,143 @@
+"""Attention written out, and what every local kernel must get right against it in float64."""
+
+import torch
+
+CASES = {
+    "plain": {},
+    "fewer keys": {"keys": (40, 24)},
+    "one key": {"keys": (1, 24)},
+    "one query": {"queries": 1},
+    "grouped": {"heads": 6, "kv_heads": 2},
+    "half a tile": {"queries": 192, "keys": (192, 64)},
+    "low logits": {"queries": 64, "keys": (64, 192), "shift": -120.0},
+    "one sample": {"batch": 1},
+    "strided": {"strided": True},
+    "broadcast": {"broadcast": True},
+}
+
+
+def attend(q, k, v, bias, scale):
+    """``(B, S, H, D)``, fewer K/V heads allowed, ``bias`` ``(B, 1 or H, 1 or Sq, Sk)``: output and log-sum-exp."""
+    logits, _, v = _logits(q, k, v, bias, scale)
+    lse = logits.logsumexp(-1)
+    return torch.einsum("bhst,bthd->bshd", (logits - lse[..., None]).exp(), v), lse
+
+
+def attend_backward(grad_out, q, k, v, out, lse, bias, scale):
+    """The same attention's gradients from the ``lse`` and ``out`` of longer rows."""
+    logits, wide_k, wide_v = _logits(q, k, v, bias, scale)
+    p = (logits - lse[..., None]).exp()
+    delta = (grad_out * out).sum(-1).transpose(1, 2)
+    ds = p * (torch.einsum("bshd,bthd->bhst", grad_out, wide_v) - delta[..., None]) * scale
+    dq = torch.einsum("bhst,bthd->bshd", ds, wide_k)
+    dk, dv = torch.einsum("bhst,bshd->bthd", ds, q), torch.einsum("bhst,bshd->bthd", p, grad_out)
+    return dq, *(x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dk, dv))
+
+
+def _logits(q, k, v, bias, scale):
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    logits = torch.einsum("bshd,bthd->bhst", q, k) * scale
+    return logits if bias is None else logits + bias, k, v
+
+
+def check_kernel(
+    kernel,
+    device,
+    dtype,
+    tolerance,
+    masked,
+    *,
+    batch=3,
+    queries=48,
+    keys=(48, 80),
+    heads=4,
+    kv_heads=None,
+    shift=0.0,
+    strided=False,
+    broadcast=False,
+):
+    """Forward on two chunks of the keys, merged, and backward on each with the merged rows."""
+    g = torch.Generator().manual_seed(queries + sum(keys))
+    scale, head_dim, total = 0.2, 32, sum(keys)
+
+    def tensor(tokens, heads):
+        if not strided:
+            return torch.randn(batch, tokens, heads, head_dim, generator=g).to(device, dtype)
+        # A slice of tokens and heads that begins 3 elements into its storage.
+        wide = torch.randn(batch * (tokens + 2) * (heads * 2 + 1) * head_dim + 3, generator=g).to(device, dtype)
+        return wide[3:].view(batch, tokens + 2, heads * 2 + 1, head_dim)[:, 1:-1, 1 : heads + 1]
+
+    q, k, v = tensor(queries, heads), tensor(total, kv_heads or heads), tensor(total, kv_heads or heads)
+    if broadcast:
+        k, v = (x[:1].expand(x.shape) for x in (k, v))
+    # A gradient that is broadcast, as of a sum.
+    grad_out = torch.randn(batch, 1, heads, head_dim, generator=g).to(device, dtype).expand(q.shape)
+    if shift:
+        q[..., 0], k[..., 0] = shift / scale, 1.0
+    mask = None
+    if masked:
+        mask = torch.rand(batch, total, generator=g).lt(0.7).to(device)
+        mask[0] = True
+        mask[1, : keys[0]], mask[1, -1] = False, True  # no key in the first chunk
+        mask[2] = False  # no key at all
+
+    truths = [x.double().requires_grad_() for x in (q, k, v)]
+    bias = None if mask is None else torch.zeros(mask.shape, device=device).masked_fill(~mask, -1e9)[:, None, None]
+    expected, expected_lse = attend(*truths, bias, scale)
+    if masked:
+        expected = expected * mask.any(1)[:, None, None, None]
+    expected.backward(grad_out.double())
+
+    chunks = [slice(0, keys[0]), slice(keys[0], None)]
+    outs, lses = [], []
+    for c in chunks:
+        part = None if mask is None else mask[:, c]
+        out, lse = kernel.forward(q, k[:, c], v[:, c], part, scale)
+        assert out.shape == q.shape and out.dtype == dtype
+        assert lse.shape == (batch, heads, queries) and lse.dtype == torch.float32
+        if masked:
+            empty = ~part.any(1)[:, None, None]
+            out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+        outs.append(out.float()), lses.append(lse)
+    lse = torch.logaddexp(*lses)
+    weights = [(x - lse).exp().nan_to_num(0.0).transpose(1, 2)[..., None] for x in lses]
+    out = (outs[0] * weights[0] + outs[1] * weights[1]).to(dtype)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    assert relative_error(out, expected.detach()) < tolerance
+    rows = slice(None) if mask is None else mask.any(1)
+    assert (lse[rows] - expected_lse[rows]).abs().max() < 10 * tolerance
+
+    strided_lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    grads = []
+    for c in chunks:
+        part = None if mask is None else mask[:, c]
+        grads.append(kernel.backward(grad_out, q, k[:, c], v[:, c], out, strided_lse, part, scale))
+        for grad, x in zip(grads[-1], (q, k[:, c], v[:, c]), strict=True):
+            assert grad.shape == x.shape and grad.dtype == dtype and grad.isfinite().all()
+    (dq0, dk0, dv0), (dq1, dk1, dv1) = grads
+    ours = dq0.float() + dq1.float(), torch.cat((dk0, dk1), 1), torch.cat((dv0, dv1), 1)
+    for name, value, truth in zip("qkv", ours, truths, strict=True):
+        assert relative_error(value, truth.grad) < tolerance, f"d{name}"
+
+
+def relative_error(value, truth):
+    return ((value.double() - truth).norm() / truth.norm()).item()
+
+
+def check_dense(*tensors):
+    """Handed over heads first, lying in memory as (B, S, H, D) with no gaps, whatever the sizes."""
+    for x in tensors:
+        b, h, s, d = x.shape
+        assert x.stride() == (s * h * d, d, h * d, 1) and x.storage_offset() * x.element_size() % 16 == 0
+
+
+def check_aligned(*tensors):
+    """Each row begins at a multiple of 16 bytes, and no two share their memory; ``(B, S, H, D)`` or heads first."""
+    for x in tensors:
+        starts = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+        assert all(i * x.element_size() % 16 == 0 for i in (x.storage_offset(), *starts)) and 0 not in starts
+
+
+def tokens_first(*tensors):
+    """``(B, H, S, D)`` to ``(B, S, H, D)``."""
+    return [x.transpose(1, 2) for x in tensors]

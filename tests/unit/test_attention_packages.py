@@ -1,0 +1,219 @@
+"""FlashAttention 2 and 3 and Transformer Engine: their functions stood in for on the CPU.
+
+The stand-ins have the signatures of released versions, compute the same attention, and fail where the real ones would
+silently read something else. With a GPU and the packages, ``test_cuda_kernels.py`` runs the real ones.
+"""
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from fsdp_cp.attention import foreign
+from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS
+from tests.unit.attention_oracle import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
+
+KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
+
+
+def _flash_results(given):
+    """What the packages' forward computes, and that nothing but plain attention is asked for."""
+    for name, value in given.items():
+        if name not in ("q", "k", "v", "softmax_scale"):
+            assert value in (None, False, 0.0, -1, (-1, -1)), name
+    check_aligned(given["q"], given["k"], given["v"])
+    return attend(given["q"], given["k"], given["v"], None, given["softmax_scale"])
+
+
+def _flash_write(given):
+    for name in ("dout", "out", "softmax_lse", "dq", "dk", "dv"):
+        assert given[name].is_contiguous(), name
+    check_aligned(given["q"], given["k"], given["v"])
+    tensors = (given[n] for n in ("dout", "q", "k", "v", "out", "softmax_lse"))
+    grads = attend_backward(*tensors, None, given["softmax_scale"])
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        given[name].copy_(grad)
+
+
+def _function(name, arguments, body):
+    """A function called ``name`` with these arguments, which hands them to ``body`` by name."""
+    space = {"body": body}
+    exec(f"def {name}({arguments}):\n    return body(locals())", space)
+    return space[name]
+
+
+def _operator(name, arguments, results, mutates, body):
+    """The same as a custom operator, as the packages have it from 2025 on."""
+    names = [a.split("=")[0].split()[-1] for a in arguments.split(", ")]
+    return torch.library.custom_op(
+        f"fsdp_cp_tests::{name}",
+        lambda *a: body(dict(zip(names, a, strict=False))),  # arguments at their defaults are left out
+        mutates_args=mutates,
+        schema=f"({arguments}) -> {results}",
+    )
+
+
+def _short(given):
+    out, lse = _flash_results(given)
+    return out.contiguous(), lse.contiguous(), out.new_empty(0), out.new_empty(0)
+
+
+def _long(count):
+    return lambda given: (*_flash_results(given)[:1], *[None] * 4, _flash_results(given)[1], *[None] * (count - 6))
+
+
+def _softmax_d(given):
+    _flash_write(given)
+    return torch.empty(0)
+
+
+_QKV, _GRADS = "Tensor q, Tensor k, Tensor v", "Tensor(a!)? dq{0}, Tensor(b!)? dk{0}, Tensor(c!)? dv{0}"
+_ROWS = f"Tensor dout, {_QKV}, Tensor out, Tensor softmax_lse"
+_HOPPER_2025 = "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, \
+max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, \
+k_descale, v_descale, softmax_scale, causal"
+_HOPPER_2025_BACKWARD = "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, \
+max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal"
+PACKAGES = {
+    "flash-attn 2.6.3": lambda: (
+        _function("f", "q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax",
+                  _long(8)),
+        _function("b", "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size, "
+                  "softcap, alibi_slopes, deterministic, rng_state=None", _flash_write),
+    ),
+    "flash-attn 2.8.3": lambda: (
+        _operator("f2", f"{_QKV}, float dropout_p, float softmax_scale, bool causal, int window_size_left, int "
+                  "window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax",
+                  "(Tensor, Tensor, Tensor, Tensor)", (), _short),
+        _operator("b2", f"{_ROWS}, {_GRADS.format('')}, float dropout_p, float softmax_scale, bool causal, int "
+                  "window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, bool deterministic, "
+                  "Tensor? rng_state=None", "Tensor", ("dq", "dk", "dv"), _softmax_d),
+    ),
+    "hopper 2024-07": lambda: (
+        _function("f", "q, k, v, softmax_scale, causal", _long(7)),
+        _function("b", "dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal", _flash_write),
+    ),
+    "hopper 2025-04": lambda: (
+        _function("f", f"{_HOPPER_2025}, window_size=(-1, -1), attention_chunk=0, softcap=0.0", _short),
+        _function("b", f"{_HOPPER_2025_BACKWARD}, window_size=(-1, -1), softcap=0.0, deterministic=False",
+                  _flash_write),
+    ),
+    "hopper 2025-11": lambda: (
+        _operator("f3", f"{_QKV}, Tensor? k_new=None, Tensor? out_=None, int? max_seqlen_q=None, float? "
+                  "softmax_scale=None, bool causal=False, int window_size_left=-1, int window_size_right=-1, int "
+                  "attention_chunk=0, float softcap=0.0", "(Tensor, Tensor, Tensor, Tensor)", (), _short),
+        _operator("b3", f"{_ROWS}, Tensor? cu_seqlens_q=None, {_GRADS.format('=None')}, float? softmax_scale=None, "
+                  "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, float softcap=0.0, bool "
+                  "deterministic=False", "Tensor", ("dq", "dk", "dv"), _softmax_d),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts modules where an import finds them, until the test is over."""
+
+    def put(package, version, module, **contents):
+        for name in {package, module}:
+            made = ModuleType(name)
+            made.__spec__ = SimpleNamespace(name=name)
+            monkeypatch.setitem(sys.modules, name, made)
+        vars(sys.modules[package]).update(__version__=version)
+        vars(sys.modules[module]).update(contents)
+        foreign.load.cache_clear()
+
+    yield put
+    foreign.load.cache_clear()
+
+
+def _install_flash(install, package, forward, backward, version="2.6.0"):
+    module = "flash_attn.flash_attn_interface" if package.startswith("flash-attn") else "flash_attn_interface"
+    contents = {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
+    install(module.partition(".")[0], version, module, **contents)
+    return KERNELS["flash_attn_2" if "." in module else "flash_attn_3"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_flash_attention_packages(install, package):
+    kernel = _install_flash(install, package, *PACKAGES[package]())
+    assert kernel.unavailable((9, 0), 128) is None
+    for case in ("plain", "grouped", "strided", "broadcast"):
+        check_kernel(kernel, "cpu", torch.float32, 2e-5, False, **CASES[case])
+
+
+def _te_forward(given):
+    assert (given["is_training"], given["qkv_layout"], given["attn_mask_type"]) == (True, "bshd_bshd_bshd", "no_mask")
+    assert given.get("o_format", "bshd") == "bshd" and given["fused_attention_backend"] == 1
+    q, k, v = given["q"], given["k"], given["v"]
+    check_dense(*(x.transpose(1, 2) for x in (q, k, v)))
+    assert given["cu_seqlens_q"].tolist() == [i * q.shape[1] for i in range(len(q) + 1)]
+    assert given["cu_seqlens_kv"].tolist() == [i * k.shape[1] for i in range(len(q) + 1)]
+    assert (given["max_seqlen_q"], given["max_seqlen_kv"]) == (q.shape[1], k.shape[1])
+    out, lse = attend(q, k, v, None, given["attn_scale"])
+    return out, [lse[..., None], torch.zeros(2, dtype=torch.int64)]
+
+
+def _te_backward(given):
+    assert given.get("dqkv_dtype", "kFloat32") == "kFloat32"
+    formats = [given.get(n, "bshd") for n in ("o_format", "do_format")] + [given.get("dqkv_layout", "bshd_bshd_bshd")]
+    assert formats == ["bshd", "bshd", "bshd_bshd_bshd"] and given["attn_mask_type"] == "no_mask"
+    tensors = [given[n] for n in ("d_o", "q", "k", "v", "o")]
+    check_dense(*(x.transpose(1, 2) for x in tensors))
+    lse, rng_state = given["aux_ctx_tensors"]
+    assert lse.is_contiguous() and lse.shape[3] == 1 and rng_state.shape == (2,)
+    return [*attend_backward(*tensors, lse[..., 0], None, given["attn_scale"]), None, None]
+
+
+_TE = "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v"
+_TE_OLD = 'qkv_layout="sbh3d", attn_mask_type="padding", attn_scale=None'
+_TE_NEW = f'{_TE_OLD}, o_format="sbhd"'
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.18.0"])
+def test_transformer_engine(install, version):
+    old = version == "2.11.0"
+    forward = _function("f", f"is_training, {_TE}, fake_dtype, fused_attention_backend, {_TE_OLD if old else _TE_NEW}",
+                        _te_forward)  # fmt: skip
+    between = "dqkv_dtype, aux_ctx_tensors" if old else "aux_ctx_tensors"
+    after = _TE_OLD if old else f'{_TE_NEW}, do_format="sbhd", dqkv_layout="sbh3d"'
+    arguments = f"{_TE}, o, d_o, fake_dtype, {between}, fused_attention_backend, {after}, deterministic=False"
+    contents = {"TORCH_DType": {"kInt32": torch.int32, "kFloat32": torch.float32},
+                "FusedAttnBackend": {"F16_arbitrary_seqlen": 1}}  # fmt: skip
+    module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+    backward = _function("b", arguments, _te_backward)
+    install("transformer_engine", version, module, fused_attn_fwd=forward, fused_attn_bwd=backward, **contents)
+    assert KERNELS["transformer_engine"].functions().problem is None
+    for case in ("plain", "grouped", "strided", "broadcast"):
+        check_kernel(KERNELS["transformer_engine"], "cpu", torch.float32, 2e-5, False, **CASES[case])
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "reason"),
+    [
+        ("q, k, v, softmax_scale, causal, sinks", None, "unknown signature of _flash_attn_forward (about sinks)"),
+        ("q, k, v, causal=False, scale=1.0", None, "(about softmax_scale)"),
+        (None, "dout, q, k, v, out, dq, dk, dv, softmax_scale", "_flash_attn_backward (about softmax_lse)"),
+    ],
+)
+def test_an_unknown_signature_is_refused_by_name(install, forward, backward, reason):
+    known = PACKAGES["hopper 2024-07"]()
+    made = [_function("f", a, None) if a else old for a, old in zip((forward, backward), known, strict=True)]
+    assert reason in _install_flash(install, "hopper", *made).unavailable((9, 0), 64)
+
+
+def test_packages_that_are_absent_old_or_broken_are_refused(install, monkeypatch, tmp_path):
+    foreign.load.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("flash_attn_2", "flash_attn_3", "transformer_engine"):
+        assert "is not installed (" in KERNELS[name].functions().problem
+    monkeypatch.undo()
+    kernel = _install_flash(install, "flash-attn", *PACKAGES["flash-attn 2.6.3"](), version="2.5.9")
+    assert kernel.unavailable((8, 0), 64) == "needs flash_attn 2.6 or later, not 2.5.9"
+    monkeypatch.undo()
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    foreign.load.cache_clear()
+    problem = KERNELS["flash_attn_3"].functions().problem
+    assert problem == "is installed but does not load (undefined symbol: _ZN3c10)"
