@@ -10,8 +10,9 @@ chunk with pads, H query heads, Hk key/value heads, D head size; all tensors of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -51,8 +52,17 @@ class Ring:
 class _Travelling:
     """A buffer that goes around the ring: send the one in hand, receive the next, both at once."""
 
-    def __init__(self, ring: Ring, tag: int, travels: Callable[[int, int], bool], like: Tensor, dtype: torch.dtype):
-        self.ring, self.tag, self.travels, self.like, self.dtype = ring, tag, travels, like, dtype
+    def __init__(
+        self,
+        ring: Ring,
+        tag: int,
+        travels: Callable[[int, int], bool],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.ring, self.tag, self.travels = ring, tag, travels
+        self.empty = partial(torch.empty, shape, dtype=dtype, device=device)
         self.works: list[dist.Work] = []
         self.sent: Tensor | None = None
         self.received: Tensor | None = None
@@ -61,7 +71,7 @@ class _Travelling:
         """Send ``x``, which is of ``chunk``, on its ``hop``-th hop; what comes in is of the chunk before it."""
         before = (chunk - 1) % self.ring.size
         self.sent = x if self.travels(chunk, hop) else None  # held until it has left
-        self.received = torch.empty_like(self.like, dtype=self.dtype) if self.travels(before, hop) else None
+        self.received = self.empty() if self.travels(before, hop) else None
         self.works = self.ring.start_hop(self.sent, self.received, self.tag)
 
     def wait(self) -> Tensor | None:
@@ -126,6 +136,11 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return out, lse
 
 
+def _heads_first_stack(tensors: tuple[Tensor, ...]) -> Tensor:
+    """One buffer ``(n, B, H, S, D)`` to send; the CPU's flash attention likes a head's rows next to each other."""
+    return torch.stack([x.transpose(1, 2) for x in tensors])
+
+
 def _visited(tensors: tuple[Tensor, ...], ring: Ring) -> Iterator[tuple[int, list[Tensor]]]:
     """Each chunk that comes by, the rank's own first: its number and the true tokens of its ``tensors``.
 
@@ -135,14 +150,14 @@ def _visited(tensors: tuple[Tensor, ...], ring: Ring) -> Iterator[tuple[int, lis
     if ring.size == 1:
         yield me, [layout.key_chunk(me).take(x) for x in tensors]
         return
-    held: Tensor | None = torch.stack(tensors)
-    travelling = _Travelling(ring, _KEYS_TAG, layout.keys_travel, held, held.dtype)
+    held: Tensor | None = _heads_first_stack(tensors)
+    travelling = _Travelling(ring, _KEYS_TAG, layout.keys_travel, held.shape, held.dtype, held.device)
     for step in range(ring.size):
         chunk = (me - step) % ring.size
         if step < ring.size - 1:
             travelling.start(held, chunk, step)
         if layout.tiles(me, chunk):
-            yield chunk, [layout.key_chunk(chunk).take(x) for x in held]
+            yield chunk, [layout.key_chunk(chunk).take(x.transpose(1, 2)) for x in held]
         if step < ring.size - 1:
             held = travelling.wait()
 
@@ -210,9 +225,9 @@ def ring_backward(
         return own.put(dq), keys_own.put(dk), keys_own.put(dv)
 
     dq = torch.zeros_like(rows[1], dtype=sums, memory_format=torch.contiguous_format)
-    own_kv = kv = torch.stack((k, v))
-    keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, own_kv, own_kv.dtype)
-    grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, own_kv, sums)
+    own_kv = kv = _heads_first_stack((k, v))
+    keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, own_kv.shape, k.dtype, k.device)
+    grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device)
     if size > 1:
         keys.start(own_kv, me, 0)
     for step in range(size):
@@ -224,12 +239,12 @@ def ring_backward(
         there = layout.key_chunk(chunk)
         parts = []
         for tile in layout.tiles(me, chunk):
-            dq_tile, dk, dv = tile_grads(tile, there.take(kv[0]), there.take(kv[1]), chunk)
+            dq_tile, dk, dv = tile_grads(tile, *(there.take(x.transpose(1, 2)) for x in kv), chunk)
             dq[:, slice(*tile.queries)] += dq_tile
             parts.append((tile.keys[0], dk, dv))
         total = grads.wait() if step > 0 else None
         if total is None and (parts or is_last):
-            total = torch.zeros_like(own_kv, dtype=sums)
+            total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
         for start, dk, dv in parts:
             there.add_into(total[0], dk, start)
             there.add_into(total[1], dv, start)

@@ -76,10 +76,14 @@ def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int
 def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]:
     """The exchange of :func:`pack_tokens` to tensors ``(B, P s, heads[i], D)``: all tokens, the rank's share of heads.
 
-    They are views of one buffer, which with B = 1 is the one received.
+    On CUDA they are views of one buffer, which with B = 1 is the one received. On the CPU they are copies with a head's
+    rows next to each other: flash attention is up to 9 % slower in fp32 on rows that lie apart.
     """
-    x = rearrange(x, "p b s f -> b (p s) f")
-    return [part.unflatten(-1, (-1, head_dim)) for part in x.split([h * head_dim for h in heads], dim=-1)]
+    sizes = [h * head_dim for h in heads]
+    if x.device.type == "cpu":
+        parts = (rearrange(part, "p b s (h d) -> b h (p s) d", d=head_dim) for part in x.split(sizes, dim=-1))
+        return [part.contiguous().transpose(1, 2) for part in parts]
+    return [part.unflatten(-1, (-1, head_dim)) for part in rearrange(x, "p b s f -> b (p s) f").split(sizes, dim=-1)]
 
 
 def pack_heads(tensors: Sequence[Tensor], ranks: int) -> Tensor:

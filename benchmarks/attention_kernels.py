@@ -1,0 +1,185 @@
+"""The local attention kernels on one device, through the public function at cp = 1 (``benchmarks.cp_attention``).
+
+Sizes are those of Wan 2.1 1.3B (12 heads x 128) and of 14B (40 heads x 128) over a Ulysses group of 8. Arithmetic is
+counted as 4 S^2 H D for the forward, 2.5 times that for the backward and 3 times for the JVP (which includes its
+forward), recomputation not counted; its share is of the fastest bf16 matrix product that this run measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from benchmarks.cp_attention import MIB, TOLERANCE, exact_attention, exact_tangent, random_inputs
+from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.memory import LiveStorages
+from fsdp_cp.mesh import Mesh, build_mesh
+
+MODELS = {"1.3B": 12, "14B / 8": 5}
+HEAD_DIM = 128
+CHECKED = 128
+"""Queries with a gradient in the check, which makes the float64 oracle affordable and still covers all of dK and dV."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def local_kernels(device: str, quick: bool) -> bool:
+    """Print the table. Is every kernel correct?"""
+    sizes = (8192,) if quick else (8192, 16384, 32760)
+    if device == "cpu":
+        sizes = (512,) if quick else (1024, 2048)
+    with _world_of_one(device):
+        mesh = build_mesh(cp=1, device_type=device)
+        ceiling = _matmul_rate(device)
+        print(f"Fastest bf16 matrix product of this run: {ceiling / 1e12:.2f} TFLOP/s. Tensors are bf16.\n")
+        print("| model | tokens | kernel | pass | ms | TFLOP/s | share of ceiling | peak MiB | largest error |")
+        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        return all([_case(device, mesh, model, tokens, ceiling) for model in MODELS for tokens in sizes])
+
+
+@contextmanager
+def _world_of_one(device: str):
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(os.path.join(folder, "store"), 1)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _matmul_rate(device: str) -> float:
+    """Operations per second of the best of some bf16 matrix products."""
+    best = 0.0
+    for n in (4096, 8192, 16384) if device == "cuda" else (1024, 2048):
+        a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        best = max(best, 2 * n**3 / _seconds(lambda a=a, b=b: a @ b, device))
+    return best
+
+
+def _case(device: str, mesh: Mesh, model: str, tokens: int, ceiling: float) -> bool:
+    heads, correct = MODELS[model], True
+    flops = 4 * tokens**2 * heads * HEAD_DIM
+    tensors = [x.bfloat16() for x in random_inputs(7, tokens, heads, HEAD_DIM, device)]
+    primals, grad, tangents = tensors[:3], tensors[3], tensors[4:]
+    for name, attend, refusal in _contenders(device, mesh):
+        if refusal:
+            print(f"| {model} | {tokens} | {name} | | {refusal} | | | | |", flush=True)
+            continue
+        passes = {
+            "forward": (1, lambda attend=attend: attend(*primals)),
+            "forward + backward": (3.5, lambda attend=attend: _gradients(attend, primals, grad)),
+        }
+        if name == "auto":
+            passes["JVP"] = (3, lambda attend=attend: _tangent(attend, primals, tangents))
+        for title, (factor, run) in passes.items():
+            start = f"| {model} | {tokens} | {name} | {title} |"
+            try:
+                error = _error(title, attend, primals, grad, tangents)
+                memory, seconds = _peak(run, device), _seconds(run, device)
+            except Exception as failure:  # a kernel that fails is a row
+                print(f"{start} {type(failure).__name__}: {str(failure).splitlines()[0][:120]} | | | | |", flush=True)
+                correct &= name not in ("auto", "reference", "cpu_flash")
+                continue
+            rate, bold = factor * flops / seconds, "" if error <= TOLERANCE[torch.bfloat16] else "**"
+            print(
+                f"{start} {seconds * 1e3:.2f} | {rate / 1e12:.2f} | {rate / ceiling:.0%} | {memory / MIB:.0f} |"
+                f" {bold}{error:.1e}{bold} |",
+                flush=True,
+            )
+            correct &= not bold or name == "torch SDPA"
+    return correct
+
+
+def _contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
+    """Name, function and why it cannot run: plain SDPA for comparison, what "auto" takes, and each kernel."""
+
+    def ours(backend: str) -> Attend:
+        return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh, backend=backend)
+
+    found = [("torch SDPA", _sdpa, None), ("auto", ours("auto"), None)]
+    for name, kernel in all_kernels().items():
+        refusal = kernel.refuses(torch.device(device), torch.bfloat16, HEAD_DIM, False)
+        found.append((name, ours(name), refusal))
+    return found
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def _gradients(attend: Attend, primals: list[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in primals]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _tangent(attend: Attend, primals: list[Tensor], tangents: list[Tensor]) -> Tensor:
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)]
+        return forward_ad.unpack_dual(attend(*duals)).tangent
+
+
+def _error(title: str, attend: Attend, primals: list[Tensor], grad: Tensor, tangents: list[Tensor]) -> float:
+    """Largest relative error by norm against float64, of the first queries and of all that they add to dK and dV."""
+    q, k, v = primals
+    few = slice(0, CHECKED)
+    if title == "JVP":
+        result = [_tangent(attend, primals, tangents)[:, few]]
+        truth = [exact_tangent(q[:, few], k, v, tangents[0][:, few], *tangents[1:])]
+    elif title == "forward":
+        result, truth = [attend(q, k, v)[:, few]], exact_attention(q[:, few], k, v, grad[:, few])[:1]
+    else:
+        only_few = torch.zeros_like(grad)
+        only_few[:, few] = grad[:, few]
+        out, dq, dk, dv = _gradients(attend, primals, only_few)
+        result = [out[:, few], dq[:, few], dk, dv]
+        truth = exact_attention(q[:, few], k, v, grad[:, few])
+    return max(((x - y).norm() / y.norm()).item() for x, y in zip(result, truth, strict=True))
+
+
+def _peak(run: Callable[[], object], device: str) -> int:
+    """Bytes beyond what is there already, results included."""
+    gc.collect()
+    if device == "cpu":
+        with LiveStorages() as live:
+            run()
+        return live.peak_bytes
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _seconds(run: Callable[[], object], device: str, rounds: int = 11, limit: float = 4.0) -> float:
+    """Median of up to ``rounds`` runs, at least three, in about ``limit`` seconds, after one to warm up."""
+    run()
+    times: list[float] = []
+    start = time.monotonic()
+    while len(times) < 3 or (len(times) < rounds and time.monotonic() - start < limit):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)

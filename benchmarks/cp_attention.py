@@ -1,0 +1,371 @@
+"""Context-parallel attention against other libraries, and the local kernels: ``python -m benchmarks.cp_attention``.
+
+Each case (tokens x heads) runs in fresh local gloo processes of one thread. Two passes measure errors and memory, then
+come rounds, each of which runs every contender once in turn, so that noise of the machine hits all alike; a time is
+the slowest rank's, the median over rounds. Errors are relative by norm, of all ranks' tokens together, against
+attention written out in float64. *Extra* memory is the peak of live storages in forward and backward of rank 0 beyond
+inputs, output and gradients; *kept* is what the graph holds from forward to backward beyond inputs and output. What a
+kernel or gloo takes for itself and gives back is in neither.
+
+``--world 1``, or ``--device cuda`` on one GPU, measures the local kernels instead, with the arithmetic rate as a share
+of the fastest bf16 matrix product of the same run.
+
+Exit codes: 0; 1 if ours is wrong or fails; 2 for a device that is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import math
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from benchmarks.attention_peers import Attend, Contender, peers
+from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.memory import LiveStorages
+from fsdp_cp.mesh import build_mesh, resolve_mesh
+
+HEAD_DIM = 64
+CASES = {1024: (8, 3), 2048: (8, 8), 4096: (8, 20), 8192: (4, 20), 16384: (2, 30)}
+"""Tokens to heads, and seconds of rounds for each dtype (never fewer than three rounds)."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Relative errors up to which a contender counts as correct. The flash kernel alone has 5e-7 and 4e-3."""
+NAMES = ("out", "dq", "dk", "dv")
+MIB = 2**20
+
+
+@dataclass
+class Row:
+    """What one rank measured of one contender."""
+
+    label: str
+    ours: bool
+    failure: str = ""
+    errors: list[float] = field(default_factory=list)
+    """Of out, dq, dk, dv over all ranks; empty if it failed."""
+    extra: int = 0
+    kept: int = 0
+    forward: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Summary:
+    """The same of all ranks together: milliseconds (nan where not timed) and MiB."""
+
+    label: str
+    ours: bool
+    failure: str
+    errors: list[float]
+    extra: float
+    kept: float
+    forward: float
+    both: float
+
+    def is_correct(self, dtype: torch.dtype) -> bool:
+        return not self.failure and _correct(self.errors, dtype)
+
+
+def _correct(errors: list[float], dtype: torch.dtype) -> bool:
+    return all(error <= TOLERANCE[dtype] for error in errors)
+
+
+# --- the oracle ---
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output, dq, and what these queries add to dk and dv, in float64; ``(B, Sq, H, D)`` and ``(B, Sk, H, D)``."""
+    q, k, v, grad = (x.detach().double().transpose(1, 2) for x in (q, k, v, grad))
+    out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    scale = q.shape[-1] ** -0.5
+    for head in range(q.shape[1]):
+        for start in range(0, q.shape[2], 256):
+            at = (slice(None), head, slice(start, start + 256))
+            p = (q[at] @ k[:, head].mT * scale).softmax(-1)
+            out[at] = p @ v[:, head]
+            dp = grad[at] @ v[:, head].mT
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+            dq[at] = ds @ k[:, head] * scale
+            dk[:, head] += ds.mT @ q[at] * scale
+            dv[:, head] += p.mT @ grad[at]
+    return [x.transpose(1, 2) for x in (out, dq, dk, dv)]
+
+
+def exact_tangent(q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor) -> Tensor:
+    """Tangent of the output of these queries, in float64."""
+    q, k, v, tq, tk, tv = (x.double().transpose(1, 2) for x in (q, k, v, *tangents))
+    scale = q.shape[-1] ** -0.5
+    p = (q @ k.mT * scale).softmax(-1)
+    ts = (tq @ k.mT + q @ tk.mT) * scale
+    return ((p * (ts - (p * ts).sum(-1, keepdim=True))) @ v + p @ tv).transpose(1, 2)
+
+
+def random_inputs(count: int, tokens: int, heads: int, head_dim: int, device: str = "cpu") -> list[Tensor]:
+    """Normal, and exact in bf16, so that one oracle serves every dtype."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    shape = (1, tokens, heads, head_dim)
+    return [torch.randn(shape, generator=generator, device=device).bfloat16().float() for _ in range(count)]
+
+
+# --- several ranks on the CPU ---
+
+
+def ours(world: int, heads: int) -> list[Contender]:
+    """The default factorisation first, then the others."""
+    default = resolve_mesh(world_size=world, cp=world, heads=heads)
+    degrees = [n for n in range(1, world + 1) if world % n == 0 and heads % n == 0 and n != default.ulysses]
+    names = ["fsdp_cp, default", *("fsdp_cp" for _ in degrees)]
+    return [
+        Contender(name, world // u, u, _build_ours, ours=True)
+        for name, u in zip(names, (default.ulysses, *degrees), strict=True)
+    ]
+
+
+def _build_ours(ring: int, ulysses: int) -> Attend:
+    mesh = build_mesh(cp=ring * ulysses, ring=ring, ulysses=ulysses)
+    return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh)
+
+
+def measure(world: int, tokens: int, heads: int, seconds: float) -> dict[torch.dtype, list[Row]]:
+    """On every rank: the rows of each dtype."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    rank, local = dist.get_rank(), tokens // world
+    own = slice(rank * local, (rank + 1) * local)
+    q, k, v, grad = random_inputs(4, tokens, heads, HEAD_DIM)
+    truth = exact_attention(q[:, own], k, v, grad[:, own])
+    for x in truth[2:]:
+        dist.all_reduce(x)
+    truth = [truth[0], truth[1], truth[2][:, own], truth[3][:, own]]
+    built = [(c, *_attempt(lambda c=c: c.build(c.ring, c.ulysses))) for c in ours(world, heads) + peers(world, heads)]
+    rows = {}
+    for dtype in TOLERANCE:
+        inputs = [x[:, own].to(dtype, copy=True).contiguous() for x in (q, k, v, grad)]
+        rows[dtype] = _measure_dtype(built, inputs, truth, seconds)
+    return rows
+
+
+def _attempt(call: Callable[[], object]) -> tuple[object, str]:
+    """The result, and the first line of what went wrong on any rank. A library that fails here does so on all ranks
+    alike, before it communicates; were it not so, the time-out of the process group would end the case."""
+    result, failure = None, ""
+    try:
+        result = call()
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    failures: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    return result, next((f for f in failures if f), "")
+
+
+def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], seconds: float) -> list[Row]:
+    rows, running = [], []
+    for contender, attend, failure in built:
+        row = Row(contender.label, contender.ours, failure)
+        rows.append(row)
+        if not row.failure:
+            passes = []
+            for _ in range(2):
+                if not row.failure:
+                    result, row.failure = _attempt(lambda attend=attend: _watched(attend, inputs))
+                    passes.append(result)
+        if not row.failure:
+            row.errors = _errors(passes[0][2], truth)
+            # The lesser of two: gloo's threads let go of a tensor a moment after it has been sent.
+            row.kept, row.extra = (min(p[i] for p in passes) for i in (0, 1))
+            del passes, result
+            # The time of a peer that is wrong says nothing.
+            if row.ours or _correct(row.errors, inputs[0].dtype):
+                running.append((attend, row))
+    start, rounds, go = time.monotonic(), 0, torch.ones(1)
+    while go:
+        gc.collect()
+        for i in range(len(running)):
+            _time_once(*running[(i + rounds) % len(running)], inputs)
+        rounds += 1
+        go.fill_(rounds < 3 or (rounds < 25 and time.monotonic() - start < seconds))
+        dist.broadcast(go, src=0)
+    return rows
+
+
+def _errors(results: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Relative by norm, over the tokens of all ranks."""
+    squares = [[(x - y).square().sum(), y.square().sum()] for x, y in zip(results, truth, strict=True)]
+    total = torch.tensor(squares)
+    dist.all_reduce(total)
+    return (total[:, 0] / total[:, 1]).sqrt().tolist()
+
+
+def _leaves(inputs: list[Tensor]) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in inputs[:3]]
+
+
+def _watched(attend: Attend, inputs: list[Tensor]) -> tuple[int, int, list[Tensor]]:
+    """Bytes kept for backward, bytes at the peak, and output and gradients."""
+    leaves, size = _leaves(inputs), inputs[0].nbytes
+    with LiveStorages() as live:
+        out = attend(*leaves)
+        time.sleep(0.02)
+        kept = live.bytes - size
+        grads = torch.autograd.grad(out, leaves, inputs[3])
+        return kept, live.peak_bytes - (1 + len(grads)) * size, [out.detach(), *grads]
+
+
+def _time_once(attend: Attend, row: Row, inputs: list[Tensor]) -> None:
+    leaves = _leaves(inputs)
+    dist.barrier()
+    start = time.perf_counter()
+    out = attend(*leaves)
+    row.forward.append(time.perf_counter() - start)
+    dist.barrier()
+    start = time.perf_counter()
+    torch.autograd.grad(out, leaves, inputs[3])
+    row.both.append(row.forward[-1] + time.perf_counter() - start)
+
+
+def summarise(ranks: list[list[Row]]) -> list[Summary]:
+    """Of the rows of all ranks, which have the same contenders in the same order."""
+    found = []
+    for rows in zip(*ranks, strict=True):
+        first = rows[0]
+        forward, both = (
+            statistics.median([max(times) * 1e3 for times in zip(*series, strict=True)] or [math.nan])
+            for series in ([row.forward for row in rows], [row.both for row in rows])
+        )
+        memory = (first.extra / MIB, first.kept / MIB)
+        found.append(Summary(first.label, first.ours, first.failure, first.errors, *memory, forward, both))
+    return found
+
+
+def against_peers(rows: list[Summary], dtype: torch.dtype) -> dict[str, tuple[float, str]]:
+    """For time and memory: the default of ours over the best correct peer in that respect, and which that is."""
+    mine = next(row for row in rows if row.ours)
+    able = [row for row in rows if not row.ours and row.is_correct(dtype)]
+    if mine.failure or not able:
+        return {}
+    best = {name: min(able, key=lambda row: getattr(row, name)) for name in ("forward", "both", "extra")}
+    return {
+        name: (getattr(mine, name) / getattr(peer, name), peer.label)
+        for name, peer in best.items()
+        if getattr(peer, name) > 0
+    }
+
+
+def compare(worlds: list[int], sizes: list[int]) -> bool:
+    """Print the tables. Is ours correct throughout?"""
+    correct, refused = True, {}
+    worst: dict[str, tuple[float, str]] = {}
+    titles = {"forward": "forward", "both": "forward + backward", "extra": "extra memory"}
+    for world in worlds:
+        for tokens in sizes:
+            heads, seconds = CASES[tokens]
+            preload = ("torch", "diffusers.models.attention_dispatch", "yunchang", "fsdp_cp.attention")
+            start = time.monotonic()
+            ranks = run_ranks(world, measure, world, tokens, heads, seconds, timeout=900, preload=preload)
+            print(f"\n## {world} ranks, {tokens} tokens ({time.monotonic() - start:.0f} s)")
+            for dtype in TOLERANCE:
+                rows = summarise([rank[dtype] for rank in ranks])
+                case = f"{world} ranks, {tokens} tokens x {heads} heads x {HEAD_DIM}, {str(dtype).split('.')[1]}"
+                _print_rows(case, rows, dtype, len(ranks[0][dtype][0].forward))
+                correct &= all(row.is_correct(dtype) for row in rows if row.ours)
+                refused |= {(world, row.label): row.failure for row in rows if row.failure}
+                for name, (ratio, peer) in against_peers(rows, dtype).items():
+                    print(f"- {titles[name]}: ours / best correct peer = {ratio:.2f} ({peer})")
+                    worst[name] = max(worst.get(name, (0.0, "")), (ratio, f"{case}, against {peer}"))
+    print("\n## Does not run\n\n| ranks | contender (ring x ulysses) | why |\n|---|---|---|")
+    for (world, label), failure in refused.items():
+        print(f"| {world} | {label} | {failure[:160].replace('|', '/')} |")
+    print("\n## Worst ratios of ours (default mesh) to the best correct peer\n")
+    for name, (ratio, case) in worst.items():
+        print(f"- {titles[name]}: {ratio:.2f} ({case})")
+    print(f"- ours is {'correct throughout' if correct else 'WRONG OR FAILS: see the rows in bold'}", flush=True)
+    return correct
+
+
+def _print_rows(case: str, rows: list[Summary], dtype: torch.dtype, rounds: int) -> None:
+    print(f"\n### {case} ({rounds} rounds)\n")
+    names = " | ".join(("forward ms", "forward + backward ms", *NAMES, "extra MiB", "kept MiB"))
+    print(f"| contender (ring x ulysses) | {names} |\n|---|---|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: (not row.ours, math.isnan(row.both), row.both)):
+        if row.failure and not row.ours:
+            continue  # listed once, at the end
+        if row.failure:
+            print(f"| **{row.label}** | {row.failure} | | | | | | | |")
+            continue
+        errors = " | ".join(f"{e:.1e}" if e <= TOLERANCE[dtype] else f"**{e:.1e} wrong**" for e in row.errors)
+        times = "| | |" if math.isnan(row.both) else f"| {row.forward:.1f} | {row.both:.1f} |"
+        print(f"| {row.label} {times} {errors} | {row.extra:.2f} | {row.kept:.2f} |")
+    print(flush=True)
+
+
+# --- memory of the JVP ---
+
+
+def jvp_peak(world: int, tokens: int) -> int:
+    """Peak of live storages in the JVP on this rank, beyond inputs: bytes."""
+    mesh = build_mesh(cp=world, ring=world, ulysses=1)
+    own = slice(dist.get_rank() * tokens // world, (dist.get_rank() + 1) * tokens // world)
+    inputs = [x[:, own].contiguous() for x in random_inputs(6, tokens, 1, HEAD_DIM)]
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs[:3], inputs[3:], strict=True)]
+        with LiveStorages() as live:
+            out = context_parallel_attention(*duals, mesh=mesh)
+    del out
+    return live.peak_bytes
+
+
+def jvp_memory(worlds: tuple[int, ...] = (1, 2)) -> None:
+    print("\n## Peak memory of the JVP on a ring, beyond its inputs; fp32, 1 head x 64\n")
+    print("Growth is against half of the tokens: 2 is linear.\n")
+    print("| cp | tokens | MiB | KiB per local token | growth |\n|---|---|---|---|---|")
+    for world in worlds:
+        before = None
+        for tokens in (2048, 4096, 8192, 16384):
+            peak = max(run_ranks(world, jvp_peak, world, tokens, preload=("torch", "fsdp_cp.attention")))
+            per_token = peak / 1024 / (tokens / world)
+            growth = f"{peak / before:.2f}" if before else ""
+            print(f"| {world} | {tokens} | {peak / MIB:.2f} | {per_token:.2f} | {growth} |", flush=True)
+            before = peak
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cp_attention", description=__doc__.splitlines()[0])
+    parser.add_argument("--world", type=int, nargs="+", default=[2, 4], help="numbers of ranks; 1: the local kernels")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int, nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--quick", action="store_true", help="1k and 2k tokens only; small local sizes")
+    parser.add_argument("--jvp-memory", action="store_true", help="only the memory of the JVP")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda needs a GPU and there is none; use --device cpu", file=sys.stderr)
+        return 2
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, one thread a rank"
+    print(f"torch {torch.__version__}, {name}\n")
+    if args.device == "cuda" or args.world == [1]:
+        from benchmarks.attention_kernels import local_kernels
+
+        return 0 if local_kernels(args.device, args.quick) else 1
+    if args.jvp_memory:
+        jvp_memory()
+        return 0
+    correct = compare(args.world, args.tokens[:2] if args.quick else args.tokens)
+    if not args.quick:
+        jvp_memory()
+    return 0 if correct else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
