@@ -13,22 +13,37 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def may_be_dual() -> bool:
-    """Are we inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``)?
+@torch.library.custom_op("fsdp_cp::refuse_compiled_duals", mutates_args=())
+def _refuse_compiled_duals(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_refuse_compiled_duals.register_fake
+def _(x):
+    # An exception from Python code would only make Dynamo break the graph, and inductor's graphs lose tangents.
+    raise RuntimeError("context parallelism has no forward-mode AD in a compiled graph; call the module uncompiled")
+
+
+def may_be_dual(x: Tensor) -> bool:
+    """Are we inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), so that ``x`` may have a tangent?
 
     ``forward_ad._current_level`` is private (torch 2.11 to 2.13); Dynamo guards on it, so that a graph compiled without
     tangents is not used again where there may be some.
+
+    Raises:
+        RuntimeError: while Dynamo compiles the caller.
     """
-    return forward_ad._current_level >= 0
+    if forward_ad._current_level < 0:
+        return False
+    if torch.compiler.is_compiling():
+        _refuse_compiled_duals(x)
+    return True
 
 
-# A compiled graph would lose the tangent between an operator's parts without a word: functions that take duals apart
-# carry this, so that Dynamo leaves them alone, or refuses with fullgraph=True.
-eager_only = torch.compiler.disable(reason="forward-mode AD through context parallelism runs in eager")
-
-
-def unpack_duals(tensors: Sequence[Tensor], operator: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    """Primals and tangents of an operator's arguments; zeros for a tangent that is missing, ``None`` if all are.
+def unpack_duals(
+    tensors: Sequence[Tensor], operator: str
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...] | None]:
+    """Primals and tangents of an operator's arguments: ``None`` for a tangent that is missing, or for all if all are.
 
     Raises:
         RuntimeError: with gradients enabled (forward over reverse is not supported).
@@ -38,5 +53,4 @@ def unpack_duals(tensors: Sequence[Tensor], operator: str) -> tuple[tuple[Tensor
         return tuple(tensors), None
     if torch.is_grad_enabled():
         raise RuntimeError(f"forward-mode AD through {operator} has no backward; compute it under torch.no_grad()")
-    tangents = [torch.zeros_like(d.primal) if d.tangent is None else d.tangent for d in duals]
-    return tuple(dual.primal for dual in duals), tuple(tangents)
+    return tuple(dual.primal for dual in duals), tuple(dual.tangent for dual in duals)

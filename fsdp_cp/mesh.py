@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -219,6 +220,12 @@ class Mesh:
         return self.device_mesh.device_type
 
 
+@lru_cache(maxsize=64)
+def _gather_ring(ring: DeviceMesh) -> None:
+    """NCCL's first ``batch_isend_irecv`` on a group needs all ranks of it, and a step of the ring may leave some out."""
+    dist.barrier(ring.get_group(), device_ids=[torch.cuda.current_device()])
+
+
 def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     """The ``(ring, ulysses)`` axes of a mesh as plain data.
 
@@ -236,6 +243,8 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
         axes = ", ".join(names) or "without names"
         raise ValueError(f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order")
     groups = {name: mesh.get_group(name) for name in names}
+    if mesh.device_type == "cuda" and "ring" in names and mesh["ring"].size() > 1:
+        _gather_ring(mesh["ring"])
     axes = []
     for name in ("ring", "ulysses"):
         # The group of an axis of size 1 is never communicated over, so any name that exists stands for it.
@@ -289,8 +298,7 @@ def build_mesh(
     data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
     context = _flattened(root, ("ring", "ulysses"), "cp")
     if device_type == "cuda" and shape.ring > 1:
-        # NCCL's first batch_isend_irecv on a group needs all of its ranks, and a ring step may leave some out.
-        dist.barrier(root.get_group("ring"), device_ids=[torch.cuda.current_device()])
+        _gather_ring(root["ring"])
     return Mesh(
         shape=shape,
         device_mesh=root,

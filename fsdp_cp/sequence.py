@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fsdp_cp.duals import eager_only, may_be_dual, unpack_duals
+from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_gather_single
@@ -99,21 +99,14 @@ def gather_tokens(
     if cp == 1:
         return x
     group = mesh.cp.get_group()
-    if may_be_dual():
-        dual = _gather_dual(x, group, total, dim)
-        if dual is not None:
-            return dual
+    if may_be_dual(x):
+        (x,), tangents = unpack_duals((x,), "gather_tokens")
+        if tangents is not None:
+            full = _gather(torch.stack((x, *tangents)), group, total, dim + 1)
+            return forward_ad.make_dual(full[0], full[1])
+    if not torch.is_grad_enabled():  # torch.func transforms refuse such a Function even then
+        return _gather(x, group, total, dim)
     return _Gather.apply(x, group, total, dim, partial_grad)
-
-
-@eager_only
-def _gather_dual(x: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor | None:
-    """Primal and tangent in one collective; ``None`` if there is no tangent."""
-    (x,), tangents = unpack_duals((x,), "gather_tokens")
-    if tangents is None:
-        return None
-    full = _gather(torch.stack((x, tangents[0])), group, total, dim + 1)
-    return forward_ad.make_dual(full[0], full[1])
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor:

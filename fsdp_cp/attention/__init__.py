@@ -6,6 +6,7 @@ derivative; docs/attention.md is the guide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,7 +27,7 @@ from fsdp_cp.attention.ulysses import (
     unpack_heads,
     unpack_tokens,
 )
-from fsdp_cp.duals import eager_only, may_be_dual, unpack_duals
+from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 
@@ -74,7 +75,7 @@ def context_parallel_attention(
         joint: q, k, v of text ``(B, L, H or Hk, D)`` that every rank holds in full; text and video attend to each
             other, and each text token takes part once.
         head_groups: exchange and attend to the heads in this many groups, so that the all-to-all of one runs
-            during the attention of another. Divides the heads that a rank gets.
+            during the attention of another. Divides the heads that a rank gets; without an all-to-all it does nothing.
 
     Returns:
         ``(B, S_local, H, D)``, pads 0; with ``joint`` also the text's output ``(B, L, H, D)``, the same on all ranks.
@@ -82,12 +83,12 @@ def context_parallel_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices, degrees or a backend that do not fit; before anything is sent.
-        RuntimeError: forward-mode AD with gradients enabled.
+        RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
     """
     groups = context_groups(mesh)
     if joint is not None:
         if not isinstance(mesh, Mesh):
-            raise ValueError("joint text needs a fsdp_cp.Mesh; with a DeviceMesh, split the text and give total_tokens")
+            raise ValueError("joint text needs a mesh of fsdp_cp.build_mesh, not a DeviceMesh")
         return _with_text(
             q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, causal_block, head_groups
         )  # fmt: skip
@@ -127,7 +128,7 @@ def cross_attention(
         ValueError, RuntimeError: as :func:`context_parallel_attention`.
     """
     q, k, v = _autocast((q, k, v))
-    _check(q, k, v, key_mask, k.shape[1], backend)
+    _check(q, k, v, key_mask, None, backend)
     layout = Layout((q.shape[1],), (k.shape[1],), ulysses=1, ring=1)
     return _attend(q, k, v, key_mask, scale, backend, layout, _ONE_RANK, 1)
 
@@ -136,7 +137,7 @@ def keep_attention_output(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
     """Selective activation checkpointing: keep the attention's output, recompute everything else.
 
     For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. Backward then runs the projections and the
-    all-to-all again, but not the ring.
+    all-to-all again, but not the ring; the output of cross-attention, the same operator, is kept too.
     """
     keep = op == torch.ops.fsdp_cp.ring_attention.default
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -146,11 +147,13 @@ def _with_text(q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, cau
     """Each rank brings its share of the text into the exchange; the text's output is gathered again."""
     if causal_block is not None:
         raise ValueError("causal_block counts video tokens; it cannot be combined with joint text")
-    if total_tokens is not None and not isinstance(total_tokens, int):
+    if isinstance(total_tokens, Sequence):
         raise ValueError(f"with joint text total_tokens is the number of video tokens, not {tuple(total_tokens)}")
     for name, x, video in zip("qkv", joint, (q, k, v), strict=True):
         if x.ndim != 4 or x.shape[0] != video.shape[0] or x.shape[2:] != video.shape[2:]:
             raise ValueError(f"joint {name} {tuple(x.shape)} does not fit {name} {tuple(video.shape)} but for tokens")
+        if x.dtype != video.dtype or x.device != video.device:
+            raise ValueError(f"joint {name} is {x.dtype} on {x.device}, but {name} is {video.dtype} on {video.device}")
         if x.shape[1] != joint[0].shape[1]:
             raise ValueError(f"joint {name} has {x.shape[1]} tokens, joint q {joint[0].shape[1]}")
     length = joint[0].shape[1]
@@ -171,10 +174,17 @@ def _with_text(q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, cau
 
 def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if may_be_dual():
-        dual = _attend_dual(q, k, v, mask, scale, backend, layout, groups, head_groups)
-        if dual is not None:
-            return dual
+    if may_be_dual(q):
+        primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
+        if tangents is not None:
+            _check_kernel(q, mask, backend, jvp=True)
+            if groups.cp_size > 1:  # what travels is one buffer
+                tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+            ring, inputs = make_ring(layout, groups.ring_rank, groups.ring_group), (*primals, *tangents)
+            out, t_out = _exchanged(inputs, lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups)
+            return forward_ad.make_dual(out, t_out)
+    # Kernels read a head's row as contiguous, and would read the wrong memory otherwise.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
     def attend(x: Sequence[Tensor]) -> tuple[Tensor]:
         block = layout.causal_block or 0
@@ -182,19 +192,6 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
         return (ring_attention(*x, mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend)[0],)
 
     return _exchanged((q, k, v), attend, 1, groups, head_groups)[0]
-
-
-@eager_only
-def _attend_dual(q, k, v, mask, scale, backend, layout, groups, head_groups) -> Tensor | None:
-    """The same with tangents, in one turn of the ring and one exchange each way; ``None`` if nobody has one."""
-    primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
-    if tangents is None:
-        return None
-    _check_kernel(q, mask, backend, jvp=True)
-    ring = make_ring(layout, groups.ring_rank, groups.ring_group)
-    inputs = (*primals, *tangents)
-    out, t_out = _exchanged(inputs, lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups)
-    return forward_ad.make_dual(out, t_out)
 
 
 def _exchanged(
@@ -211,10 +208,19 @@ def _exchanged(
     heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
     # All exchanges are begun at once and wait their turn; each one back begins as soon as its heads are done.
     coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
+    coming.reverse()
     going: list[Tensor] = []
-    for x in coming:
-        done = attend(unpack_heads(finish_exchange(x, group), heads, head_dim))
-        going.append(start_exchange(pack_heads(done, ranks), group))
+    try:
+        while coming:  # popped, so that a group's buffer goes when its heads are done
+            done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim))
+            going.append(start_exchange(pack_heads(done, ranks), group))
+            del done
+    except BaseException:
+        # Checkpointing stops a recomputation by an exception once it has what backward needs: exchanges that nobody
+        # waits for would keep their buffers for ever.
+        for x in (*coming, *going):
+            finish_exchange(x.detach(), group)
+        raise
     return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)
 
 
@@ -230,13 +236,16 @@ def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _segments(total_tokens: int | Sequence[int] | None, q: Tensor, groups: ContextGroups) -> tuple[int, ...]:
     if total_tokens is None:
         return (q.shape[1] * groups.cp_size,)
-    return (total_tokens,) if isinstance(total_tokens, int) else tuple(total_tokens)
+    return tuple(total_tokens) if isinstance(total_tokens, Sequence) else (int(total_tokens),)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int, backend: str) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int | None, backend: str) -> None:
+    """Before anything is sent; ``keys`` is the number of all keys, ``None`` for those of ``k``."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, tokens, heads, head_dim)")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; no size may be 0")
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but q is {q.dtype} on {q.device}; they must agree")
     if k.shape != v.shape:
@@ -248,8 +257,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int, back
     if mask is not None:
         if mask.dtype != torch.bool or mask.device != q.device:
             raise ValueError(f"key_mask is {mask.dtype} on {mask.device}; it must be bool on {q.device}")
-        if mask.shape != (q.shape[0], keys):
-            raise ValueError(f"key_mask has shape {tuple(mask.shape)}; it must be (batch, keys) = {(q.shape[0], keys)}")
+        wanted = (q.shape[0], k.shape[1] if keys is None else keys)
+        if mask.shape != wanted:
+            raise ValueError(f"key_mask has shape {tuple(mask.shape)}; it must be (batch, keys) = {wanted}")
     _check_kernel(q, mask, backend)
 
 
@@ -278,7 +288,8 @@ def _check_split(
         raise ValueError(f"causal_block={causal_block} must be at least 1, over one segment (it has {len(segments)})")
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % groups.ulysses_size:
-            fitting = [n for n in range(1, groups.cp_size + 1) if groups.cp_size % n == 0 and x.shape[2] % n == 0]
+            common = math.gcd(q.shape[2], k.shape[2], groups.cp_size)
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
             raise ValueError(
                 f"mesh.ulysses={groups.ulysses_size} does not divide the {x.shape[2]} heads of {name};"
                 f" use mesh.ulysses={' or '.join(map(str, fitting))}"

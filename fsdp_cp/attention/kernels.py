@@ -139,6 +139,11 @@ def all_kernels() -> dict[str, Kernel]:
 
 
 @lru_cache(maxsize=256)
+def _explain(name: str, what: str, why: str) -> None:
+    """Once for each choice. The choice itself is made anew: deterministic algorithms may be switched on meanwhile."""
+    log.info("attention backend auto: %s for %s (%s)", name, what, why)
+
+
 def choose_kernel(
     backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, jvp: bool = False
 ) -> Kernel:
@@ -163,7 +168,7 @@ def choose_kernel(
             raise ValueError(f"no attention kernel takes {dtype} on {device.type}: {'; '.join(reasons)}")
         why = "the only one with a forward-mode derivative" if jvp else "; ".join(reasons) or "first choice"
         what = f"{dtype} on {device.type}{', masked' if masked else ''}{', JVP' if jvp else ''}"
-        log.info("attention backend auto: %s for %s (%s)", kernel.name, what, why)
+        _explain(kernel.name, what, why)
         return kernel
     if backend not in kernels:
         raise ValueError(f"backend={backend!r} is unknown; use auto or {', '.join(kernels)}")

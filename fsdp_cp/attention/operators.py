@@ -83,7 +83,11 @@ def ring_attention_backward(
     """:func:`fsdp_cp.attention.ring.ring_backward`."""
     place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
     grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, place, _kernel(q, mask, backend))
-    return tuple(x.contiguous() for x in grads)
+    dq, dk, dv = (x.contiguous() for x in grads)
+    # Views of one buffer, which a kernel may return, would be refused as aliases.
+    if len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) < 3:
+        dk, dv = dk.clone(), dv.clone()
+    return dq, dk, dv
 
 
 @ring_attention_backward.register_fake

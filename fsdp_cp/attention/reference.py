@@ -24,8 +24,8 @@ class Dual(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    t_out: Tensor
-    t_lse: Tensor
+    t_out: Tensor | None
+    t_lse: Tensor | None
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -39,9 +39,10 @@ def _heads_first(x: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` for ``(B, H, M, K)`` and ``(B, H, K, N)``, ``a`` rounded to the dtype of ``b``; in fp32 or better."""
     a = a.to(b.dtype)
-    if b.dtype == accumulation_dtype(b.dtype):
-        return a @ b
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    with torch.autocast(a.device.type, enabled=False):  # it reaches into operators and would round fp32 factors to bf16
+        if b.dtype == accumulation_dtype(b.dtype):
+            return a @ b
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
 
 
 def _tile_sizes(x: Tensor) -> tuple[int, int]:
@@ -107,7 +108,8 @@ def attention_dual(
         scale: factor on the logits.
 
     Returns:
-        All in fp32 (fp64 for fp64). A row without a key has ``out`` 0, ``lse`` -inf and tangents 0.
+        All in fp32 (fp64 for fp64), without tangents if none was given. A row without a key has ``out`` 0, ``lse``
+        -inf and tangents 0.
     """
     heads = q.shape[2]
     q = _heads_first(fold_query_groups(q, k.shape[2]))
@@ -117,7 +119,7 @@ def attention_dual(
     moves = t_q is not None or t_k is not None or t_v is not None
     out = torch.empty_like(q, dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(q.shape[:3])
-    t_out, t_lse = torch.zeros_like(out), torch.zeros_like(lse)
+    t_out, t_lse = (torch.zeros_like(out), torch.zeros_like(lse)) if moves else (None, None)
     rows, columns = _tile_sizes(q)
     for i in range(0, q.shape[2], rows):
         r = slice(i, i + rows)
@@ -156,6 +158,7 @@ def attention_dual(
             t_total = t_total.div_(total)
             t_out[:, :, r] = t_o.div_(total).sub_(t_total * out[:, :, r])
             t_lse[:, :, r] = t_total.squeeze(-1)
-    out, t_out = (unfold_query_groups(x.transpose(1, 2), heads) for x in (out, t_out))
-    shape = (q.shape[0], heads, -1)
-    return Dual(out, lse.reshape(shape), t_out, t_lse.reshape(shape))
+    out, lse = unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, -1)
+    if not moves:
+        return Dual(out, lse, None, None)
+    return Dual(out, lse, unfold_query_groups(t_out.transpose(1, 2), heads), t_lse.reshape(lse.shape))

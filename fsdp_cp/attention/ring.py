@@ -136,28 +136,35 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return out, lse
 
 
-def _heads_first_stack(tensors: tuple[Tensor, ...]) -> Tensor:
-    """One buffer ``(n, B, H, S, D)`` to send; the CPU's flash attention likes a head's rows next to each other."""
-    return torch.stack([x.transpose(1, 2) for x in tensors])
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """One buffer to send: ``(n, B, S, H, D)``, or on the CPU ``(n, B, H, S, D)``, since flash attention is faster there
+    when a head's rows are next to each other."""
+    return torch.stack([x.transpose(1, 2) if x.device.type == "cpu" else x for x in tensors])
 
 
-def _visited(tensors: tuple[Tensor, ...], ring: Ring) -> Iterator[tuple[int, list[Tensor]]]:
-    """Each chunk that comes by, the rank's own first: its number and the true tokens of its ``tensors``.
+def _unpacked(buffer: Tensor) -> list[Tensor]:
+    """The ``(B, S, H, D)`` tensors of :func:`_packed`."""
+    return [x.transpose(1, 2) if x.device.type == "cpu" else x for x in buffer]
+
+
+def _visited(tensors: tuple[Tensor | None, ...], ring: Ring) -> Iterator[tuple[int, list[Tensor | None]]]:
+    """Each chunk that comes by, the rank's own first: its number and the true tokens of its ``tensors``, of which some
+    may be ``None`` in a ring of one.
 
     The next chunk is on its way while the caller works on this one.
     """
     layout, me = ring.layout, ring.rank
     if ring.size == 1:
-        yield me, [layout.key_chunk(me).take(x) for x in tensors]
+        yield me, [None if x is None else layout.key_chunk(me).take(x) for x in tensors]
         return
-    held: Tensor | None = _heads_first_stack(tensors)
+    held: Tensor | None = _packed(tensors)
     travelling = _Travelling(ring, _KEYS_TAG, layout.keys_travel, held.shape, held.dtype, held.device)
     for step in range(ring.size):
         chunk = (me - step) % ring.size
         if step < ring.size - 1:
             travelling.start(held, chunk, step)
         if layout.tiles(me, chunk):
-            yield chunk, [layout.key_chunk(chunk).take(x.transpose(1, 2)) for x in held]
+            yield chunk, [layout.key_chunk(chunk).take(x) for x in _unpacked(held)]
         if step < ring.size - 1:
             held = travelling.wait()
 
@@ -183,6 +190,7 @@ def ring_forward(
             rows, columns = slice(*tile.queries), slice(*tile.keys)
             seen = _tile_mask(mask, layout, chunk, tile)
             merged.add(rows, *_attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
+        del keys, values  # or three chunks are held while the next one comes in
     out, lse = merged.result()
     return own.put(out), own.put(lse.transpose(1, 2)).transpose(1, 2)
 
@@ -225,53 +233,59 @@ def ring_backward(
         return own.put(dq), keys_own.put(dk), keys_own.put(dv)
 
     dq = torch.zeros_like(rows[1], dtype=sums, memory_format=torch.contiguous_format)
-    own_kv = kv = _heads_first_stack((k, v))
-    keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, own_kv.shape, k.dtype, k.device)
-    grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device)
     if size > 1:
-        keys.start(own_kv, me, 0)
+        kv = _packed((k, v))
+        keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, kv.shape, k.dtype, k.device)
+        grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device)
+        keys.start(kv, me, 0)
     for step in range(size):
         chunk = (me - 1 - step) % size  # the rank's own chunk comes last, so that its gradients end here
         is_last = step == size - 1
-        kv = own_kv if is_last else keys.wait()
+        there = layout.key_chunk(chunk)
+        kv = None  # sent on; held any longer, it would be a third chunk in memory
+        if not is_last:
+            kv = keys.wait()
         if step < size - 2:
             keys.start(kv, chunk, step + 1)
-        there = layout.key_chunk(chunk)
         parts = []
         for tile in layout.tiles(me, chunk):
-            dq_tile, dk, dv = tile_grads(tile, *(there.take(x.transpose(1, 2)) for x in kv), chunk)
+            seen = (there.take(x) for x in ((k, v) if is_last else _unpacked(kv)))
+            dq_tile, dk, dv = tile_grads(tile, *seen, chunk)
             dq[:, slice(*tile.queries)] += dq_tile
             parts.append((tile.keys[0], dk, dv))
+            del dq_tile, dk, dv
         total = grads.wait() if step > 0 else None
         if total is None and (parts or is_last):
             total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
         for start, dk, dv in parts:
             there.add_into(total[0], dk, start)
             there.add_into(total[1], dv, start)
+            del dk, dv
+        parts.clear()
         if not is_last:
             grads.start(total, chunk, step)
-    # Copies: an operator may not return two views of one buffer.
-    return own.put(dq.to(q.dtype)), total[0].to(k.dtype, copy=True), total[1].to(v.dtype, copy=True)
+    return own.put(dq.to(q.dtype)), total[0].to(k.dtype), total[1].to(v.dtype)
 
 
 def ring_dual(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    t_q: Tensor,
-    t_k: Tensor,
-    t_v: Tensor,
+    t_q: Tensor | None,
+    t_k: Tensor | None,
+    t_v: Tensor | None,
     mask: Tensor | None,
     scale: float,
     ring: Ring,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
-    Shapes as in :func:`ring_forward`. Returns ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
+    Shapes as in :func:`ring_forward`; in a ring of one, a tangent that is 0 may be ``None``. Returns ``out`` and
+    ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
-    q_own, t_q_own = own.take(q), own.take(t_q)
+    q_own, t_q_own = own.take(q), None if t_q is None else own.take(t_q)
     merged: Dual | None = None
     for chunk, (keys, values, t_keys, t_values) in _visited((k, v, t_k, t_v), ring):
         for tile in layout.tiles(me, chunk):
@@ -280,9 +294,9 @@ def ring_dual(
                 q_own[:, rows],
                 keys[:, columns],
                 values[:, columns],
-                t_q_own[:, rows],
-                t_keys[:, columns],
-                t_values[:, columns],
+                None if t_q_own is None else t_q_own[:, rows],
+                None if t_keys is None else t_keys[:, columns],
+                None if t_values is None else t_values[:, columns],
                 _tile_mask(mask, layout, chunk, tile),
                 scale,
             )

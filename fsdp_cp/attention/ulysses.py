@@ -50,7 +50,11 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _begin(grad, ctx.group), None
+        coming = _begin(grad, ctx.group)
+        # Anomaly mode reads gradients on the way: before it has come, this one is whatever the memory held.
+        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+            _finish(coming)
+        return coming, None
 
 
 def start_exchange(x: Tensor, group: str) -> Tensor:
@@ -88,10 +92,12 @@ def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]
 
 def pack_heads(tensors: Sequence[Tensor], ranks: int) -> Tensor:
     """Back: ``(B, P s, h, D)`` to ``(P, B, s, F)``."""
-    return torch.cat([rearrange(x, "b (p s) h d -> p b s (h d)", p=ranks) for x in tensors], dim=-1)
+    pieces = [rearrange(x, "b (p s) h d -> p b s (h d)", p=ranks) for x in tensors]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
 def unpack_tokens(parts: Sequence[Tensor], count: int, head_dim: int) -> list[Tensor]:
     """The exchange of :func:`pack_heads`, for every part of the heads, to ``count`` tensors ``(B, s, heads, D)``."""
-    split = [x.unflatten(-1, (count, -1, head_dim)) for x in parts]
-    return [rearrange([x[..., i, :, :] for x in split], "g p b s h d -> b s (p g h) d") for i in range(count)]
+    x = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+    x = x.unflatten(-1, (count, -1, head_dim))
+    return [rearrange(x[..., i, :, :], "g p b s h d -> b s (p g h) d") for i in range(count)]
