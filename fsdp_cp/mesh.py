@@ -222,7 +222,7 @@ class Mesh:
 
 @lru_cache(maxsize=64)
 def _gather_ring(ring: DeviceMesh) -> None:
-    """NCCL's first ``batch_isend_irecv`` on a group needs all ranks of it, and a step of the ring may leave some out."""
+    """NCCL's first ``batch_isend_irecv`` on a group needs all its ranks; a step of the ring may leave some out."""
     dist.barrier(ring.get_group(), device_ids=[torch.cuda.current_device()])
 
 
