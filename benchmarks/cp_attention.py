@@ -41,7 +41,7 @@ from fsdp_cp.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
 
 HEAD_DIM = 64
-CASES = {1024: (8, 15), 2048: (8, 20), 4096: (8, 30), 8192: (4, 30), 16384: (2, 40)}
+CASES = {1024: (8, 12), 2048: (8, 15), 4096: (8, 20), 8192: (4, 20), 16384: (2, 20)}
 """Tokens to heads, and seconds of rounds for each dtype (never fewer than four rounds)."""
 FAR_BEHIND = 1.3
 """A contender that is slower than this times the fastest, after four rounds, sits out the others."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,8 @@ from fsdp_cp.mesh import Mesh
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 STRATEGIES = ("optim_grads_params",)
+FORWARD_AD_SINCE = (2, 13)
+"""The first torch whose FSDP2 hooks pass forward-mode tangents on (pytorch issue 182641)."""
 
 
 def shard_module(
@@ -73,6 +76,17 @@ def shard_module(
         # Neither setter is recursive: on the root alone, the blocks would still average, without any error.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if torch.__version__ < FORWARD_AD_SINCE:
+        model.register_forward_pre_hook(_refuse_duals, with_kwargs=True)
+
+
+def _refuse_duals(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            f"forward-mode AD through a sharded network needs torch {'.'.join(map(str, FORWARD_AD_SINCE))} or newer,"
+            f" not {torch.__version__}"
+        )
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

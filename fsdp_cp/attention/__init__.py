@@ -86,13 +86,13 @@ def context_parallel_attention(
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
     """
     groups = context_groups(mesh)
+    q, k, v = _autocast((q, k, v))
     if joint is not None:
         if not isinstance(mesh, Mesh):
             raise ValueError("joint text needs a mesh of fsdp_cp.build_mesh, not a DeviceMesh")
         return _with_text(
-            q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, causal_block, head_groups
-        )  # fmt: skip
-    q, k, v = _autocast((q, k, v))
+            q, k, v, _autocast(joint), mesh, total_tokens, scale, backend, key_mask, causal_block, head_groups
+        )
     segments = _segments(total_tokens, q, groups)
     _check(q, k, v, key_mask, sum(segments), backend)
     _check_split(q, k, segments, causal_block, groups, head_groups)
@@ -266,9 +266,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int | Non
 def _check_kernel(q: Tensor, mask: Tensor | None, backend: str, jvp: bool = False) -> None:
     """Refuse before anything is sent. A compiled graph finds out when it runs."""
     if not torch.compiler.is_compiling():
-        choose_kernel(
-            backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None, jvp=jvp
-        )  # fmt: skip
+        masked = mask is not None
+        choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked, jvp=jvp)
 
 
 def _check_split(

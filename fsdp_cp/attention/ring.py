@@ -216,7 +216,8 @@ def ring_backward(
     own = layout.chunk(me)
     rows = [own.take(x) for x in (grad_out, q, out)]
     lse = own.take(lse.transpose(1, 2)).transpose(1, 2)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(logit - inf) = 0: rows without a key have no gradient
+    if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     tiles = layout.tiles(me, me)
     one_tile = size == 1 and len(tiles) == 1 and tiles[0].queries == (0, own.size)
     sums = accumulation_dtype(q.dtype)

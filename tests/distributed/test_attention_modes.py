@@ -147,17 +147,13 @@ def _some_move(which):
         cross = [inputs.primals[0], text[1], text[2]]
         cross[which] = forward_ad.make_dual(cross[which], inputs.tangents[which][:, : cross[which].shape[1]])
         ours_cross = forward_ad.unpack_dual(cross_attention(*cross)).tangent.clone()
-    _, truth = torch.func.jvp(
-        lambda *x: plain_attention(*x, case, None), tuple(inputs.primals), tuple(tangents)
-    )  # fmt: skip
+    _, truth = torch.func.jvp(lambda *x: plain_attention(*x, case, None), tuple(inputs.primals), tuple(tangents))
     plain = (inputs.primals[0], text[1], text[2])
     moves = tuple(
         inputs.tangents[i][:, : x.shape[1]] if i == which else torch.zeros_like(x) for i, x in enumerate(plain)
-    )  # fmt: skip
+    )
     _, truth_cross = torch.func.jvp(lambda *x: plain_attention(*x, case, None), plain, moves)
-    return max(
-        ((a - b).norm() / b.norm()).item() for a, b in ((ours, truth), (ours_cross, truth_cross))
-    )  # fmt: skip
+    return max(((a - b).norm() / b.norm()).item() for a, b in ((ours, truth), (ours_cross, truth_cross)))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

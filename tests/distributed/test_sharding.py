@@ -4,9 +4,10 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
+from torch.autograd import forward_ad
 
 from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
-from fsdp_cp import build_mesh, microbatch, shard_module
+from fsdp_cp import build_mesh, microbatch, shard_module, sharding
 from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.sharding import fsdp_modules
@@ -245,3 +246,22 @@ def test_activation_checkpointing_saves_memory_and_keeps_names():
     with_it, same_names = run_ranks(2, _saved_bytes, True)[0]
     assert with_it < 0.5 * without
     assert names == same_names == [name for name, _ in WanTransformer3DModel(**ARCHITECTURE).named_parameters()]
+
+
+def _old_torch():
+    sharding.FORWARD_AD_SINCE = (99, 0)
+    mesh = build_mesh()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    shard_module(model, mesh=mesh, units=list(model))
+    x = torch.randn(2, 3)
+    with torch.no_grad(), forward_ad.dual_level():
+        assert model(x).shape == (2, 3)
+        with pytest.raises(RuntimeError, match=r"forward-mode AD through a sharded network needs torch 99\.0"):
+            model(forward_ad.make_dual(x, x))
+        with pytest.raises(RuntimeError, match="not 2"):
+            model(input=forward_ad.make_dual(x, x))
+    return True
+
+
+def test_forward_mode_is_refused_where_torch_cannot():
+    assert all(run_ranks(2, _old_torch))

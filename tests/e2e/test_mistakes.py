@@ -39,6 +39,10 @@ def _refused(capsys, tmp_path, *overrides):
         ("mesh.dp_shard=3", "needs 3 ranks, but the world has 1"),
         ("teacher.checkpoint=/no/such/folder", "teacher.checkpoint=/no/such/folder is not a folder"),
         ("precision=fp8", "use fp32 or bf16"),
+        ("attention.backend=flashy", "attention.backend='flashy' is unknown; use auto or cpu_flash"),
+        ("attention.backend=cudnn", "attention.backend='cudnn' runs on CUDA devices, not on cpu; use auto or cpu_flash"),
+        ("attention.head_groups=3", "does not divide the 4 heads of a rank; use 1, 2, 4"),
+        ("attention.head_groups=0", "attention.head_groups=0 must be at least 1"),
         ("method.step_list=[0.5,0.9]", "must descend from 1.0"),
         ("micro_batch_size=5", "micro_batch_size=5 does not divide"),
     ],
@@ -66,7 +70,7 @@ def test_checkpoints_that_do_not_fit(capsys, tmp_path):
     message = _refused(capsys, tmp_path, f"fake.checkpoint={deeper}", "mesh.cp=1")
     assert "lacks blocks.3." in message
 
-    # Fits itself, but not the data: other text embeddings, then other channels, then tokens that cp does not divide.
+    # Fits itself, but not the data: other text embeddings, then other channels.
     message = _refused(capsys, tmp_path, f"teacher.checkpoint={good}", "mesh.cp=1")
     assert "teacher.checkpoint takes text embeddings of size 10, but the data's have 32" in message
     channels = tmp_path / "channels"
