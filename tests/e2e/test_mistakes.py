@@ -40,7 +40,7 @@ def _refused(capsys, tmp_path, *overrides):
         ("teacher.checkpoint=/no/such/folder", "teacher.checkpoint=/no/such/folder is not a folder"),
         ("precision=fp8", "use fp32 or bf16"),
         ("attention.backend=flashy", "attention.backend='flashy' is unknown; use auto or cpu_flash"),
-        ("attention.backend=cudnn", "attention.backend='cudnn' runs on CUDA devices, not on cpu; use auto or cpu_flash"),
+        ("attention.backend=cudnn", "attention.backend='cudnn' runs on CUDA devices, not on cpu; use auto"),
         ("attention.head_groups=3", "does not divide the 4 heads of a rank; use 1, 2, 4"),
         ("attention.head_groups=0", "attention.head_groups=0 must be at least 1"),
         ("method.step_list=[0.5,0.9]", "must descend from 1.0"),
