@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 log = logging.getLogger("fsdp_cp.attention")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernel(ABC):
@@ -89,7 +90,7 @@ class CpuFlash(Kernel):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
         if device.type != "cpu":
             return f"runs on the CPU, not on {device.type}"
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if dtype not in FLOATS:
             return f"takes fp64, fp32, bf16 and fp16, not {dtype}"
         return None
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_cp.attention.kernels import Kernel, accumulation_dtype, fold_query_groups, unfold_query_groups
+from fsdp_cp.attention.kernels import FLOATS, Kernel, accumulation_dtype, fold_query_groups, unfold_query_groups
 
 _ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
 """Size of a tile of the attention matrix, by device type."""
@@ -60,7 +60,7 @@ class Reference(Kernel):
     name = "reference"
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        return None if dtype.is_floating_point else f"takes floating-point tensors, not {dtype}"
+        return None if dtype in FLOATS else f"takes fp64, fp32, bf16 and fp16, not {dtype}"
 
     def forward(self, q, k, v, mask, scale):
         dual = attention_dual(q, k, v, None, None, None, mask, scale)
