@@ -47,4 +47,5 @@ def test_unknown_names_and_dtypes():
     with pytest.raises(ValueError, match="no attention kernel takes torch.int64 on cpu: cpu_flash takes "):
         _choose("auto", dtype=torch.int64)
     assert _choose("auto", dtype=torch.float64).name == "cpu_flash"
-    assert _choose("auto", dtype=torch.float8_e4m3fn).name == "reference"
+    with pytest.raises(ValueError, match="reference takes fp64, fp32, bf16 and fp16, not torch.float8_e4m3fn"):
+        _choose("auto", dtype=torch.float8_e4m3fn)
