@@ -202,8 +202,9 @@ def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], secon
     start, rounds, go = time.monotonic(), 0, torch.ones(1)
     while go:
         gc.collect()
-        for i in range(len(running)):
-            _time_once(*running[(i + rounds) % len(running)], inputs)
+        # In a new order each time, the same on all ranks: a contender also pays for what ran just before it.
+        for i in torch.randperm(len(running), generator=torch.Generator().manual_seed(rounds)).tolist():
+            _time_once(*running[i], inputs)
         rounds += 1
         if rounds == 4:
             running = _contending(running)
