@@ -42,7 +42,7 @@ from fsdp_cp.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
 
 HEAD_DIM = 64
-CASES = {1024: (8, 12), 2048: (8, 15), 4096: (8, 20), 8192: (4, 20), 16384: (2, 20)}
+CASES = {1024: (8, 20), 2048: (8, 20), 4096: (8, 20), 8192: (4, 20), 16384: (2, 20)}
 """Tokens to heads, and seconds of rounds for each dtype (never fewer than four rounds)."""
 WARMED = 2048
 """Up to so many tokens each timed step follows an untimed one of the same contender."""
