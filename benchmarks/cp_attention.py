@@ -1,9 +1,8 @@
 """Context-parallel attention against other libraries, and the local kernels: ``python -m benchmarks.cp_attention``.
 
 Each case (tokens x heads) runs in fresh local gloo processes of one thread. Two passes measure errors and memory, then
-come rounds, each of which runs every contender once, in random order, so that noise of the machine hits all alike (up
-to 2k tokens after an untimed step of its own); after four of them those far behind sit out. A time is the slowest
-rank's, the median over rounds. Errors are relative by norm, of all ranks' tokens together, against attention written
+come rounds, each of which runs every contender once, in random order, so that noise of the machine hits all alike;
+after four of them those far behind sit out. A time is the slowest rank's, the median over rounds. Errors are relative by norm, of all ranks' tokens together, against attention written
 out in float64. *Extra* memory is the peak of live storages in forward and backward of rank 0 beyond inputs, output and
 gradients; *kept* is what the graph holds from forward to backward beyond inputs and output. What a kernel or gloo takes
 for itself and gives back is in neither. Ratios compare ours with the best of all correct peers on any factorisation:
@@ -44,8 +43,6 @@ from fsdp_cp.mesh import build_mesh, resolve_mesh
 HEAD_DIM = 64
 CASES = {1024: (8, 20), 2048: (8, 20), 4096: (8, 20), 8192: (4, 20), 16384: (2, 20)}
 """Tokens to heads, and seconds of rounds for each dtype (never fewer than four rounds)."""
-WARMED = 2048
-"""Up to so many tokens each timed step follows an untimed one of the same contender."""
 FAR_BEHIND = 1.3
 """A contender that is slower than this times the fastest, after four rounds, sits out the others."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -249,10 +246,6 @@ def _watched(attend: Attend, inputs: list[Tensor]) -> tuple[int, int, list[Tenso
 
 def _time_once(attend: Attend, row: Row, inputs: list[Tensor]) -> None:
     leaves = _leaves(inputs)
-    # In a network layer follows layer of the same code. After eight other contenders the first call pays a millisecond
-    # or two for code that has left the caches, which counts where the whole step takes little more.
-    if inputs[0].shape[1] * dist.get_world_size() <= WARMED:
-        torch.autograd.grad(attend(*leaves), leaves, inputs[3])
     dist.barrier()
     start = time.perf_counter()
     out = attend(*leaves)
