@@ -2,11 +2,12 @@
 
 Each case (tokens x heads) runs in fresh local gloo processes of one thread. Two passes measure errors and memory, then
 come rounds, each of which runs every contender once, in random order, so that noise of the machine hits all alike;
-after four of them those far behind sit out. A time is the slowest rank's, the median over rounds. Errors are relative by norm, of all ranks' tokens together, against attention written
-out in float64. *Extra* memory is the peak of live storages in forward and backward of rank 0 beyond inputs, output and
-gradients; *kept* is what the graph holds from forward to backward beyond inputs and output. What a kernel or gloo takes
-for itself and gives back is in neither. Ratios compare ours with the best of all correct peers on any factorisation:
-ours on its default one, and on the best of its own.
+after four of them those far behind sit out. A time is the slowest rank's, the median over rounds. Errors are relative
+by norm, of all ranks' tokens together, against attention written out in float64. *Extra* memory is the peak of live
+storages in forward and backward of rank 0 beyond inputs, output and gradients; *kept* is what the graph holds from
+forward to backward beyond inputs and output. What a kernel or gloo takes for itself and gives back is in neither.
+Ratios compare ours with the best of all correct peers on any factorisation: ours on its default one, and on the best of
+its own.
 
 ``--world 1``, or ``--device cuda`` on one GPU, measures the local kernels instead, with the arithmetic rate as a share
 of the fastest bf16 matrix product of the same run.
