@@ -39,7 +39,6 @@ def run(overrides: list[str]) -> None:
             trained=plan.method.trained_roles,
             mesh=mesh,
             device=device,
-            precision=config.precision,
             latent_shape=data.latent_shape,
             text_shape=data.text_shape,
             seed=config.seed,

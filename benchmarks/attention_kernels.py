@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from benchmarks.cp_attention import MIB, TOLERANCE, exact_attention, exact_tangent, random_inputs
+from benchmarks.attention_oracle import exact_attention, exact_tangent, random_inputs
+from benchmarks.cp_attention import MIB, TOLERANCE
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.kernels import all_kernels
 from fsdp_cp.memory import LiveStorages

@@ -1,13 +1,14 @@
 """Context-parallel attention against other libraries, and the local kernels: ``python -m benchmarks.cp_attention``.
 
-Each case (tokens x heads) runs in fresh local gloo processes of one thread. Two passes measure errors and memory, then
+Each case (tokens x heads) runs in fresh local gloo processes of one thread. One pass, or two of short ones, measures
+errors and memory, then
 come rounds, each of which runs every contender once, in random order, so that noise of the machine hits all alike;
-after four of them those far behind sit out. A time is the slowest rank's, the median over rounds. Errors are relative
+those that fall behind sit out the later ones. A time is the slowest rank's, the median over rounds. Errors are relative
 by norm, of all ranks' tokens together, against attention written out in float64. *Extra* memory is the peak of live
 storages in forward and backward of rank 0 beyond inputs, output and gradients; *kept* is what the graph holds from
 forward to backward beyond inputs and output. What a kernel or gloo takes for itself and gives back is in neither.
-Ratios compare ours with the best of all correct peers on any factorisation: ours on its default one, and on the best of
-its own.
+Ratios compare ours with the best correct peer, in three ways: our default factorisation with the peers on the same one,
+the best of ours with the best of theirs, and our default with the best of theirs.
 
 ``--world 1``, or ``--device cuda`` on one GPU, measures the local kernels instead, with the arithmetic rate as a share
 of the fastest bf16 matrix product of the same run.
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from benchmarks.attention_oracle import exact_attention, random_inputs
 from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.local_ranks import RankPool, run_ranks
@@ -42,10 +44,10 @@ from fsdp_cp.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
 
 HEAD_DIM = 64
-CASES = {1024: (8, 20), 2048: (8, 20), 4096: (8, 20), 8192: (4, 20), 16384: (2, 20)}
-"""Tokens to heads, and seconds of rounds for each dtype (never fewer than four rounds)."""
-FAR_BEHIND = 1.3
-"""A contender that is slower than this times the fastest, after four rounds, sits out the others."""
+CASES = {1024: (8, 25), 2048: (8, 25), 4096: (8, 22), 8192: (4, 20), 16384: (2, 20)}
+"""Tokens to heads, and seconds of rounds for each dtype (never fewer than three rounds)."""
+BEHIND = {3: 1.3, 12: 1.12}
+"""After so many rounds a contender slower than this times the fastest, both in forward and with backward, sits out."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Relative errors up to which a contender counts as correct. The flash kernel alone has 5e-7 and 4e-3."""
 NAMES = ("out", "dq", "dk", "dv")
@@ -57,6 +59,8 @@ class Row:
     """What one rank measured of one contender."""
 
     label: str
+    ring: int
+    ulysses: int
     ours: bool
     failure: str = ""
     errors: list[float] = field(default_factory=list)
@@ -72,6 +76,8 @@ class Summary:
     """The same of all ranks together: milliseconds (nan where not timed) and MiB."""
 
     label: str
+    ring: int
+    ulysses: int
     ours: bool
     failure: str
     errors: list[float]
@@ -86,43 +92,6 @@ class Summary:
 
 def _correct(errors: list[float], dtype: torch.dtype) -> bool:
     return all(error <= TOLERANCE[dtype] for error in errors)
-
-
-# --- the oracle ---
-
-
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output, dq, and what these queries add to dk and dv, in float64; ``(B, Sq, H, D)`` and ``(B, Sk, H, D)``."""
-    q, k, v, grad = (x.detach().double().transpose(1, 2) for x in (q, k, v, grad))
-    out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    scale = q.shape[-1] ** -0.5
-    for head in range(q.shape[1]):
-        for start in range(0, q.shape[2], 256):
-            at = (slice(None), head, slice(start, start + 256))
-            p = (q[at] @ k[:, head].mT * scale).softmax(-1)
-            out[at] = p @ v[:, head]
-            dp = grad[at] @ v[:, head].mT
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-            dq[at] = ds @ k[:, head] * scale
-            dk[:, head] += ds.mT @ q[at] * scale
-            dv[:, head] += p.mT @ grad[at]
-    return [x.transpose(1, 2) for x in (out, dq, dk, dv)]
-
-
-def exact_tangent(q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor) -> Tensor:
-    """Tangent of the output of these queries, in float64."""
-    q, k, v, tq, tk, tv = (x.double().transpose(1, 2) for x in (q, k, v, *tangents))
-    scale = q.shape[-1] ** -0.5
-    p = (q @ k.mT * scale).softmax(-1)
-    ts = (tq @ k.mT + q @ tk.mT) * scale
-    return ((p * (ts - (p * ts).sum(-1, keepdim=True))) @ v + p @ tv).transpose(1, 2)
-
-
-def random_inputs(count: int, tokens: int, heads: int, head_dim: int, device: str = "cpu") -> list[Tensor]:
-    """Normal, and exact in bf16, so that one oracle serves every dtype."""
-    generator = torch.Generator(device).manual_seed(tokens)
-    shape = (1, tokens, heads, head_dim)
-    return [torch.randn(shape, generator=generator, device=device).bfloat16().float() for _ in range(count)]
 
 
 # --- several ranks on the CPU ---
@@ -165,6 +134,8 @@ def measure(
     for dtype in TOLERANCE:
         inputs = [x[:, own].to(dtype, copy=True).contiguous() for x in (q, k, v, grad)]
         rows[dtype] = _measure_dtype(built, inputs, truth, seconds)
+        # What failed in one dtype is not tried in the next: a failure may take half a minute.
+        built = [(*entry[:2], row.failure) for entry, row in zip(built, rows[dtype], strict=True)]
     return rows
 
 
@@ -182,24 +153,25 @@ def _attempt(call: Callable[[], object]) -> tuple[object, str]:
 
 
 def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], seconds: float) -> list[Row]:
-    rows, running = [], []
+    rows, running, is_short = [], [], inputs[0].shape[1] * dist.get_world_size() < 8192
     for contender, attend, failure in built:
-        row = Row(contender.label, contender.ours, failure)
+        row = Row(contender.label, contender.ring, contender.ulysses, contender.ours, failure)
         rows.append(row)
         if not row.failure:
-            passes = []
-            for _ in range(2):
-                if not row.failure:
-                    result, row.failure = _attempt(lambda attend=attend: _watched(attend, inputs))
-                    passes.append(result)
-        if not row.failure:
-            row.errors = _errors(passes[0][2], truth)
-            # The lesser of two: gloo's threads let go of a tensor a moment after it has been sent.
-            row.kept, row.extra = (min(p[i] for p in passes) for i in (0, 1))
-            del passes, result
-            # The time of a peer that is wrong says nothing.
-            if row.ours or _correct(row.errors, inputs[0].dtype):
-                running.append((attend, row))
+            result, row.failure = _attempt(lambda attend=attend: _watched(attend, inputs))
+        if row.failure:
+            continue
+        row.kept, row.extra, results = result
+        row.errors = _errors(results, truth)
+        del result, results
+        # The time of a peer that is wrong says nothing.
+        if row.ours or _correct(row.errors, inputs[0].dtype):
+            running.append((attend, row))
+            if is_short:  # the lesser of two: gloo's threads let go of a tensor a moment after it has been sent
+                kept, extra, _ = _watched(attend, inputs)
+                row.kept, row.extra = min(kept, row.kept), min(extra, row.extra)
+    gc.collect()
+    gc.freeze()  # else a collection goes through all modules of the libraries: longer than a round
     start, rounds, go = time.monotonic(), 0, torch.ones(1)
     while go:
         gc.collect()
@@ -207,18 +179,18 @@ def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], secon
         for i in torch.randperm(len(running), generator=torch.Generator().manual_seed(rounds)).tolist():
             _time_once(*running[i], inputs)
         rounds += 1
-        if rounds == 4:
-            running = _contending(running)
-        go.fill_(rounds < 4 or (rounds < 60 and time.monotonic() - start < seconds))
+        if rounds in BEHIND:
+            running = _contending(running, BEHIND[rounds])
+        go.fill_(rounds < 3 or (rounds < 200 and time.monotonic() - start < seconds))
         dist.broadcast(go, src=0)
     return rows
 
 
-def _contending(running: list) -> list:
-    """Without those far behind in both times, by rank 0's clock; the default of ours, the first, stays."""
+def _contending(running: list, behind: float) -> list:
+    """Without those ``behind`` in both times, by rank 0's clock; the default of ours, the first, stays."""
     times = torch.tensor([[statistics.median(row.forward), statistics.median(row.both)] for _, row in running])
     dist.broadcast(times, src=0)
-    near = (times <= FAR_BEHIND * times.min(dim=0).values).any(dim=1)
+    near = (times <= behind * times.min(dim=0).values).any(dim=1)
     return [entry for i, entry in enumerate(running) if near[i] or i == 0]
 
 
@@ -267,30 +239,38 @@ def summarise(ranks: list[list[Row]]) -> list[Summary]:
             for series in ([row.forward for row in rows], [row.both for row in rows])
         )
         memory = (first.extra / MIB, first.kept / MIB)
-        found.append(Summary(first.label, first.ours, first.failure, first.errors, *memory, forward, both))
+        what = (first.label, first.ring, first.ulysses, first.ours, first.failure, first.errors)
+        found.append(Summary(*what, *memory, forward, both))
     return found
 
 
-def against_peers(rows: list[Summary], dtype: torch.dtype) -> dict[str, tuple[float, float, str]]:
-    """For time and memory: ours over the best correct peer, on the default and on our best factorisation, and which
-    peer that is."""
+WAYS = ("same factorisation", "best against best", "default against best")
+
+
+def against_peers(rows: list[Summary], dtype: torch.dtype) -> dict[str, dict[str, tuple[float, str]]]:
+    """For time and memory, in each of the three ways: ours over the best correct peer, and which that is."""
     mine = [row for row in rows if row.ours and not row.failure]
     able = [row for row in rows if not row.ours and row.is_correct(dtype)]
-    if not mine or not able:
-        return {}
     found = {}
-    for name in ("forward", "both", "extra"):
-        peer = min(able, key=lambda row, name=name: getattr(row, name))
-        best = min(getattr(row, name) for row in mine)
-        if getattr(peer, name) > 0:
-            found[name] = (getattr(mine[0], name) / getattr(peer, name), best / getattr(peer, name), peer.label)
+    for name in ("forward", "both", "extra") if mine else ():
+        alike = [row for row in able if (row.ring, row.ulysses) == (mine[0].ring, mine[0].ulysses)]
+        best = min(mine, key=lambda row, name=name: _sortable(getattr(row, name)))
+        found[name] = {}
+        for way, own, others in zip(WAYS, (mine[0], best, mine[0]), (alike, able, able), strict=True):
+            peer = min(others, key=lambda row, name=name: _sortable(getattr(row, name)), default=None)
+            if peer and getattr(peer, name) > 0:
+                found[name][way] = (getattr(own, name) / getattr(peer, name), peer.label)
     return found
+
+
+def _sortable(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def compare(worlds: list[int], sizes: list[int]) -> bool:
     """Print the tables. Is ours correct throughout?"""
     correct, refused = True, {}
-    worst: dict[tuple[str, str], tuple[float, str]] = {}
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
     titles = {"forward": "forward", "both": "forward + backward", "extra": "extra memory"}
     preload = ("torch", "diffusers.models.attention_dispatch", "yunchang", "fsdp_cp.attention")
     for world, tokens in itertools.product(worlds, sizes):
@@ -306,19 +286,21 @@ def compare(worlds: list[int], sizes: list[int]) -> bool:
                 _print_rows(case, rows, dtype, len(ranks[0][dtype][0].forward))
                 correct &= all(row.is_correct(dtype) for row in rows if row.ours)
                 refused |= {(world, row.label): row.failure for row in rows if row.failure}
-                for name, (default, best, peer) in against_peers(rows, dtype).items():
-                    ratios = f"{default:.2f} by default, {best:.2f} at best"
-                    print(f"- {titles[name]}: ours / best correct peer = {ratios} ({peer})")
-                    for which, ratio in (("by default", default), ("at best", best)):
-                        key = (titles[name], which)
-                        worst[key] = max(worst.get(key, (0.0, "")), (ratio, f"{case}, against {peer}"))
+                for name, ways in against_peers(rows, dtype).items():
+                    said = ", ".join(f"{way} {ratio:.2f} ({peer})" for way, (ratio, peer) in ways.items())
+                    print(f"- {titles[name]}: {said}")
+                    for way, (ratio, peer) in ways.items():
+                        ratios.setdefault((titles[name], way), []).append((ratio, f"{case}, against {peer}"))
     print("\n## Does not run\n\n| ranks | contender (ring x ulysses) | why |\n|---|---|---|")
     for (world, label), failure in refused.items():
         print(f"| {world} | {label} | {failure[:160].replace('|', '/')} |")
-    print("\n## Worst ratios of ours to the best correct peer\n")
-    for (name, which), (ratio, case) in worst.items():
-        print(f"- {name}, {which}: {ratio:.2f} ({case})")
-    print(f"- ours is {'correct throughout' if correct else 'WRONG OR FAILS: see the rows in bold'}", flush=True)
+    print("\n## Ratios of ours to the best correct peer, over all cases\n")
+    print("| what | way | median | worst | where | above 1.05 |\n|---|---|---|---|---|---|")
+    for (name, way), found in ratios.items():
+        values, (worst, where) = [ratio for ratio, _ in found], max(found)
+        above = f"{sum(ratio > 1.05 for ratio in values)} of {len(values)}"
+        print(f"| {name} | {way} | {statistics.median(values):.2f} | {worst:.2f} | {where} | {above} |")
+    print(f"\nOurs is {'correct throughout' if correct else 'WRONG OR FAILS: see the rows in bold'}", flush=True)
     return correct
 
 

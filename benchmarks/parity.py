@@ -25,9 +25,10 @@ from distill.data.order import clip_at
 from distill.methods import Batch, build_method
 from distill.methods.dmd2 import Dmd2Settings
 from distill.trainer import Trainer
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import StepRandom
+from fsdp_cp.shard_settings import ShardSettings
 from models.load import build_role, plan_role
 from models.role import Role
 from models.wan import Wan
@@ -61,11 +62,19 @@ class Setup:
     steps: int = 6
     precision: str = "fp32"
     activation_checkpointing: bool = False
+    batch_size: int = BATCH
     micro_batch_size: int = 1
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Settings of how a role is sharded, by role; under ``all`` those of every role."""
 
     @property
     def world_size(self) -> int:
         return self.dp_shard * self.cp * self.dp_replicate
+
+    def sharding(self, role: str) -> ShardSettings:
+        """How ``role`` is sharded."""
+        chosen = {"activation_checkpointing": self.activation_checkpointing, "precision": self.precision}
+        return ShardSettings(**chosen | self.changes.get("all", {}) | self.changes.get(role, {}))
 
 
 @dataclass
@@ -116,7 +125,7 @@ def make_config(setup: Setup, folder: Path) -> Config:
     settings = OptimizerSettings(lr=1e-4, betas=[0.0, 0.99], weight_decay=0.01)
     return Config(
         steps=setup.steps,
-        batch_size=BATCH,
+        batch_size=setup.batch_size,
         seed=3,
         run_dir=str(folder / "run"),
         method=Dmd2Settings(
@@ -159,12 +168,11 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
     device = torch.device("cpu")
     roles = {}
     for name in ("teacher", "student", "fake"):
-        plan = plan_role(name, checkpoint=str(folder / name), activation_checkpointing=setup.activation_checkpointing)
+        plan = plan_role(name, checkpoint=str(folder / name), sharding=setup.sharding(name))
         roles[name] = build_role(
             plan,
             mesh=mesh,
             device=device,
-            precision=setup.precision,
             trainable=name != "teacher",
             latent_shape=LATENT_SHAPE,
             text_shape=TEXT_SHAPE,
@@ -221,7 +229,8 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     }
     data, trace = RandomClips(), Trace()
     for step in range(setup.steps):
-        indices = [clip_at(config.seed, len(data), step * BATCH + i) for i in range(BATCH)]
+        size = setup.batch_size
+        indices = [clip_at(config.seed, len(data), step * size + i) for i in range(size)]
         batch = Batch(
             latents=data.latents[indices].to(dtype),
             text=data.text[indices].to(dtype),
@@ -230,7 +239,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         name = method.trained_role(step)
         parameters = dict(roles[name].network.named_parameters())
         total = 0.0
-        for loss in method.losses(step, batch, StepRandom(seed=config.seed, step=step, positions=range(BATCH))):
+        for loss in method.losses(step, batch, StepRandom(seed=config.seed, step=step, positions=range(size))):
             value = loss.weight * loss.closure()
             value.backward()
             total += value.item()
@@ -292,9 +301,19 @@ def compare(trace: Trace, oracle: Trace) -> Difference:
     )
 
 
-def trace_on_ranks(setup: Setup, folder: Path) -> Trace:
-    """:func:`sharded_trace` on as many processes as ``setup`` needs; the ranks' traces must be the same."""
-    traces = run_ranks(setup.world_size, sharded_trace, setup, folder, preload=("torch", "distill.trainer"))
+def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> Trace:
+    """:func:`sharded_trace` on as many processes as ``setup`` needs; the ranks' traces must be the same.
+
+    Args:
+        setup: the run.
+        folder: of :func:`write_checkpoints`.
+        pool: of ``setup.world_size`` ranks; new ones by default.
+    """
+    if pool is None:
+        with RankPool(setup.world_size, preload=("torch", "distill.trainer")) as pool:
+            return trace_on_ranks(setup, folder, pool)
+    assert pool.world_size == setup.world_size
+    traces = pool.run(sharded_trace, setup, folder)
     for other in traces[1:]:
         assert other.losses == traces[0].losses and other.norms == traces[0].norms, "ranks disagree"
     return traces[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -13,12 +12,14 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import II, MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from distill.checks import check
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError
+from fsdp_cp.shard_settings import ShardSettings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -64,8 +65,8 @@ class EmaSettings:
 
 
 @dataclass(kw_only=True)
-class RoleSettings:
-    """``teacher.*`` and ``fake.*``."""
+class RoleSettings(ShardSettings):
+    """``teacher.*`` and ``fake.*``; how they are sharded is in docs/sharding.md."""
 
     checkpoint: str | None = None
     """Diffusers pipeline or transformer folder."""
@@ -73,10 +74,8 @@ class RoleSettings:
     """Configuration of a network with random weights, where there is no checkpoint."""
     family: str = "wan"
     """Model family."""
-    strategy: str = "optim_grads_params"
-    """Sharding strategy."""
-    activation_checkpointing: bool = False
-    """Run each block again in backward instead of keeping its activations."""
+    precision: str = II("precision")
+    """``fp32`` or ``bf16`` compute of this role; the run's when not set."""
 
 
 @dataclass(kw_only=True)
@@ -104,6 +103,12 @@ class OptimizerSettings:
     """Updates of this role over which the rate grows linearly, from ``lr / warmup``."""
     final_lr: float = 0.0
     """Rate at the end of ``cosine``, as a share of ``lr``."""
+    no_decay: list[str] = field(default_factory=list)
+    """Names of parameters without weight decay, as patterns: ``[*.bias,*norm*]``."""
+    lr_scale: Any = None  # an optional dict; see RoleSettings.architecture
+    """Factors of the rate by pattern of parameter names, ``{patch_embedding.*: 0.1}``; the first match counts."""
+    implementation: str = "foreach"
+    """``foreach``, ``fused`` (one kernel for the whole update) or ``for_loop`` (least memory)."""
 
 
 @dataclass(kw_only=True)
@@ -136,6 +141,10 @@ class LogSettings:
 
     every: int = 10
     """Steps between lines of ``metrics.jsonl``."""
+    norms_every: int = 0
+    """Steps between lines of ``norms.jsonl``: each weight's and gradient's norm, by role; 0 for none."""
+    groups: bool = False
+    """Print at the start how each role is sharded: units, dtypes, bytes."""
     wandb: bool = False
     """Log to Weights & Biases too (needs the ``wandb`` extra)."""
     tensorboard: bool = False
@@ -244,6 +253,12 @@ def compose_config(overrides: list[str]) -> Config:
         if isinstance(cause, UserError):
             raise cause from error
         raise UserError(_explain(error, overrides)) from error
+    for group, chosen, known in (
+        ("method", config.method, {name: settings for name, (_, settings) in METHODS.items()}),
+        ("data", config.data, DATA),
+    ):
+        if known.get(chosen.name) is not type(chosen):
+            raise UserError(f"{group}.name={chosen.name} is not the {group} that was chosen; use {group}=NAME instead")
     check(config)
     return config
 
@@ -324,100 +339,3 @@ def _known_keys(overrides: list[str]) -> list[str]:
 
     collect(composed, "")
     return keys
-
-
-def check(config: Config) -> None:
-    """Bounds that types cannot say.
-
-    Raises:
-        UserError: naming the setting and a value that works.
-    """
-    for group, chosen, known in (
-        ("method", config.method, {name: settings for name, (_, settings) in METHODS.items()}),
-        ("data", config.data, DATA),
-    ):
-        if known.get(chosen.name) is not type(chosen):
-            raise UserError(f"{group}.name={chosen.name} is not the {group} that was chosen; use {group}=NAME instead")
-    for name, value, least in (
-        ("steps", config.steps, 1),
-        ("seed", config.seed, 0),
-        ("batch_size", config.batch_size, 1),
-        ("checkpoint.every", config.checkpoint.every, 0),
-        ("checkpoint.keep", config.checkpoint.keep, 0),
-        ("log.every", config.log.every, 1),
-        ("sample.every", config.sample.every, 0),
-        ("sample.prompts", config.sample.prompts, 1),
-        ("sample.report_clips", config.sample.report_clips, 0),
-        ("optim.max_skipped", config.optim.max_skipped, 1),
-        ("attention.head_groups", config.attention.head_groups, 1),
-    ):
-        if value < least:
-            raise UserError(f"{name}={value} must be at least {least}")
-    for name, value, choices in (
-        ("precision", config.precision, ("fp32", "bf16")),
-        ("device", config.device, ("auto", "cpu", "cuda")),
-        ("export.weights", config.export.weights, ("auto", "raw", "ema")),
-        ("export.dtype", config.export.dtype, ("fp32", "bf16")),
-        ("optim.student.schedule", config.optim.student.schedule, ("constant", "cosine")),
-        ("optim.fake.schedule", config.optim.fake.schedule, ("constant", "cosine")),
-    ):
-        if value not in choices:
-            raise UserError(f"{name}={value} is unknown; use {' or '.join(choices)}")
-    for name in ("student", "fake"):
-        settings = getattr(config.optim, name)
-        for key in ("lr", "eps", "weight_decay", "warmup", "final_lr"):
-            if not 0 <= getattr(settings, key) < math.inf:
-                raise UserError(f"optim.{name}.{key}={getattr(settings, key)} must be at least 0")
-    for name, value in (
-        ("student.ema.start", config.student.ema.start),
-        ("student.ema.gamma", config.student.ema.gamma),
-    ):
-        if value < 0:
-            raise UserError(f"{name}={value} must be at least 0")
-    # Samples are made at the end too: a number of steps that the sampler refuses would be found after the training.
-    most = len(config.method.step_list) if hasattr(config.method, "step_list") else math.inf
-    for name, value, limit in (
-        ("sample.student_steps", config.sample.student_steps, most),
-        ("sample.teacher_steps", config.sample.teacher_steps, math.inf),
-    ):
-        if any(not 1 <= steps <= limit for steps in value) or (name == "sample.student_steps" and not value):
-            raise UserError(f"{name}={value} must be numbers from 1" + (f" to {limit}" if limit < math.inf else " on"))
-    for item in fields(config.method):
-        value = getattr(config.method, item.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"method.{item.name}={value} must be a finite number")
-    if config.export.weights == "ema" and not config.student.ema.enabled:
-        raise UserError("export.weights=ema needs student.ema.enabled=true")
-    for name, value in (
-        ("optim.student.betas", config.optim.student.betas),
-        ("optim.fake.betas", config.optim.fake.betas),
-    ):
-        if len(value) != 2 or not all(0 <= b < 1 for b in value):
-            raise UserError(f"{name}={value} must be two numbers of at least 0 and below 1")
-    if config.optim.clip is not None and config.optim.clip <= 0:
-        raise UserError(f"optim.clip={config.optim.clip} must be above 0, or null for none")
-    decay = config.student.ema.decay
-    if decay is not None and not 0 <= decay < 1:
-        raise UserError(f"student.ema.decay={decay} must be at least 0 and below 1, or null for the power schedule")
-
-
-def micro_batch_size(config: Config, dp_size: int) -> int:
-    """Samples per data-parallel rank and forward.
-
-    Raises:
-        UserError: a batch that does not divide into them.
-    """
-    if config.batch_size % dp_size:
-        raise UserError(
-            f"batch_size={config.batch_size} is not a multiple of the {dp_size} data-parallel ranks;"
-            f" use batch_size={max(1, config.batch_size // dp_size) * dp_size}"
-        )
-    local = config.batch_size // dp_size
-    micro = config.micro_batch_size if config.micro_batch_size is not None else local
-    if micro < 1 or local % micro:
-        fitting = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
-        raise UserError(
-            f"micro_batch_size={micro} does not divide batch_size / data-parallel ranks ="
-            f" {config.batch_size} / {dp_size} = {local}; use {fitting}"
-        )
-    return micro

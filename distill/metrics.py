@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` and, if asked for, Weights & Biases and TensorBoard. Rank 0 alone makes one."""
+"""``metrics.jsonl`` and, if asked for, ``norms.jsonl``, Weights & Biases and TensorBoard. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cut_back(path: Path, step: int) -> None:
     """Drop the lines after ``step``, and a torn last line; a resumed run writes them again.
 
     Args:
-        path: ``metrics.jsonl``; may be absent.
+        path: ``metrics.jsonl`` or ``norms.jsonl``; may be absent.
         step: the checkpoint's step.
     """
     if not path.is_file():
@@ -81,3 +81,26 @@ class MetricsLog:
             self._wandb.finish()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+class NormsLog:
+    """``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
+
+    A gradient that is not there is null; a number that is not finite is ``"inf"`` or ``"nan"``, and so shows itself.
+
+    Args:
+        run_dir: the run's folder.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._file = (run_dir / "norms.jsonl").open("a")
+
+    def write(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
+        """Log the ``norms`` of ``role`` at the 1-based ``step``, before its update."""
+        shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
+        self._file.write(json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

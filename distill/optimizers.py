@@ -1,15 +1,17 @@
-"""AdamW of one role, its learning-rate schedule, and its state as a checkpoint sees it."""
+"""AdamW of one role: its groups of parameters, its learning-rate schedule, and its state as a checkpoint sees it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distill.config import OptimizerSettings
+from fsdp_cp.errors import UserError
 from models.role import Role
 
 
@@ -27,36 +29,85 @@ def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> flo
     return settings.lr * (settings.final_lr + (1 - settings.final_lr) * cosine)
 
 
+class Group(NamedTuple):
+    """What the parameters of one group share."""
+
+    weight_decay: float
+    lr_scale: float
+
+
+def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: str) -> dict[Group, list[str]]:
+    """Which parameters share weight decay and learning rate.
+
+    By name, not by anything that hangs on the tensors: names are the same before sharding and after it, and in a
+    checkpoint.
+
+    Args:
+        names: of the role's parameters.
+        settings: ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included).
+        where: the settings' prefix in a message, e.g. ``"optim.student"``.
+
+    Raises:
+        UserError: a pattern that no name matches, or that earlier patterns leave nothing to.
+    """
+    names, scales = list(names), dict(settings.lr_scale or {})
+    groups: dict[Group, list[str]] = {}
+    used: set[str] = set()
+    for name in names:
+        undecayed = [pattern for pattern in settings.no_decay if fnmatchcase(name, pattern)]
+        scaled = next((pattern for pattern in scales if fnmatchcase(name, pattern)), None)
+        used |= {*undecayed, scaled}
+        decay = 0.0 if undecayed else settings.weight_decay
+        scale = 1.0 if scaled is None else float(scales[scaled])
+        groups.setdefault(Group(decay, scale), []).append(name)
+    for key, patterns in (("no_decay", settings.no_decay), ("lr_scale", scales)):
+        for pattern in patterns:
+            if pattern not in used:
+                taken = any(fnmatchcase(name, pattern) for name in names)
+                why = "comes after patterns that match all it does" if taken else "matches no parameter"
+                raise UserError(f"{where}.{key}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
+    return groups
+
+
 class RoleOptimizer:
     """AdamW over a role's sharded masters.
 
     Adam's state is made at once, not at the first step: a checkpoint written before this role's first update then
     has the same entries as any other, and memory does not grow later.
+
+    Raises:
+        UserError: see :func:`parameter_groups`.
     """
 
     def __init__(self, role: Role, settings: OptimizerSettings):
         self.role, self.settings = role, settings
+        role.rest()  # named_parameters of a gathered network are not what the optimizer has to update
+        named = dict(role.network.named_parameters())
+        groups = parameter_groups(named, settings, f"optim.{role.name}")
         # betas as floats: an integer 0 raises in torch 2.13.
         betas = (float(settings.betas[0]), float(settings.betas[1]))
         self.adamw = torch.optim.AdamW(
-            role.parameters(),
+            [{"params": [named[name] for name in names], **group._asdict()} for group, names in groups.items()],
             lr=settings.lr,
             betas=betas,
             eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            foreach=True,  # torch does not choose it for DTensors by itself, and loops over the parameters
+            # One of them always: for DTensors torch would choose to loop over the parameters.
+            foreach=settings.implementation == "foreach",
+            fused=settings.implementation == "fused",
         )
         for parameter in role.parameters():
+            # The fused kernel counts steps on the parameters' device, the others on the CPU.
+            device = parameter.device if settings.implementation == "fused" else torch.device("cpu")
             self.adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
     def step(self, lr: float) -> None:
-        """One update with rate ``lr``; gradients are cleared afterwards."""
+        """One update with rate ``lr``, times each group's ``lr_scale``; gradients are cleared afterwards."""
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.adamw.step()
         self.adamw.zero_grad()
 

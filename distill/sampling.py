@@ -10,6 +10,7 @@ from torch import Tensor
 from distill.data import ClipDataset
 from distill.methods import Method
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.phases import phase
 from fsdp_cp.reduce import gather_samples
 from fsdp_cp.rng import StepRandom
 
@@ -58,12 +59,13 @@ def generate(
     text = data.embed([captions[i % len(captions)] for i in range(padded)]).to(device)
     null_text = data.null_text.to(device)
     clips = []
-    for start in range(0, padded, chunk):
-        first = start + mesh.dp_rank * batch
-        positions = range(first, first + batch)
-        random = StepRandom(seed=seed, step=0, positions=positions, device=device)
-        noise = random.normal("sample/noise", data.latent_shape)
-        mine = text[first : first + batch]
-        latents = method.generate(role, noise, mine, null_text.expand_as(mine), steps, random)
-        clips.append(gather_samples(latents, mesh.dp))
+    with phase(f"sample/{role}", [r.network for r in method.roles.values()]):
+        for start in range(0, padded, chunk):
+            first = start + mesh.dp_rank * batch
+            positions = range(first, first + batch)
+            random = StepRandom(seed=seed, step=0, positions=positions, device=device)
+            noise = random.normal("sample/noise", data.latent_shape)
+            mine = text[first : first + batch]
+            latents = method.generate(role, noise, mine, null_text.expand_as(mine), steps, random)
+            clips.append(gather_samples(latents, mesh.dp))
     return torch.cat(clips)[: len(captions)]

@@ -6,22 +6,26 @@ import importlib.util
 import logging
 import math
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
-from distill.config import Config, micro_batch_size
+from distill.checks import micro_batch_size
+from distill.config import Config
 from distill.data import sample_shapes
 from distill.methods import METHODS, Method
+from distill.optimizers import parameter_groups
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.checkpoint import read_numbers
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import resolve_mesh
 from fsdp_cp.reduce import barrier, together
-from fsdp_cp.sharding import COMPUTE_DTYPE
+from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 from models.load import RolePlan, plan_role
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,7 @@ class RunPlan:
     heads: int
     """Greatest common divisor of the query and key/value heads of all roles, which share the mesh."""
     mesh_settings: dict[str, Any]
+    """Arguments of :func:`fsdp_cp.build_mesh`, beside the heads and the device."""
     micro: int
     """Samples per data-parallel rank and forward."""
 
@@ -54,28 +59,33 @@ def plan_run(config: Config) -> RunPlan:
     for name in {"teacher", "student", "fake"} - set(method.required_roles):
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
-    roles = [
-        plan_role(
-            name,
-            checkpoint=settings.checkpoint,
-            architecture=settings.architecture,
-            family=settings.family,
-            activation_checkpointing=settings.activation_checkpointing,
-            strategy=settings.strategy,
-            attention_backend=config.attention.backend,
-            head_groups=config.attention.head_groups,
+    device = choose_device(config.device)
+    sharding = {name: _sharding(config, name, method, device) for name in method.required_roles}
+    roles = []
+    for name in method.required_roles:
+        settings = getattr(config, name)
+        roles.append(
+            plan_role(
+                name,
+                checkpoint=settings.checkpoint,
+                architecture=settings.architecture,
+                family=settings.family,
+                sharding=sharding[name],
+                attention_backend=config.attention.backend,
+                head_groups=config.attention.head_groups,
+            )
         )
-        for name, settings in ((name, getattr(config, name)) for name in method.required_roles)
-    ]
+    _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
     patches = {tuple(role.config["patch_size"]) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
     latents, text = sample_shapes(config.data)
     assert len({role.check_sample(latents, text) for role in roles}) == 1
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
-    mesh_settings = asdict(config.mesh)
+    sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
+    mesh_settings = asdict(config.mesh) | {"sharded": sharded}
     shape = resolve_mesh(world_size=world_size(), heads=heads, **mesh_settings)
-    _check_attention(config, roles, heads // shape.ulysses)
+    _check_attention(config, roles, heads // shape.ulysses, device)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
@@ -86,7 +96,30 @@ def plan_run(config: Config) -> RunPlan:
     )
 
 
-def _check_attention(config: Config, roles: list[RolePlan], heads: int) -> None:
+def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
+    """How role ``name`` is sharded; refused here, before its files are read."""
+    given = getattr(config, name)
+    settings = ShardSettings(**{item.name: getattr(given, item.name) for item in fields(ShardSettings)})
+    settings.check(device.type, f"{name}.")
+    if settings.gather_early and name != method.first_role:
+        raise UserError(
+            f"{name}.gather_early=true: the first forward of every step is the {method.first_role}'s;"
+            f" use {method.first_role}.gather_early=true"
+        )
+    return settings
+
+
+def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
+    """``optim.ROLE.no_decay`` and ``lr_scale`` against the names of the role's parameters."""
+    for role in roles:
+        settings = getattr(config.optim, role.name)
+        if settings.no_decay or settings.lr_scale:
+            with torch.device("meta"):
+                network = role.family.build(role.config, f"{role.name}.checkpoint")
+            parameter_groups([name for name, _ in network.named_parameters()], settings, f"optim.{role.name}")
+
+
+def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device) -> None:
     """``attention.*`` against the ``heads`` of a rank, the device and every role's head size."""
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -94,9 +127,8 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int) -> None:
             f"attention.head_groups={config.attention.head_groups} does not divide the {heads} heads of a rank;"
             f" use {fitting}"
         )
-    device, dtype = choose_device(config.device), COMPUTE_DTYPE[config.precision]
     for role in roles:
-        size = role.family.head_dim(role.config)
+        size, dtype = role.family.head_dim(role.config), COMPUTE_DTYPE[role.sharding.precision]
         try:
             choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=False)
         except ValueError as error:
@@ -182,6 +214,7 @@ def _move_aside(run_dir: Path) -> None:
     names = (
         "config.yaml",
         "metrics.jsonl",
+        "norms.jsonl",
         "tensorboard",
         "checkpoints",
         "samples",

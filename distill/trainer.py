@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,18 +23,21 @@ from distill.data import ClipDataset
 from distill.data.order import Batching, MicroBatchSampler
 from distill.evaluate import Evaluator
 from distill.methods import Batch, Method
-from distill.metrics import MetricsLog, cut_back
+from distill.metrics import MetricsLog, NormsLog, cut_back
 from distill.optimizers import RoleOptimizer, learning_rate
 from distill.setup import run_settings
 from fsdp_cp import checkpoint
+from fsdp_cp.diagnostics import connection_advice, group_report, parameter_norms, report_table
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.memory import peak_flops, peak_gib, reset_peak
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.microbatch import microbatch
+from fsdp_cp.phases import phase
 from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads, together
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sequence import local_token_count
+from fsdp_cp.sharding import settings_of
 from models.ema import Ema
 from models.export import export_weights
 from models.role import Role
@@ -84,6 +88,7 @@ class Trainer:
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
         self.log: MetricsLog | None = None
+        self.norms: NormsLog | None = None
         self.unlogged: dict[str, float | None] = {}
         """The latest metrics of every role since the last logged step, which may have been another role's."""
         self.planned_updates = {
@@ -123,14 +128,18 @@ class Trainer:
             if every and self.step % every == 0 and self.step < self.config.steps:
                 self._sample(with_teacher=False)
         progress.close()
-        if self.log is not None:
-            self.log.close()
+        for opened in (self.log, self.norms):
+            if opened is not None:
+                opened.close()
         self._finish()
 
     def _open_log(self) -> None:
         if rank() == 0:
-            cut_back(self.run_dir / "metrics.jsonl", self.step)
+            for name in ("metrics.jsonl", "norms.jsonl"):
+                cut_back(self.run_dir / name, self.step)
             self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
+            if self.config.log.norms_every:
+                self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """The micro-batches of each remaining step, in turn."""
@@ -155,15 +164,20 @@ class Trainer:
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
         """One update of the role whose turn it is; returns its metrics, equal on all ranks."""
         started = time.perf_counter()
-        micro_batches = next(data)
+        self.method.roles[self.method.first_role].gather_early()
+        with phase("data"):
+            micro_batches = next(data)
         for r in self.method.roles.values():
             r.flops = 0
         name = self.method.trained_role(self.step)
         role = self.roles[name]
-        total, losses = self._accumulate_gradients(role, micro_batches)
+        with phase(f"{name}/gradients", [r.network for r in self.method.roles.values()]):
+            total, losses = self._accumulate_gradients(role, micro_batches)
+        self._log_norms(name)
         norm = grad_norm(role.parameters())
         lr = learning_rate(getattr(self.config.optim, name), self.updates[name], self.planned_updates[name])
-        self._update(name, norm, lr)
+        with phase(f"{name}/update"):
+            self._update(name, norm, lr)
         # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
         names = sorted(losses)
         flops = float(sum(r.flops for r in self.method.roles.values()))
@@ -200,13 +214,31 @@ class Trainer:
             for loss, following in pairwise([*self.method.losses(self.step, batch, random), None]):
                 is_last = i == len(micro_batches) - 1 and following is None
                 with microbatch(role.network, is_first=first, is_last=is_last):
-                    value = loss.closure()
-                    (loss.weight * share * value).backward()
+                    with phase(f"{role.name}/{loss.name}/forward"):
+                        value = loss.closure()
+                    with phase(f"{role.name}/{loss.name}/backward"):
+                        (loss.weight * share * value).backward()
                 first = False
                 weights[loss.name] = loss.weight
                 sums[loss.name] = sums.get(loss.name, 0.0) + share * value.detach().double()
         losses = {name: float(value) for name, value in sums.items()}
         return sum(weights[name] * value for name, value in losses.items()), losses
+
+    def _log_norms(self, name: str) -> None:
+        """A line of ``norms.jsonl`` at role ``name``'s first update of each ``log.norms_every`` steps.
+
+        Counted by steps of all roles, a role that trains every fifth step would be missed by most intervals.
+        """
+        every, step = self.config.log.norms_every, self.step + 1
+        if not every or step < every:
+            return
+        before = range(step - step % every, step)
+        if any(self.method.trained_role(earlier - 1) == name for earlier in before):
+            return
+        with phase(f"{name}/norms"):
+            norms = parameter_norms(self.roles[name].network)
+        if self.norms is not None:
+            self.norms.write(step, name, norms)
 
     def _update(self, name: str, norm: float, lr: float) -> None:
         """Clip and step, or skip the update where the norm, which all ranks agree on, is not finite."""
@@ -265,7 +297,8 @@ class Trainer:
 
     def _save(self) -> None:
         folder = self.run_dir / "checkpoints"
-        checkpoint.save(folder, self.step, self._tensors(), self._numbers(), self.config.checkpoint.keep)
+        with phase("checkpoint"):
+            checkpoint.save(folder, self.step, self._tensors(), self._numbers(), self.config.checkpoint.keep)
 
     def _restore(self, folder: Path) -> None:
         numbers = checkpoint.read_numbers(folder)
@@ -295,11 +328,22 @@ class Trainer:
         for name, role in self.method.roles.items():
             count = sum(p.numel() for p in role.parameters())
             log.info("%s: %s parameters, %s", name, f"{count:,}", "trained" if role.trainable else "frozen")
+            if self.config.log.groups:
+                log.info(
+                    "%s on rank 0, %s:\n%s",
+                    name,
+                    settings_of(role.network).strategy,
+                    report_table(group_report(role.network)),
+                )
         tokens = next(iter(self.roles.values())).tokens
         local = local_token_count(tokens, self.mesh.cp_size)
         pads = local * self.mesh.cp_size - tokens
         note = f" ({pads} of them pads at the end)" if pads else ""
         log.info("mesh: %s; %d tokens a sample, %d on each rank%s", self.mesh.shape, tokens, local, note)
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        advice = connection_advice(self.device.type, capability, self.mesh.cp_size, os.environ)
+        if advice is not None:
+            log.warning(advice)
         log.info(
             "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
             self.config.batch_size,

@@ -94,20 +94,10 @@ class LiveStorages(TorchDispatchMode):
         if func is not torch.ops.aten.lift_fresh.default:
             for tensor in inputs:
                 self._see(tensor.untyped_storage(), counts=False)
-        results = self._call(func, inputs, args, kwargs)
+        results = call_in_sight(self, func, args, kwargs)
         for tensor in _tensors(results):
             self._see(tensor.untyped_storage(), counts=True)
         return results
-
-    def _call(self, func, inputs: list[Tensor], args, kwargs):
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace == "aten" or not inputs:
-            return func(*args, **kwargs)
-        # An operator is opaque to the modes above it. Entering this one again would only bring the same call back, so
-        # the kernel is called below the modes while this one watches what the kernel calls. OpOverload.redispatch and
-        # _dispatch_keys are private (torch 2.11 to 2.13).
-        key = torch._C._dispatch_key_for_device(inputs[0].device.type)
-        with self:
-            return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
 
     def _see(self, storage: torch.UntypedStorage, counts: bool) -> None:
         key = storage._cdata
@@ -140,3 +130,18 @@ def _tensors(tree: Any) -> list[Tensor]:
     """The tensors with memory: the storages of wrappers and of fake tensors have a size and hold nothing."""
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [x for x in leaves if not is_traceable_wrapper_subclass(x) and x.untyped_storage().device.type != "meta"]
+
+
+def call_in_sight(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)`` from within ``mode``, which goes on to watch what a kernel outside of aten calls.
+
+    An operator is opaque to the modes above it. Entering the mode again would only bring the same call back, so the
+    kernel is called below the modes while the mode watches. ``OpOverload.redispatch`` and ``_dispatch_keys`` are
+    private (torch 2.11 to 2.13).
+    """
+    inputs = _tensors((args, kwargs))
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "aten" or not inputs:
+        return func(*args, **kwargs)
+    key = torch._C._dispatch_key_for_device(inputs[0].device.type)
+    with mode:
+        return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)

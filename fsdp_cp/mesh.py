@@ -55,6 +55,7 @@ def resolve_mesh(
     ulysses: int | Literal["auto"] = "auto",
     ring: int | Literal["auto"] = "auto",
     heads: int | None = None,
+    sharded: bool = True,
 ) -> MeshShape:
     """Check the mesh settings against the world and fill in what is left open. Needs no process group.
 
@@ -68,20 +69,23 @@ def resolve_mesh(
         ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. Where both are set, their product is ``cp``.
         heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` where
             no attention is split, or any number of heads would do (``ulysses`` is ``cp`` then).
+        sharded: is any network sharded? ``False`` where all of them have ``strategy="no_shard"``: replicas alone will
+            do then (``dp_shard x cp`` may be 1).
 
     Raises:
         UserError: sizes that do not fit the world or the heads.
     """
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ulysses": ulysses, "ring": ring}
-    shape = _fit(world_size, heads, **given)
+    shape = _fit(world_size, heads, sharded, **given)
     if isinstance(shape, MeshShape):
         return shape
-    raise UserError(f"{shape}; use {_advice(world_size, heads, given)}")
+    raise UserError(f"{shape}; use {_advice(world_size, heads, sharded, given)}")
 
 
 def _fit(
     world_size: int,
     heads: int | None,
+    sharded: bool,
     *,
     dp_replicate: int,
     dp_shard: int,
@@ -107,8 +111,11 @@ def _fit(
             f"mesh.dp_replicate={dp_replicate} x mesh.dp_shard={dp_shard} x mesh.cp={cp} needs"
             f" {dp_replicate * dp_shard * cp} ranks, but the world has {world_size}"
         )
-    if dp_replicate > 1 and dp_shard * cp == 1:
-        return f"mesh.dp_replicate={dp_replicate} leaves nothing to shard over (dp_shard x cp = 1)"
+    if sharded and dp_replicate > 1 and dp_shard * cp == 1:
+        return (
+            f"mesh.dp_replicate={dp_replicate} leaves nothing to shard over (dp_shard x cp = 1), which needs"
+            " strategy=no_shard on every role"
+        )
     given_degrees = f"mesh.ring={ring} x mesh.ulysses={ulysses}"
     for name, degree in (("mesh.ulysses", ulysses), ("mesh.ring", ring)):
         if degree != "auto" and cp % degree:
@@ -129,7 +136,7 @@ def _fit(
     return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=ring, ulysses=ulysses)
 
 
-def _advice(world_size: int, heads: int | None, given: dict[str, int | str]) -> str:
+def _advice(world_size: int, heads: int | None, sharded: bool, given: dict[str, int | str]) -> str:
     """Changes of the settings that were tried and fit: of one setting if that is enough, else of several."""
     free: dict[str, int | str] = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "ulysses": "auto", "ring": "auto"}
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
@@ -138,7 +145,7 @@ def _advice(world_size: int, heads: int | None, given: dict[str, int | str]) -> 
     found = []
     for name, values in singles.items():
         others = [v for v in values if v != given[name]]
-        fitting = [v for v in others if isinstance(_fit(world_size, heads, **given | {name: v}), MeshShape)]
+        fitting = [v for v in others if isinstance(_fit(world_size, heads, sharded, **given | {name: v}), MeshShape)]
         if len(fitting) > 1:
             found.append(f"a mesh.{name} among {', '.join(map(str, fitting))}")
         elif fitting:
@@ -149,7 +156,7 @@ def _advice(world_size: int, heads: int | None, given: dict[str, int | str]) -> 
     for count in range(2, len(order) + 1):
         for names in itertools.combinations(order, count):
             changes = {name: free[name] for name in names}
-            if isinstance(_fit(world_size, heads, **given | changes), MeshShape):
+            if isinstance(_fit(world_size, heads, sharded, **given | changes), MeshShape):
                 return " ".join(f"mesh.{name}={value}" for name, value in changes.items() if value != given[name])
     raise AssertionError("with every setting at its default each world fits")
 
@@ -265,6 +272,13 @@ def _replicated(device_type: str, shape: MeshShape) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
 
 
+@lru_cache(maxsize=64)
+def replica_mesh(mesh: Mesh) -> DeviceMesh:
+    """All ranks as replicas (replicate = world, shard = 1), for networks that are not sharded at all."""
+    sizes = (mesh.world.size(), 1)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+
+
 def build_mesh(
     *,
     dp_replicate: int = 1,
@@ -273,6 +287,7 @@ def build_mesh(
     ulysses: int | Literal["auto"] = "auto",
     ring: int | Literal["auto"] = "auto",
     heads: int | None = None,
+    sharded: bool = True,
     device_type: str = "cpu",
 ) -> Mesh:
     """Build the mesh over the initialised process group. Arguments as in :func:`resolve_mesh`.
@@ -288,6 +303,7 @@ def build_mesh(
         ulysses=ulysses,
         ring=ring,
         heads=heads,
+        sharded=sharded,
     )
     axes = ("dp_replicate", "dp_shard", "ring", "ulysses")
     root = init_device_mesh(

@@ -5,31 +5,105 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from fsdp_cp.fsdp_state import (
+    clear_unsynced_gradients,
+    fsdp_modules,
+    has_gradients,
+    reset_iteration,
+    reshard,
+    unreduced_units,
+)
+from fsdp_cp.sharding import settings_of
 
 
 @contextmanager
-def microbatch(model: FSDPModule, *, is_first: bool, is_last: bool) -> Iterator[None]:
+def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[None]:
     """Forward and backward of one micro-batch (or of one loss of it) between two optimizer steps.
 
-    Gradients are reduced into the sharded ``.grad`` at each backward (``optim_grads_params``); on the last one FSDP2
-    also waits for the reductions and clears what it kept for prefetching. The caller scales each loss by its share
-    of the global batch, since gradients are summed.
+    When gradients are reduced, and how long parameters stay gathered, is the strategy's (:class:`ShardSettings`):
+    ``optim`` and ``no_shard`` reduce once a step, the others in each backward; replicas (``dp_replicate``) are summed
+    once a step. The masters are cast to the compute dtype by each gather: once a step where parameters stay gathered.
+    After the last micro-batch everything is reduced and resharded. The caller scales each loss by its share of the
+    global batch, since gradients are summed.
+
+    After an exception what the step had accumulated is dropped (:func:`abandon_step`): the next step starts afresh.
+    Contexts nest: on leaving an inner one the outer one's settings hold again.
 
     Args:
-        model: the root that :func:`fsdp_cp.shard_module` made.
+        model: the root that :func:`fsdp_cp.shard_module` made; a module around it is looked through.
         is_first: the first backward since the optimizer's step; gradients must be clear then.
         is_last: the last backward before the optimizer's step.
 
     Raises:
-        RuntimeError: ``is_first`` with gradients left from before, which would be summed into the step silently.
+        RuntimeError: ``is_first`` with gradients left from before, which would be summed into the step silently; or a
+            unit whose gradients were never summed over the replicas, since the last backward did not reach it.
+        ValueError: a module without a root of :func:`fsdp_cp.shard_module`, or with several.
     """
-    if is_first and any(p.grad is not None for p in model.parameters()):
+    root = _root(model)
+    if is_first and has_gradients(root):
         raise RuntimeError(
-            "gradients are left from an earlier step; call zero_grad(set_to_none=True) before the first micro-batch"
+            "gradients are left from an earlier step; call zero_grad(set_to_none=True) before the first micro-batch,"
+            " or abandon_step(model) after one that was broken off"
         )
-    model.set_is_last_backward(is_last)
+    outer = root.__dict__.setdefault("_open_microbatches", [])
+    outer.append(is_last)
+    _apply(root, is_last)
     try:
         yield
+        if is_last:
+            _refuse_unreduced(root)
+            reshard(root)  # units that no backward came to
+    except BaseException:
+        abandon_step(root)
+        raise
     finally:
-        model.set_is_last_backward(True)
+        outer.pop()
+        _apply(root, outer[-1] if outer else None)
+
+
+def _apply(root: FSDPModule, is_last: bool | None) -> None:
+    """What the strategy does in a micro-batch; ``None`` outside of one: a backward there is a whole step."""
+    settings, last = settings_of(root), is_last is not False
+    root.set_is_last_backward(last)
+    root.set_requires_gradient_sync(last or settings.strategy in ("optim_grads", "optim_grads_params"))
+    root.set_requires_all_reduce(last)  # after the line above, which sets it too
+    keeps = settings.strategy in ("optim", "optim_grads") or settings.keep_gathered
+    root.set_reshard_after_backward(last or not keeps)
+    if settings.keep_gathered:
+        root.set_reshard_after_forward(is_last is None)
+
+
+def abandon_step(model: nn.Module) -> None:
+    """Forget an accumulation that will not be finished: gradients, reductions under way, gathered parameters.
+
+    Every rank must do so, since a collective that one rank left cannot be gone on with.
+    """
+    root = _root(model)
+    reset_iteration(root)
+    clear_unsynced_gradients(root)
+    reshard(root)
+    for parameter in root.parameters():
+        parameter.grad = None
+
+
+def _refuse_unreduced(root: FSDPModule) -> None:
+    """FSDP2 adds up the replicas where a backward passes; a unit that the last one missed would keep its part."""
+    units = unreduced_units(root)
+    if units:
+        raise RuntimeError(
+            f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
+            " the replicas; set reduce_unused=true"
+        )
+
+
+def _root(model: nn.Module) -> FSDPModule:
+    # Of a parent that is not sharded itself: the module in it that is.
+    found = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} modules sharded by fsdp_cp.shard_module; give the one to train"
+        )
+    return found[0]

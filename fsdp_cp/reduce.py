@@ -99,8 +99,17 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
         if parameter.grad is not None:
             square += _local(parameter.grad).double().square().sum()
     assert mesh is not None and square is not None, "no parameters"
+    square = square.to(mesh.device_type)  # gradients offloaded to the CPU: the mesh may have NCCL alone
     dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
     return square.sqrt().item()
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """All of a DTensor on every rank, on its mesh's device; another tensor as it is. A collective.
+
+    Shards that are offloaded to the CPU are moved first: the mesh may have NCCL alone.
+    """
+    return x.to(x.device_mesh.device_type).full_tensor() if isinstance(x, DTensor) else x
 
 
 def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:

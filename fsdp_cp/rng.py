@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 
-def _generator(*key: int | str) -> torch.Generator:
+def stream_seed(*key: int | str) -> int:
+    """The seed of the random stream that belongs to ``key``; the order of its parts counts."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _generator(*key: int | str) -> torch.Generator:
+    return torch.Generator().manual_seed(stream_seed(*key))
 
 
 @dataclass(frozen=True, kw_only=True)

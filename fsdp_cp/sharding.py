@@ -1,23 +1,25 @@
-"""Shard one network over the mesh: FSDP2 per block, then the root, under the project's gradient convention."""
+"""Shard one network over the mesh: FSDP2 per unit, then the root, under the project's gradient convention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Literal
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from fsdp_cp.activations import wrap_unit
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import Mesh
+from fsdp_cp.fsdp_state import fsdp_modules
+from fsdp_cp.mesh import Mesh, replica_mesh
+from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-STRATEGIES = ("optim_grads_params",)
+log = logging.getLogger(__name__)
 FORWARD_AD_SINCE = (2, 13)
 """The first torch whose FSDP2 hooks pass forward-mode tangents on (pytorch issue 182641)."""
 
@@ -27,57 +29,171 @@ def shard_module(
     *,
     mesh: Mesh,
     units: Sequence[nn.Module],
-    strategy: Literal["optim_grads_params"] = "optim_grads_params",
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
     full_precision_units: Sequence[nn.Module] = (),
-    activation_checkpointing: bool = False,
+    settings: ShardSettings | None = None,
+    **changes: Any,
 ) -> None:
-    """Shard ``model`` in place: activation checkpointing, then every unit, then the root.
+    """Shard ``model`` in place: activation memory and compilation of every unit, then its sharding, then the root.
 
-    Parameters keep their dtype (the masters: fp32); the compute copy that each all-gather makes has ``precision``,
-    and gradients are reduced in fp32 (fp64 for ``"fp64"``) as a SUM over all ranks, undivided: the caller scales its
-    loss by the share of the global batch. Inputs are not cast (FSDP2 would cast timesteps to bf16, which rounds
-    times above 256 to even integers).
+    Gradients are reduced as a SUM over all ranks, undivided: the caller scales its loss by the share of the global
+    batch. Inputs are not cast (FSDP2 would cast timesteps to bf16, which rounds times above 256 to even integers).
+    Attributes of parameters (``parameter.no_decay = True``) go over to the sharded ones. Accumulate gradients under
+    :func:`fsdp_cp.microbatch`, which does what the strategy asks for.
 
     Args:
-        model: built on any device, the meta device included; call ``to_empty`` afterwards for that.
+        model: built on any device, the meta device included; call :func:`materialise` afterwards for that.
         mesh: the mesh; parameters are sharded over ``mesh.fsdp``.
         units: the modules gathered one at a time, in order of execution (the transformer blocks).
-        strategy: ``"optim_grads_params"`` (ZeRO-3): parameters, gradients and optimizer state are sharded.
-        precision: dtype of compute.
-        full_precision_units: modules that compute in fp32 whatever ``precision`` says; units of their own.
-        activation_checkpointing: keep only the inputs of each unit for backward, and run it again there.
+        full_precision_units: modules that compute in fp32 under bf16; units of their own.
+        settings: see :class:`fsdp_cp.ShardSettings`.
+        changes: single settings by name, e.g. ``strategy="optim"``.
 
     Raises:
-        UserError: an unknown strategy or precision.
+        UserError: settings that are unknown or exclude each other.
         ValueError: a parameter that two units share.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(f"strategy={strategy} is unknown; use {' or '.join(STRATEGIES)}")
-    if precision not in COMPUTE_DTYPE:
-        raise UserError(f"precision={precision} is unknown; use fp32 or bf16")
-    _refuse_shared_parameters(model, units)
-    if activation_checkpointing:
-        for unit in units:
-            recompute_in_backward(unit)
-    reduce_dtype = torch.float64 if precision == "fp64" else torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPE[precision], reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
-    full_policy = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    # reshard_after_forward must be explicit on the root: by default a root stays gathered after a forward without
-    # gradients, and the next optimizer or EMA update would then silently miss it.
-    for unit in full_precision_units:
-        fully_shard(unit, mesh=mesh.fsdp, reshard_after_forward=True, mp_policy=full_policy)
+    settings = replace(settings or ShardSettings(), **changes)
+    settings.check(mesh.device_type)
+    _refuse_shared_parameters(model, [*units, *full_precision_units])
+    _cast_masters(model, settings, full_precision_units)
+    attributes = _attributes(model)
     for unit in units:
-        fully_shard(unit, mesh=mesh.fsdp, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=True, mp_policy=policy)
-    for module in fsdp_modules(model):
-        # Neither setter is recursive: on the root alone, the blocks would still average, without any error.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        wrap_unit(unit, settings)
+    reduce_dtype = _reduce_dtype(settings)
+    compute_dtype = COMPUTE_DTYPE[settings.precision]
+    full_dtype = torch.float64 if settings.precision == "fp64" else torch.float32
+    where = replica_mesh(mesh) if settings.strategy == "no_shard" else mesh.fsdp
+    # Explicit on the root too: by default a root stays gathered after a forward without gradients, and the next
+    # optimizer or EMA update would then silently miss it.
+    reshard = settings.strategy in ("no_shard", "optim_grads_params")
+    for modules, dtype in ((full_precision_units, full_dtype), (units, compute_dtype), ((model,), compute_dtype)):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        for module in modules:
+            fully_shard(
+                module,
+                mesh=where,
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                offload_policy=_offload_policy(settings, mesh.device_type),
+            )
+    _set_attributes(model, attributes)
+    _configure(model, settings, where)
+    _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], settings)
+    model._shard_settings = settings
     if torch.__version__ < FORWARD_AD_SINCE:
         model.register_forward_pre_hook(_refuse_duals, with_kwargs=True)
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Memory for a model on the meta device, sharded or not; values are to be filled in, of buffers too.
+
+    As ``to_empty``, which alone would drop the attributes of parameters (torch swaps in new ones).
+
+    Args:
+        model: its gathered parameters are let go of.
+        device: where to; the CPU under ``offload="cpu"``.
+    """
+    attributes = _attributes(model)
+    model.to_empty(device=device)
+    _set_attributes(model, attributes)
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What users hung onto the parameters (``parameter.no_decay = True``), by name."""
+    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+
+
+def _set_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(attributes[name])
+
+
+def settings_of(model: nn.Module) -> ShardSettings:
+    """How :func:`shard_module` sharded ``model``.
+
+    Raises:
+        ValueError: a module that it did not shard.
+    """
+    settings = getattr(model, "_shard_settings", None)
+    if settings is None:
+        raise ValueError(f"{type(model).__name__} was not sharded by fsdp_cp.shard_module")
+    return settings
+
+
+def gather_first_block_early(model: nn.Module, first: FSDPModule) -> None:
+    """Begin to gather the root and the ``first`` unit that the next forward of ``model`` runs.
+
+    Call it after the optimizer's step (and EMA swaps, weight loading), with the forward to come: what is gathered
+    earlier has the weights from before. :func:`fsdp_cp.fsdp_state.reshard` drops it again where no forward comes.
+
+    Raises:
+        RuntimeError: while a CUDA graph is being captured, which would record the gather outside of its step.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("gather_first_block_early cannot be captured in a CUDA graph; call it outside the capture")
+    # Not recursive: unsharding the root alone would leave the first block's gather to the forward.
+    for module in dict.fromkeys((model, first)):
+        module.unshard(async_op=True)
+
+
+def _cast_masters(model: nn.Module, settings: ShardSettings, full_precision_units: Sequence[nn.Module]) -> None:
+    if settings.master_dtype == "keep":
+        return
+    kept = {parameter for unit in full_precision_units for parameter in unit.parameters()}
+    for parameter in model.parameters():
+        full = parameter in kept or settings.precision == "fp64"
+        if parameter.is_floating_point() and not full:
+            parameter.data = parameter.data.to(COMPUTE_DTYPE[settings.master_dtype])
+
+
+def _reduce_dtype(settings: ShardSettings) -> torch.dtype:
+    if settings.reduce_dtype != "auto":
+        return COMPUTE_DTYPE[settings.reduce_dtype]
+    return torch.float64 if settings.precision == "fp64" else torch.float32
+
+
+def _offload_policy(settings: ShardSettings, device_type: str) -> OffloadPolicy:
+    if settings.offload == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda")  # pinning fails without an accelerator
+
+
+def _configure(model: nn.Module, settings: ShardSettings, where: DeviceMesh) -> None:
+    shard_size = where.size(where.ndim - 1)
+    # With one shard torch (2.11 to 2.13) divides by the factor twice: in place of the reduce-scatter, and after it.
+    factor = 1 / settings.gradient_scale if shard_size > 1 else settings.gradient_scale**-0.5
+    if settings.separate_reduce_group:  # before its buffers are asked for below
+        _newer(model, "set_separate_reduce_scatter_group", "separate_reduce_group=false")()
+    for module in fsdp_modules(model):
+        # Neither setter is recursive: on the root alone, the blocks would still average, without any error.
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(True)
+        if settings.communication_buffers == "process_group":
+            module.set_allocate_memory_from_process_group_for_comm(True)
+        elif settings.communication_buffers == "symmetric":
+            module.set_symm_mem_for_comm()  # after the forced SUM, without which it leaves reduce-scatter alone
+    if hasattr(model, "set_reduce_scatter_max_input_buffers"):
+        model.set_reduce_scatter_max_input_buffers(settings.gradient_buffers)
+    elif settings.gradient_buffers != ShardSettings.gradient_buffers:
+        log.warning("gradient_buffers=%d needs torch 2.13; FSDP keeps 1", settings.gradient_buffers)
+    if settings.reduce_unused:
+        _newer(model, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
+
+
+def _newer(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:
+    """A setter of ``FSDPModule`` that not every torch since 2.11 has."""
+    if not hasattr(model, setter):
+        raise UserError(f"torch {torch.__version__} has no {setter}; use {instead}, or torch 2.13")
+    return getattr(model, setter)
+
+
+def _prefetch(units: Sequence[FSDPModule], settings: ShardSettings) -> None:
+    """FSDP2 prefetches one unit by itself; more are listed for each."""
+    for i, unit in enumerate(units):
+        if settings.forward_prefetch > 1:
+            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + settings.forward_prefetch]))
+        if settings.backward_prefetch > 1:
+            unit.set_modules_to_backward_prefetch(list(units[max(0, i - settings.backward_prefetch) : i][::-1]))
 
 
 def _refuse_duals(_module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -89,19 +205,6 @@ def _refuse_duals(_module: nn.Module, args: tuple, kwargs: dict) -> None:
         )
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit of ``model``, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def recompute_in_backward(module: nn.Module) -> None:
-    """Activation checkpointing of ``module``, in place.
-
-    It wraps ``forward`` alone, so hooks (token splitting, FSDP's all-gather) run once, and parameter names stay.
-    """
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-
-
 def _refuse_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """FSDP2 would shard a parameter that two units share twice, and train two copies of it."""
     unit_names = [name for name, module in model.named_modules() if any(module is unit for unit in units)]
@@ -110,24 +213,3 @@ def _refuse_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> N
         unit = next((u for u in unit_names if name.startswith(u + ".")), "")
         if owner.setdefault(parameter, unit) != unit:
             raise ValueError(f"parameter {name!r} is shared with another FSDP unit; untie it before sharding")
-
-
-@contextmanager
-def unrecorded_forward(model: nn.Module) -> Iterator[None]:
-    """Run forwards that no backward will follow (rollouts, teachers).
-
-    FSDP2 notes the order of every forward, to prefetch in reverse order in backward, and forgets it only after a
-    backward: a frozen network's list would grow for ever, and a rollout before a trained forward would make backward
-    gather a block too many. What was noted inside this context is dropped on leaving it. The lists are private
-    (``FSDPParamGroup._post_forward_indices``, ``FSDPCommContext.post_forward_order``; torch 2.11 to 2.13).
-    """
-    # Before the first forward of all the list does not exist.
-    recorded = len(getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
-    try:
-        yield
-    finally:
-        for module in fsdp_modules(model):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < recorded]
-        del model._get_fsdp_state()._comm_ctx.post_forward_order[recorded:]

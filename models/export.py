@@ -19,12 +19,11 @@ from diffusers import __version__ as diffusers_version
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
 
 from fsdp_cp.checkpoint import find_resume, read_numbers
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import barrier
+from fsdp_cp.reduce import barrier, full_tensor
 
 NAME = "diffusion_pytorch_model"
 
@@ -43,15 +42,15 @@ def export_weights(
     """
 
     def gather(name: str) -> Tensor:
-        full = weights[name].full_tensor() if isinstance(weights[name], DTensor) else weights[name]
+        full = full_tensor(weights[name])
         return full.to(device="cpu", dtype=dtype) if rank() == 0 else full
 
     sizes = {name: w.numel() * dtype.itemsize for name, w in weights.items()}
-    _write(folder, sizes, gather, config, max_bytes, writes=rank() == 0)
+    write_folder(folder, sizes, gather, config, max_bytes, writes=rank() == 0)
     barrier()
 
 
-def _write(
+def write_folder(
     folder: Path,
     sizes: dict[str, int],
     gather: Callable[[str], Tensor],
@@ -59,6 +58,16 @@ def _write(
     max_bytes: int,
     writes: bool,
 ) -> None:
+    """Write a diffusers transformer folder, holding one file's tensors at a time.
+
+    Args:
+        folder: replaced when complete.
+        sizes: bytes of each tensor, by diffusers name.
+        gather: a tensor by its name; called once for each, in order.
+        config: the network's configuration.
+        max_bytes: size of a file.
+        writes: does this rank write? The others only take part in ``gather``.
+    """
     files: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -122,7 +131,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, role: str, weights: str, d
         return value.to(dtype)
 
     sizes = {name: value.size.numel() * dtype.itemsize for name, value in saved.items()}
-    _write(out, sizes, read, numbers["configs"][role], 5 * 10**9, writes=True)
+    write_folder(out, sizes, read, numbers["configs"][role], 5 * 10**9, writes=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.initialise import initialise
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.sharding import shard_module
+from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding import materialise, shard_module
 from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
 from models.families import family_of
 from models.role import Role
@@ -29,8 +30,7 @@ class RolePlan:
     """Complete: the family's defaults filled in."""
     folder: TransformerFolder | None
     """Where the weights come from; ``None`` for random ones."""
-    activation_checkpointing: bool
-    strategy: str
+    sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
 
@@ -56,8 +56,7 @@ def plan_role(
     checkpoint: str | None,
     architecture: dict[str, Any] | None = None,
     family: str = "wan",
-    activation_checkpointing: bool = False,
-    strategy: str = "optim_grads_params",
+    sharding: ShardSettings | None = None,
     attention_backend: str = "auto",
     head_groups: int = 1,
 ) -> RolePlan:
@@ -68,8 +67,7 @@ def plan_role(
         checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
         architecture: the network's configuration where there is no checkpoint.
         family: the model family.
-        activation_checkpointing: run each block again in backward.
-        strategy: see :func:`fsdp_cp.shard_module`.
+        sharding: how it will be sharded; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
 
     Raises:
@@ -100,8 +98,7 @@ def plan_role(
         family=chosen,
         config=dict(network.config),
         folder=folder,
-        activation_checkpointing=activation_checkpointing,
-        strategy=strategy,
+        sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
     )
@@ -112,21 +109,20 @@ def build_role(
     *,
     mesh: Mesh,
     device: torch.device,
-    precision: str,
     trainable: bool,
+    precision: str | None = None,
     latent_shape: tuple[int, int, int, int],
     text_shape: tuple[int, int],
     seed: int = 0,
 ) -> Role:
-    """Build ``plan`` on ``mesh``; every rank reads its own shards only.
+    """Build ``plan`` on ``mesh``; every rank reads, or draws, its own shards only.
 
     Args:
         plan: from :func:`plan_role`.
         mesh: the mesh.
         device: this rank's device.
-        precision: dtype of compute; the masters are fp32 (fp64 for ``"fp64"``). A frozen role has none, and is
-            stored as it computes.
-        trainable: a frozen role holds no gradients.
+        trainable: a frozen role holds no gradients and no masters: it is stored as it computes.
+        precision: instead of the plan's; ``"fp64"`` is only to be had so.
         latent_shape: ``(C, T, H, W)`` of a sample.
         text_shape: ``(L, D)`` of a caption's embedding.
         seed: of the random weights, where there is no checkpoint; the same weights on every mesh.
@@ -136,29 +132,27 @@ def build_role(
     """
     setting = f"{plan.name}.checkpoint"
     tokens = plan.check_sample(latent_shape, text_shape)
-    if plan.folder is not None:
-        with torch.device("meta"):
-            network = plan.family.build(plan.config, setting)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = plan.family.build(plan.config, setting)
-        network.to(device)
+    sharding = replace(plan.sharding, precision=precision or plan.sharding.precision)
+    precision = sharding.precision
+    if not trainable:
+        stored = "bf16" if precision == "bf16" else "keep"
+        sharding = replace(sharding, master_dtype=stored, activation_checkpointing="none", keep_operators=[])
+    with torch.device("meta"):
+        network = plan.family.build(plan.config, setting)
     if precision == "fp64":
         torch.nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
-    if precision == "bf16" and not trainable:
-        _store_in_bf16(network, plan.family.full_precision_units(network))
     network.requires_grad_(trainable)
     plan.family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
     shard_module(
         network,
         mesh=mesh,
         units=plan.family.units(network),
-        strategy=plan.strategy,
-        precision=precision,
         full_precision_units=plan.family.full_precision_units(network) if precision == "bf16" else (),
-        activation_checkpointing=plan.activation_checkpointing and trainable,
+        settings=sharding,
     )
+    # Offloaded parameters live in CPU memory, buffers where the network computes.
+    materialise(network, "cpu" if sharding.offload == "cpu" else device)
+    plan.family.restore_buffers(network, device)
     role = Role(
         name=plan.name,
         family=plan.family,
@@ -170,9 +164,9 @@ def build_role(
         text_tokens=text_shape[0],
     )
     if plan.folder is not None:
-        network.to_empty(device=device)
-        plan.family.restore_buffers(network)
         dcp.load(role.weights(), storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
+    else:
+        initialise(network, seed=seed, special=plan.family.fill_special)
     return role
 
 
@@ -182,7 +176,6 @@ def build_roles(
     trained: tuple[str, ...],
     mesh: Mesh,
     device: torch.device,
-    precision: str,
     latent_shape: tuple[int, int, int, int],
     text_shape: tuple[int, int],
     seed: int,
@@ -193,7 +186,6 @@ def build_roles(
             plan,
             mesh=mesh,
             device=device,
-            precision=precision,
             trainable=plan.name in trained,
             latent_shape=latent_shape,
             text_shape=text_shape,
@@ -201,11 +193,3 @@ def build_roles(
         )
         for plan in plans
     }
-
-
-def _store_in_bf16(network: nn.Module, full_precision_units: list[nn.Module]) -> None:
-    """Parameters as the compute casts them in each all-gather; half the memory, and the same numbers."""
-    kept = {parameter for unit in full_precision_units for parameter in unit.parameters()}
-    for parameter in network.parameters():
-        if parameter not in kept:
-            parameter.data = parameter.data.to(torch.bfloat16)

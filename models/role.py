@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_cp.sharding import COMPUTE_DTYPE, unrecorded_forward
+from fsdp_cp.fsdp_state import reshard, unrecorded_forward
+from fsdp_cp.shard_settings import COMPUTE_DTYPE
+from fsdp_cp.sharding import gather_first_block_early, settings_of
 from models.wan import Wan
 
 
@@ -54,10 +56,21 @@ class Role:
         with unrecorded_forward(self.network):
             return self.family.velocity(self.network, x.to(dtype), 1000 * t, text.to(dtype)).to(x.dtype)
 
+    def gather_early(self) -> None:
+        """Begin to gather what this role's next forward needs first, if its settings ask for it."""
+        if settings_of(self.network).gather_early:
+            gather_first_block_early(self.network, self.family.units(self.network)[0])
+
+    def rest(self) -> None:
+        """Hold the shards alone. Until then updates of them would be ignored where parameters stay gathered."""
+        reshard(self.network)
+
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters, in a fixed order."""
+        self.rest()
         return list(self.network.parameters())
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter by its diffusers name, as the sharded master (a DTensor that shares its storage)."""
+        self.rest()
         return {name: parameter.detach() for name, parameter in self.network.named_parameters()}

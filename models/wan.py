@@ -207,13 +207,18 @@ class Wan:
             block.attn2.set_processor(WanCrossAttention(backend))
 
     @staticmethod
-    def restore_buffers(network: WanTransformer3DModel) -> None:
-        """Compute the non-persistent rotary tables again; ``to_empty`` leaves garbage in them."""
+    def restore_buffers(network: WanTransformer3DModel, device: torch.device) -> None:
+        """Compute the non-persistent rotary tables again, on ``device``; ``to_empty`` leaves garbage in them."""
         config = network.config
-        device = network.rope.freqs_cos.device
         fresh = type(network.rope)(config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len)
         network.rope.freqs_cos = fresh.freqs_cos.to(device)
         network.rope.freqs_sin = fresh.freqs_sin.to(device)
+
+    @staticmethod
+    def fill_special(module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Random values of the modulation tables, which diffusers draws in constructors; see ``initialise``."""
+        if name == "scale_shift_table":
+            tensor.normal_().div_(tensor.shape[-1] ** 0.5)
 
     @staticmethod
     def heads(config: dict[str, Any]) -> int:

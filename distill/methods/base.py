@@ -44,6 +44,8 @@ class Method(ABC):
     required_roles: ClassVar[tuple[str, ...]]
     """In the order in which they are built."""
     trained_roles: ClassVar[tuple[str, ...]]
+    first_role: ClassVar[str] = "student"
+    """The role whose forward is the first of every step."""
 
     def __init__(self, settings, roles: Mapping[str, Role]):
         self.settings = settings

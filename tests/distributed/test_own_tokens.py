@@ -13,6 +13,7 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, 
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import own_tokens
+from fsdp_cp.shard_settings import ShardSettings
 from models.load import build_role, plan_role
 from models.wan import Wan, WanSelfAttention, own_rotary_tables
 
@@ -67,7 +68,7 @@ def write_checkpoint(folder):
 def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
     """The role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
     mesh = build_mesh(**sizes, heads=ARCHITECTURE["num_attention_heads"])
-    plan = plan_role("student", checkpoint=str(folder), activation_checkpointing=checkpointing)
+    plan = plan_role("student", checkpoint=str(folder), sharding=ShardSettings(activation_checkpointing=checkpointing))
     role = build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=True,
         latent_shape=latents, text_shape=TEXT,

@@ -3,6 +3,16 @@
 import pytest
 
 from benchmarks.parity import MESHES, Setup, Trace, compare, oracle_trace, trace_on_ranks, write_checkpoints
+from fsdp_cp.local_ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Ranks by world size, started when first used."""
+    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -19,32 +29,32 @@ def oracle(checkpoints):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
-def test_dmd2_in_fp32(checkpoints, oracle, dp_shard, cp, checkpointing):
+def test_dmd2_in_fp32(pools, checkpoints, oracle, dp_shard, cp, checkpointing):
     setup = Setup(dp_shard=dp_shard, cp=cp, activation_checkpointing=checkpointing)
-    trace = trace_on_ranks(setup, checkpoints)
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
     assert trace.roles == ["student", "fake"] * 3
     difference = compare(trace, oracle)
     assert difference.largest < 1e-5, difference
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
-def test_dmd2_in_fp64(checkpoints, dp_shard, cp):
+def test_dmd2_in_fp64(pools, checkpoints, dp_shard, cp):
     """As far as Wan's norms allow, which diffusers computes in fp32."""
     setup = Setup(dp_shard=dp_shard, cp=cp, precision="fp64", steps=1)
-    difference = compare(trace_on_ranks(setup, checkpoints), oracle_trace(setup, checkpoints))
+    difference = compare(trace_on_ranks(setup, checkpoints, pools[setup.world_size]), oracle_trace(setup, checkpoints))
     assert difference.loss < 1e-12 and difference.norm < 1e-8 and difference.gradient < 1e-6, difference
 
 
 @pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
-def test_replicas(checkpoints, oracle, sizes):
-    assert compare(trace_on_ranks(Setup(**sizes), checkpoints), oracle).largest < 1e-5
+def test_replicas(pools, checkpoints, oracle, sizes):
+    assert compare(trace_on_ranks(Setup(**sizes), checkpoints, pools[4]), oracle).largest < 1e-5
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
-def test_accumulation(checkpoints, oracle, micro_batch_size):
+def test_accumulation(pools, checkpoints, oracle, micro_batch_size):
     """1 x 4 micro-batches equal 4 x 1."""
     setup = Setup(cp=2, micro_batch_size=micro_batch_size)
-    assert compare(trace_on_ranks(setup, checkpoints), oracle).largest < 1e-5
+    assert compare(trace_on_ranks(setup, checkpoints, pools[setup.world_size]), oracle).largest < 1e-5
 
 
 def test_the_comparison_sees_a_wrong_scale(checkpoints, oracle):

@@ -9,14 +9,27 @@ from torch.autograd import forward_ad
 from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
 from fsdp_cp import build_mesh, microbatch, shard_module, sharding
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
-from fsdp_cp.sharding import fsdp_modules
+from fsdp_cp.fsdp_state import fsdp_modules
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.shard_settings import ShardSettings
 from models.load import build_role, plan_role
+
+
+@pytest.fixture(scope="module")
+def run():
+    """``run(world_size, function, *args)`` on ranks that are started once."""
+    pools = {size: RankPool(size) for size in (2, 4)}
+    yield lambda size, function, *args: pools[size].run(function, *args)
+    for pool in pools.values():
+        pool.close()
 
 
 def _role(mesh, *, precision="fp32", trainable=True, seed=0, checkpointing=False):
     plan = plan_role(
-        "student", checkpoint=None, architecture=dict(ARCHITECTURE), activation_checkpointing=checkpointing
+        "student",
+        checkpoint=None,
+        architecture=dict(ARCHITECTURE),
+        sharding=ShardSettings(activation_checkpointing=checkpointing),
     )
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
@@ -62,8 +75,8 @@ def _nothing_stays_gathered():
     return True
 
 
-def test_nothing_stays_gathered_between_uses():
-    assert all(run_ranks(4, _nothing_stays_gathered))
+def test_nothing_stays_gathered_between_uses(run):
+    assert all(run(4, _nothing_stays_gathered))
 
 
 def _sum_on_every_unit():
@@ -72,8 +85,8 @@ def _sum_on_every_unit():
     return [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups]
 
 
-def test_gradients_are_summed_on_every_unit():
-    for settings in run_ranks(2, _sum_on_every_unit):
+def test_gradients_are_summed_on_every_unit(run):
+    for settings in run(2, _sum_on_every_unit):
         assert settings == [(1.0, True)] * (ARCHITECTURE["num_layers"] + 1)
 
 
@@ -95,9 +108,9 @@ def _order_records():
     return frozen, trained, kept, order()
 
 
-def test_forwards_without_backward_leave_no_record():
+def test_forwards_without_backward_leave_no_record(run):
     units = ARCHITECTURE["num_layers"] + 1
-    assert run_ranks(2, _order_records) == [(0, units, units, 0)] * 2
+    assert run(2, _order_records) == [(0, units, units, 0)] * 2
 
 
 def _bf16():
@@ -134,8 +147,8 @@ def _bf16():
     return kinds, out.dtype, masters, gradients, error
 
 
-def test_bf16_compute_keeps_times_masters_and_gradients_in_fp32():
-    for kinds, out, masters, gradients, error in run_ranks(2, _bf16):
+def test_bf16_compute_keeps_times_masters_and_gradients_in_fp32(run):
+    for kinds, out, masters, gradients, error in run(2, _bf16):
         assert kinds == {
             "time_weight": torch.float32,
             "frequencies": torch.float32,
@@ -159,7 +172,7 @@ def _refusals():
     model = _Tied()
     with pytest.raises(ValueError, match="'second.weight' is shared with another FSDP unit"):
         shard_module(model, mesh=mesh, units=[model.first, model.second])
-    with pytest.raises(UserError, match="strategy=zero is unknown; use optim_grads_params"):
+    with pytest.raises(UserError, match="strategy=zero is unknown; use no_shard or optim"):
         shard_module(nn.Linear(2, 2), mesh=mesh, units=[], strategy="zero")
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     shard_module(plain, mesh=mesh, units=list(plain))
@@ -173,8 +186,8 @@ def _refusals():
     return True
 
 
-def test_refusals_and_restored_state():
-    assert all(run_ranks(2, _refusals))
+def test_refusals_and_restored_state(run):
+    assert all(run(2, _refusals))
 
 
 def _dtypes_survive_an_idle_start():
@@ -191,9 +204,9 @@ def _dtypes_survive_an_idle_start():
     return same, {g._reduce_dtype for g in groups}
 
 
-def test_a_role_that_was_idle_first_trains_in_the_same_dtypes():
+def test_a_role_that_was_idle_first_trains_in_the_same_dtypes(run):
     expected = {torch.float32, None}  # None: the time embedder's gradients are fp32 as they are
-    assert run_ranks(2, _dtypes_survive_an_idle_start) == [(True, expected)] * 2
+    assert run(2, _dtypes_survive_an_idle_start) == [(True, expected)] * 2
 
 
 def _frozen_bf16():
@@ -209,8 +222,8 @@ def _frozen_bf16():
     )
 
 
-def test_a_frozen_role_is_stored_as_it_computes():
-    assert run_ranks(2, _frozen_bf16) == [(True, {torch.float32}, {torch.bfloat16})] * 2
+def test_a_frozen_role_is_stored_as_it_computes(run):
+    assert run(2, _frozen_bf16) == [(True, {torch.float32}, {torch.bfloat16})] * 2
 
 
 def _frozen():
@@ -221,8 +234,8 @@ def _frozen():
     return x.grad.abs().sum().item() > 0, [p.grad for p in role.parameters()]
 
 
-def test_a_frozen_role_holds_no_gradients():
-    for passed, gradients in run_ranks(2, _frozen):
+def test_a_frozen_role_holds_no_gradients(run):
+    for passed, gradients in run(2, _frozen):
         assert passed and all(g is None for g in gradients)
 
 
@@ -241,20 +254,20 @@ def _saved_bytes(checkpointing):
     return sum(sizes.values()), names
 
 
-def test_activation_checkpointing_saves_memory_and_keeps_names():
-    without, names = run_ranks(2, _saved_bytes, False)[0]
-    with_it, same_names = run_ranks(2, _saved_bytes, True)[0]
+def test_activation_checkpointing_saves_memory_and_keeps_names(run):
+    without, names = run(2, _saved_bytes, False)[0]
+    with_it, same_names = run(2, _saved_bytes, True)[0]
     assert with_it < 0.5 * without
     assert names == same_names == [name for name, _ in WanTransformer3DModel(**ARCHITECTURE).named_parameters()]
 
 
 def _old_torch():
-    sharding.FORWARD_AD_SINCE = (99, 0)
     mesh = build_mesh()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    shard_module(model, mesh=mesh, units=list(model))
     x = torch.randn(2, 3)
-    with torch.no_grad(), forward_ad.dual_level():
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), forward_ad.dual_level():
+        patch.setattr(sharding, "FORWARD_AD_SINCE", (99, 0))
+        shard_module(model, mesh=mesh, units=list(model))
         assert model(x).shape == (2, 3)
         with pytest.raises(RuntimeError, match=r"forward-mode AD through a sharded network needs torch 99\.0"):
             model(forward_ad.make_dual(x, x))
@@ -263,5 +276,5 @@ def _old_torch():
     return True
 
 
-def test_forward_mode_is_refused_where_torch_cannot():
-    assert all(run_ranks(2, _old_torch))
+def test_forward_mode_is_refused_where_torch_cannot(run):
+    assert all(run(2, _old_torch))

@@ -45,6 +45,27 @@ def _refused(capsys, tmp_path, *overrides):
         ("attention.head_groups=0", "attention.head_groups=0 must be at least 1"),
         ("method.step_list=[0.5,0.9]", "must descend from 1.0"),
         ("micro_batch_size=5", "micro_batch_size=5 does not divide"),
+        ("student.strategy=zero3", "student.strategy=zero3 is unknown; use no_shard or optim or optim_grads or"),
+        ("fake.stratgy=optim", "did you mean fake.strategy?"),
+        ("teacher.ofload=cpu", "did you mean teacher.offload?"),
+        ("student.activation_checkpointing=5", "student.activation_checkpointing=5 is unknown; use none or full or"),
+        (
+            "student.keep_operators=[aten.mm]",
+            "student.keep_operators is for student.activation_checkpointing=selective",
+        ),
+        ("fake.communication_buffers=symmetric", "is memory of NCCL, and the device is cpu; use default"),
+        (
+            "teacher.gather_early=true",
+            "the first forward of every step is the student's; use student.gather_early=true",
+        ),
+        ("teacher.forward_prefetch=0", "teacher.forward_prefetch=0 must be at least 1"),
+        ("optim.student.no_decay=[*.bais]", "optim.student.no_decay: '*.bais' matches no parameter; names are as"),
+        ("optim.fake.lr_scale={block.*: 0.1}", "optim.fake.lr_scale: 'block.*' matches no parameter"),
+        (
+            "optim.fake.implementation=fast",
+            "optim.fake.implementation=fast is unknown; use foreach or fused or for_loop",
+        ),
+        ("log.norms_every=-1", "log.norms_every=-1 must be at least 0"),
     ],
 )
 def test_one_line_and_exit_code_2(capsys, tmp_path, override, message):
@@ -86,6 +107,11 @@ def test_mesh_degrees_that_do_not_fit(capsys, tmp_path, monkeypatch):
     assert "mesh.ulysses=3 does not divide mesh.cp=4; use a mesh.ulysses among auto, 1" in message
     message = _refused(capsys, tmp_path, *sizes, "mesh.ring=4", "mesh.ulysses=4")
     assert "mesh.ring=4 x mesh.ulysses=4 is not mesh.cp=4; use" in message and "mesh.ring among auto, 1" in message
+    message = _refused(capsys, tmp_path, "mesh.cp=1", "mesh.dp_replicate=4")
+    assert "which needs strategy=no_shard on every role; use mesh.dp_replicate=1" in message
+    unsharded = [f"{role}.strategy=no_shard" for role in ("teacher", "student", "fake")]
+    message = _refused(capsys, tmp_path, "mesh.cp=1", "mesh.dp_replicate=4", *unsharded, "micro_batch_size=3")
+    assert "micro_batch_size=3 does not divide" in message, "the mesh is none of its mistakes then"
 
 
 def test_the_process_itself_exits_with_2_and_soon(tmp_path):
@@ -106,5 +132,9 @@ def test_help_lists_what_can_be_set(capsys):
         "teacher.checkpoint",
         "checkpoint.resume",
         "method.guidance_scale",
+        "student.strategy=optim_grads_params",
+        "fake.offload",
+        "optim.student.no_decay",
+        "log.norms_every=0",
     ):
         assert word in text

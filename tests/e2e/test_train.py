@@ -1,5 +1,7 @@
 """``train.py`` from the command line: the same run on every mesh, resumed after a kill, on real clips."""
 
+import json
+import math
 import subprocess
 import sys
 import time
@@ -8,6 +10,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from distill.config import load_config
 from tests.e2e.launch import ROOT, command, environment, kill_all, losses, train
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
@@ -100,3 +103,48 @@ def test_start_afresh_moves_the_earlier_run_aside_and_sample_shows_clips(tmp_pat
         [*sample, "--caption", "a purple cow"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert refused.returncode == 2 and refused.stderr.startswith("error: ") and "a purple cow" in refused.stderr
+
+
+@pytest.mark.slow
+def test_every_role_sharded_in_its_own_way(tmp_path):
+    """The same losses as a run with the defaults, and what the settings were asked to show."""
+    arguments = (*QUICK, "mesh.cp=1", "micro_batch_size=2", "method.fake_updates_per_student_update=1", "log.every=1")
+    own = (
+        "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
+        "student.activation_checkpointing=selective", "student.gather_early=true", "fake.activation_checkpointing=true",
+        "student.keep_operators=[fsdp_cp.ring_attention,aten.mm]", "log.norms_every=1", "log.groups=true",
+        "optim.student.implementation=fused",
+    )  # fmt: skip
+    plain, run_dir = tmp_path / "plain", tmp_path / "own"
+    train(2, *arguments, "steps=4", f"run_dir={plain}")
+    first = train(2, *arguments, *own, "steps=3", f"run_dir={run_dir}").stdout
+    for line in ("student on rank 0, optim_grads:", "fake on rank 0, optim:", "teacher on rank 0, optim_grads_params:"):
+        table = first.partition(line)[2].strip().splitlines()
+        assert [words.split()[0] for words in table[:3]] == ["unit", "(root)", "blocks.0"], line
+    assert not (plain / "norms.jsonl").exists()
+
+    # Resumed from step 3 with other sharding; the norms go on without a gap or a repetition.
+    with (run_dir / "norms.jsonl").open("a") as file:
+        file.write('{"step": 4, "role": "student", "norms": {}}\n{"step": 5, "ro')
+    changed = ("student.strategy=no_shard", "student.gather_early=false", "fake.strategy=optim_grads_params")
+    resumed = train(2, *arguments, *own, *changed, "steps=4", f"run_dir={run_dir}").stdout
+    assert "resumed with student.strategy=no_shard, which was optim_grads" in resumed
+    assert "resumed with student.keep_operators" not in resumed, "what stays the same is not a change"
+    for ours, theirs in zip(losses(run_dir), losses(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    lines = [json.loads(line) for line in (run_dir / "norms.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] == [line["step"] for line in metrics]
+    assert {line["role"] for line in lines} == {"student", "fake"}
+    for line, step in zip(lines, metrics, strict=True):
+        total = math.sqrt(sum(gradient**2 for _, gradient in line["norms"].values()))
+        assert total == pytest.approx(step[f"{line['role']}/grad_norm"], rel=1e-6)
+        assert all(weight > 0 for weight, _ in line["norms"].values()) and "blocks.0.ffn.net.2.bias" in line["norms"]
+    # What was written is what was set, and can be read again.
+    config = load_config(run_dir / "config.yaml")
+    assert (config.student.strategy, config.fake.strategy, config.teacher.offload) == (
+        "no_shard", "optim_grads_params", "cpu",
+    )  # fmt: skip
+    assert config.student.keep_operators == ["fsdp_cp.ring_attention", "aten.mm"]
+    assert config.fake.activation_checkpointing == "full" and config.student.activation_checkpointing == "selective"
+    assert config.teacher.precision == config.precision == "fp32" and config.log.norms_every == 1

@@ -1,16 +1,19 @@
 """The configuration: what composes, what is refused, and whether the refusal helps."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from distill.config import CONFIGS, Config, check, compose_config, micro_batch_size
+from distill.checks import check, micro_batch_size
+from distill.config import CONFIGS, Config, RoleSettings, compose_config, load_config
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
+from fsdp_cp.shard_settings import ShardSettings
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
@@ -84,6 +87,62 @@ def test_an_architecture_can_be_given_on_the_command_line():
     assert config.student.architecture["num_layers"] == 2 and len(config.student.architecture) > 2
 
 
+def test_each_role_is_sharded_as_its_own_keys_say():
+    assert {item.name for item in fields(ShardSettings)} <= {item.name for item in fields(RoleSettings)}
+    given = {
+        "strategy": "optim",
+        "precision": "bf16",
+        "reduce_dtype": "bf16",
+        "master_dtype": "fp32",
+        "activation_checkpointing": "selective",
+        "keep_operators": ["aten.mm", "fsdp_cp.ring_attention"],
+        "activation_offload": True,
+        "compile": True,
+        "offload": "cpu",
+        "forward_prefetch": 2,
+        "backward_prefetch": 3,
+        "keep_gathered": True,
+        "gather_early": True,
+        "gradient_buffers": 1,
+        "separate_reduce_group": True,
+        "communication_buffers": "symmetric",
+        "reduce_unused": True,
+        "gradient_scale": 0.5,
+    }
+    assert given.keys() == {item.name for item in fields(ShardSettings)}
+    written = {True: "true", str(given["keep_operators"]): "[aten.mm,fsdp_cp.ring_attention]"}
+    overrides = [f"fake.{key}={written.get(v if v is True else str(v), v)}" for key, v in given.items()]
+    config = compose_config(overrides)
+    assert {key: getattr(config.fake, key) for key in given} == given
+    assert config.student == compose_config([]).student, "other roles keep theirs"
+
+
+def test_precision_of_a_role_is_the_runs_unless_set():
+    config = compose_config(["precision=bf16", "teacher.precision=fp32"])
+    assert (config.student.precision, config.fake.precision, config.teacher.precision) == ("bf16", "bf16", "fp32")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("true", "full"), ("false", "none"), ("selective", "selective")])
+def test_checkpointing_as_yes_and_no(given, meant):
+    assert compose_config([f"student.activation_checkpointing={given}"]).student.activation_checkpointing == meant
+
+
+def test_patterns_of_parameters_from_the_command_line():
+    patterns = ["optim.student.no_decay=[*.bias,*norm*]", "optim.fake.lr_scale={patch_embedding.*: 0.1, proj_out.*: 2}"]
+    config = compose_config(patterns)
+    assert config.optim.student.no_decay == ["*.bias", "*norm*"] and config.optim.student.lr_scale is None
+    assert list(config.optim.fake.lr_scale.items()) == [("patch_embedding.*", 0.1), ("proj_out.*", 2)], "in their order"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_written_configuration_is_read_back_as_it_was(tmp_path, experiment):
+    settings = ["student.keep_operators=[aten.mm]", "student.activation_checkpointing=selective", "fake.offload=cpu"]
+    patterns = ["optim.student.no_decay=[*.bias]", "optim.fake.lr_scale={blocks.0.*: 0.1}", "precision=bf16"]
+    config = compose_config([f"experiment={experiment}", *settings, *patterns])
+    OmegaConf.save(OmegaConf.create(asdict(config)), tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
 # ---------------------------------------------------------------- misspelt keys and groups
 
 
@@ -95,6 +154,9 @@ def test_an_architecture_can_be_given_on_the_command_line():
         (["optim.student.lrr=1"], "optim.student.lrr", "optim.student.lr"),
         (["student.ema.enabld=true"], "student.ema.enabld", "student.ema.enabled"),
         (["teacher.chekpoint=/x"], "teacher.chekpoint", "teacher.checkpoint"),
+        (["student.stratgy=optim"], "student.stratgy", "student.strategy"),
+        (["fake.gather_erly=true"], "fake.gather_erly", "fake.gather_early"),
+        (["optim.fake.nodecay=[a]"], "optim.fake.nodecay", "optim.fake.no_decay"),
         (["mesh.dp_shrad=2"], "mesh.dp_shrad", "mesh.dp_shard"),
         (["method.guidance_scal=2"], "method.guidance_scal", "method.guidance_scale"),
         (["experiment=quickstart_teacher", "method.logit_maen=0"], "method.logit_maen", "method.logit_mean"),
@@ -182,6 +244,7 @@ def changed(config: Config, setting: str, value) -> Config:
         ("checkpoint.every", -1),
         ("checkpoint.keep", -1),
         ("log.every", 0),
+        ("log.norms_every", -1),
         ("sample.every", -1),
         ("sample.prompts", 0),
         ("sample.report_clips", -1),
@@ -197,6 +260,15 @@ def changed(config: Config, setting: str, value) -> Config:
         ("export.dtype", "fp16"),
         ("optim.student.schedule", "linear"),
         ("optim.fake.schedule", "linear"),
+        ("optim.student.implementation", "slow"),
+        ("optim.student.lr_scale", {"a": -1.0}),
+        ("optim.fake.lr_scale", {"a": "b"}),
+        ("optim.fake.lr_scale", {"a": True}),
+        ("optim.fake.lr_scale", {1: 0.5}),
+        ("optim.fake.lr_scale", 0.5),
+        ("optim.fake.lr_scale", {"a": float("nan")}),
+        ("teacher.precision", "fp64"),
+        ("student.precision", "fp8"),
         ("optim.student.betas", [0.9]),
         ("optim.fake.betas", [0.9, 1.0]),
         ("optim.student.lr", -1e-4),

@@ -175,3 +175,13 @@ def test_every_combination_fits_exactly_or_is_refused():
         if ulysses == ring == "auto":
             assert shape.ulysses == (math.gcd(heads, cp) if heads else cp)
     assert fitted > 300
+
+
+def test_replicas_alone_are_for_networks_that_are_not_sharded():
+    given = {"world_size": 4, "dp_replicate": 4}
+    message = refusal(given)
+    assert "nothing to shard over" in message and "strategy=no_shard on every role; use mesh.dp_replicate=1" in message
+    shape = resolve_mesh(**settings(**given, sharded=False))
+    assert (shape.dp_replicate, shape.dp_shard, shape.cp, shape.dp) == (4, 1, 1, 4)
+    with pytest.raises(UserError, match=r"mesh\.dp_replicate=3 x mesh\.cp=1 does not divide the world of 4 ranks"):
+        resolve_mesh(**settings(world_size=4, dp_replicate=3, sharded=False))

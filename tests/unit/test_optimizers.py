@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer, learning_rate
+from distill.optimizers import RoleOptimizer, learning_rate, parameter_groups
+from fsdp_cp.errors import UserError
 from models.role import Role
 from models.wan import Wan
 
@@ -119,3 +120,63 @@ def test_a_skipped_update_changes_nothing():
     assert all(p.grad is None for p in optimizer.role.parameters())
     assert all(torch.equal(a, b) for a, b in zip(weights, optimizer.role.parameters(), strict=True))
     assert all(torch.equal(v, optimizer.state()[n][k]) for n, e in state.items() for k, v in e.items())
+
+
+NAMES = ["embed.weight", "embed.bias", "blocks.0.norm.weight", "blocks.0.ffn.weight", "blocks.10.ffn.bias", "out"]
+
+
+def groups(**settings):
+    return parameter_groups(NAMES, OptimizerSettings(weight_decay=0.1, **settings), "optim.student")
+
+
+def test_one_group_where_nothing_is_asked_for():
+    assert groups() == {(0.1, 1.0): NAMES}
+
+
+def test_groups_by_pattern_of_name():
+    assert groups(no_decay=["*.bias", "*norm*"]) == {
+        (0.1, 1.0): ["embed.weight", "blocks.0.ffn.weight", "out"],
+        (0.0, 1.0): ["embed.bias", "blocks.0.norm.weight", "blocks.10.ffn.bias"],
+    }
+    # The first pattern that matches counts, an exact name is a pattern too, and `blocks.1` is not `blocks.10`.
+    assert groups(no_decay=["out"], lr_scale={"blocks.0.norm.*": 3, "blocks.*": 0.5, "out": 0.0}) == {
+        (0.1, 1.0): ["embed.weight", "embed.bias"],
+        (0.1, 3.0): ["blocks.0.norm.weight"],
+        (0.1, 0.5): ["blocks.0.ffn.weight", "blocks.10.ffn.bias"],
+        (0.0, 0.0): ["out"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"no_decay": ["*.bias", "*.baes"]}, "optim.student.no_decay: '*.baes' matches no parameter; names are as"),
+        ({"lr_scale": {"block.*": 0.1}}, "optim.student.lr_scale: 'block.*' matches no parameter"),
+        ({"lr_scale": {"blocks.1.*": 0.1}}, "optim.student.lr_scale: 'blocks.1.*' matches no parameter"),
+        ({"no_decay": ["Embed.*"]}, "optim.student.no_decay: 'Embed.*' matches no parameter"),
+        (
+            {"lr_scale": {"blocks.*": 0.1, "blocks.0.*": 0.2}},
+            "'blocks.0.*' comes after patterns that match all it does",
+        ),
+    ],
+)
+def test_a_pattern_without_effect_is_refused_by_name(settings, message):
+    with pytest.raises(UserError) as caught:
+        groups(**settings)
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "embed.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "fused", "for_loop"])
+def test_every_implementation_is_the_one_that_was_asked_for_and_the_same_update(implementation):
+    ours, reference = role(), role()
+    optimizer = RoleOptimizer(ours, OptimizerSettings(lr=1e-2, implementation=implementation, lr_scale={"2.*": 0.5}))
+    chosen = {name for name in ("foreach", "fused") if optimizer.adamw.param_groups[0][name]}
+    assert chosen == {implementation} - {"for_loop"}
+    plain = RoleOptimizer(reference, OptimizerSettings(lr=1e-2, implementation="for_loop", lr_scale={"2.*": 0.5}))
+    for step in range(3):
+        for each in (optimizer, plain):
+            backward(each.role.network, step)
+            each.step(1e-2)
+    assert optimizer.state().keys() == plain.state().keys(), "a checkpoint of one is one of the other"
+    for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)

@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from distill.config import CONFIGS, compose_config, micro_batch_size
+from distill.checks import micro_batch_size
+from distill.config import CONFIGS, compose_config
 from fsdp_cp.mesh import resolve_mesh
 from fsdp_cp.sequence import local_token_count
 from models.wan import Wan

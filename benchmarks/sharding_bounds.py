@@ -1,0 +1,178 @@
+"""The cases of :mod:`benchmarks.sharding`, and what each must hold and send: from the sizes of the parameters alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.parity import ARCHITECTURE
+from fsdp_cp import ShardSettings
+from models.wan import Wan
+
+WAN = ARCHITECTURE | {"num_layers": 8, "attention_head_dim": 64, "ffn_dim": 1024}  # dim 256
+MICRO_BATCHES = 2
+BYTES = 4  # of fp32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to shard."""
+
+    label: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    replicas: int = 1
+
+    @property
+    def sharding(self) -> ShardSettings:
+        return ShardSettings(**self.settings)
+
+
+REFERENCE = "optim_grads_params"
+CASES = (
+    Case("no_shard", {"strategy": "no_shard"}),
+    Case("optim", {"strategy": "optim"}),
+    Case("optim_grads", {"strategy": "optim_grads"}),
+    Case(REFERENCE),
+    Case("HSDP, 2 replicas", {}, replicas=2),
+    Case("+ keep_gathered", {"keep_gathered": True}),
+    Case("+ activation_checkpointing=full", {"activation_checkpointing": "full"}),
+    Case("+ activation_checkpointing=selective", {"activation_checkpointing": "selective"}),
+    Case("+ offload=cpu", {"offload": "cpu"}),
+    Case("+ forward_prefetch=2", {"forward_prefetch": 2}),
+    Case("+ backward_prefetch=2", {"backward_prefetch": 2}),
+    Case("+ gradient_buffers=1", {"gradient_buffers": 1}),
+    Case("+ gather_early", {"gather_early": True}),
+)
+
+
+@dataclass
+class Figures:
+    """Of one rank, or the greatest of all ranks: bytes, but for the last four."""
+
+    parameters: int = 0
+    gradients: int = 0
+    """Of the shards, at the end of a step."""
+    kept: int = 0
+    """All gradients between two micro-batches."""
+    optimizer: int = 0
+    peak_gathered: int = 0
+    """Full parameters, ready for use."""
+    peak_parameters: int = 0
+    """The same together with the staging buffers of all-gathers."""
+    peak_gradients: int = 0
+    buffers: int = 0
+    """Full gradients of units that wait for their reduction: how many at most."""
+    calls: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind of collective."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the network, from its shapes alone. Padded: dim 0 of each parameter is filled up to equal shards."""
+
+    full: int
+    padded: int
+    block: int
+    """Padded, of one transformer block."""
+    root: int
+    """Padded, of everything that is not in a block."""
+    units: int
+    parameters: int
+    """How many tensors."""
+
+
+def sizes_of(shards: int) -> Sizes:
+    """Of :data:`WAN` over ``shards`` ranks."""
+    with torch.device("meta"):
+        network = Wan.build(dict(WAN), "benchmark")
+    padded = {
+        name: math.ceil(p.shape[0] / shards) * shards * p[0].numel() * BYTES for name, p in network.named_parameters()
+    }
+    blocks = [sum(n for name, n in padded.items() if name.startswith(f"blocks.{i}.")) for i in range(WAN["num_layers"])]
+    assert len(set(blocks)) == 1
+    return Sizes(
+        full=sum(p.numel() for p in network.parameters()) * BYTES,
+        padded=sum(padded.values()),
+        block=blocks[0],
+        root=sum(padded.values()) - sum(blocks),
+        units=len(blocks) + 1,
+        parameters=len(padded),
+    )
+
+
+def expected(case: Case, world: int) -> Figures:
+    """What ``case`` must hold and send, from the sizes and the strategy; peaks and what is kept are upper bounds."""
+    settings = case.sharding
+    replicated = settings.strategy == "no_shard"
+    shards = 1 if replicated else world // case.replicas
+    replicas = world // shards
+    s, n = sizes_of(shards), MICRO_BATCHES
+    shard = s.padded // shards
+    stays = settings.strategy in ("optim", "optim_grads") or settings.keep_gathered
+    once = settings.strategy in ("optim", "no_shard")
+    gathers = 0 if replicated else (1 if stays else 2 * n)
+    reductions = 1 if once else n
+    gathered = s.padded if stays else s.block + s.root
+    # FSDP2 lets go of a unit's buffer after the next one's is copied out: two more blocks; prefetching adds its own.
+    staged = 0 if replicated else (1 + settings.forward_prefetch if not stays else 2) * s.block
+    waiting = (settings.gradient_buffers - 1) * s.block + max(s.block, s.root)
+    around = (shards - 1) / shards
+    calls = {
+        "all_gather": gathers * s.units,
+        "reduce_scatter": 0 if replicated else reductions * s.units,
+        "all_reduce": 1 + (s.units if replicas > 1 else 0),  # 1: the norm
+    }
+    sent = {
+        "all_gather": gathers * s.padded * around,
+        "reduce_scatter": 0 if replicated else reductions * s.padded * around,
+        "all_reduce": 2 * s.padded / shards * (replicas - 1) / replicas if replicas > 1 else 0,
+    }
+    return Figures(
+        parameters=shard,
+        gradients=shard,
+        kept=s.full if once else shard + waiting,
+        optimizer=2 * shard + BYTES * s.parameters,
+        peak_gathered=gathered,
+        peak_parameters=gathered + staged,
+        peak_gradients=(s.full if once else 0) + shard + s.root + 2 * s.block + waiting,
+        buffers=settings.gradient_buffers,
+        calls=calls,
+        sent={kind: round(size) for kind, size in sent.items()},
+    )
+
+
+def greatest(ranks: list[Figures]) -> Figures:
+    """The maximum over ranks of each figure."""
+    result = Figures()
+    for name, value in vars(result).items():
+        values = [getattr(figures, name) for figures in ranks]
+        if isinstance(value, dict):
+            kinds = sorted({kind for v in values for kind in v})
+            setattr(result, name, {kind: max(v.get(kind, 0) for v in values) for kind in kinds})
+        else:
+            setattr(result, name, max(values))
+    return result
+
+
+def broken(found: Figures, ideal: Figures) -> list[str]:
+    """What is not as it must be."""
+    faults = []
+    for name in ("parameters", "gradients", "optimizer"):
+        if getattr(found, name) != getattr(ideal, name):
+            faults.append(f"{name}: {getattr(found, name)} bytes, not {getattr(ideal, name)}")
+    for name in ("kept", "peak_gathered", "peak_parameters", "peak_gradients", "buffers"):
+        if getattr(found, name) > getattr(ideal, name):
+            faults.append(f"{name}: {getattr(found, name)}, above {getattr(ideal, name)}")
+    for kind in {**found.calls, **ideal.calls}:
+        pair = found.calls.get(kind, 0), ideal.calls.get(kind, 0)
+        if pair[0] != pair[1]:
+            faults.append(f"{kind}: {pair[0]} calls, not {pair[1]}")
+        sent, least = found.sent.get(kind, 0), ideal.sent.get(kind, 0)
+        if not least <= sent <= least + 1024:  # roundings, and the norm
+            faults.append(f"{kind}: {sent} bytes, not {least}")
+    return faults

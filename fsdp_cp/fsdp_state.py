@@ -1,0 +1,155 @@
+"""Everything that reads or mends FSDP2's private state, in one place (torch 2.11 to 2.13).
+
+The public interface has no answer to these: what is gathered now, which gradients wait for a reduction, in which order
+the units ran, how large their shards are. Tests hold each function against the behaviour it relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit of ``model``, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """The ``FSDPParamGroup`` of one unit, in a list; empty for a unit without parameters of its own.
+
+    ``FSDPState._fsdp_param_groups`` in torch 2.13, ``_fsdp_param_group`` before.
+    """
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def is_gathered(module: FSDPModule) -> bool:
+    """Are the full parameters of this unit alive, or on their way?"""
+    return any(not group.is_sharded or group._all_gather_result is not None for group in param_groups(module))
+
+
+def gathered_units(model: nn.Module) -> list[FSDPModule]:
+    """The units of ``model`` whose full parameters are alive, or on their way."""
+    return [module for module in fsdp_modules(model) if is_gathered(module)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of every gathered parameter of ``model``; its shards are what counts from here on.
+
+    A gather that was begun and not waited for is dropped too: its weights would be those from before the next update.
+    """
+    for module in gathered_units(model):
+        for group in param_groups(module):
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+        module.reshard()
+
+
+def clear_unsynced_gradients(model: nn.Module) -> None:
+    """Drop gradients that no reduction has taken yet; neither ``zero_grad`` nor ``reset_iter_state`` does."""
+    for module in fsdp_modules(model):
+        for group in param_groups(module):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def has_gradients(model: nn.Module) -> bool:
+    """Is there a gradient of any parameter: on its shard, or one that no reduction has taken yet?"""
+    for module in fsdp_modules(model):
+        for group in param_groups(module):
+            if group._partial_reduce_output is not None:
+                return True
+            for parameter in group.fsdp_params:
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                waiting = parameter.unsharded_accumulated_grad is not None
+                if waiting or parameter.sharded_param.grad is not None:
+                    return True
+                if unsharded is not None and unsharded.grad is not None:
+                    return True
+    return False
+
+
+def unreduced_units(model: nn.Module) -> list[str]:
+    """Names of the units that hold a sum over their shards which the replicas have not been added to."""
+    return [
+        name or "the root"
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule) and any(g._partial_reduce_output is not None for g in param_groups(module))
+    ]
+
+
+def set_trainable(model: FSDPModule, trainable: bool) -> None:
+    """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
+
+    ``requires_grad_`` alone is not enough: FSDP2 settles the dtypes of reductions at the first forward, from the
+    parameters that were trainable then. A network that was frozen would reduce in the compute dtype, and fail to store
+    bf16 gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
+    """
+    reshard(model)
+    model.requires_grad_(trainable)
+    for module in fsdp_modules(model):
+        for group in param_groups(module):
+            group._init_mp_dtypes()
+
+
+def reset_iteration(root: FSDPModule) -> None:
+    """Bring FSDP2's own bookkeeping back to rest after an exception in a forward or backward."""
+    state = root._get_fsdp_state()
+    if not state._is_root:
+        return  # before the first forward there is nothing to reset, and it would fail
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    # torch 2.11 and 2.12 have no such call.
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    idle = type(state._training_state).IDLE
+    for module in fsdp_modules(root):
+        module._get_fsdp_state()._training_state = idle
+        for group in param_groups(module):
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+    reshard(root)
+
+
+@contextmanager
+def unrecorded_forward(model: nn.Module) -> Iterator[None]:
+    """Run forwards that no backward will follow (rollouts, teachers).
+
+    FSDP2 notes the order of every forward, to prefetch in reverse order in backward, and forgets it only after a
+    backward: a frozen network's list would grow for ever, and a rollout before a trained forward would make backward
+    gather a block too many. What was noted inside this context is dropped on leaving it.
+    """
+    # Before the first forward of all the list does not exist.
+    recorded = len(getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
+    try:
+        yield
+    except BaseException:
+        reset_iteration(model)  # a forward that broke off would leave its units waiting for its end
+        raise
+    finally:
+        for module in fsdp_modules(model):
+            for group in param_groups(module):
+                group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < recorded]
+        del getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", [])[recorded:]
+
+
+def unit_layout(module: FSDPModule) -> list[tuple[MixedPrecisionPolicy, list[tuple[DTensor, int]]]]:
+    """Of each parameter group of one unit: its dtypes, and each sharded parameter with its shard's padded elements."""
+    return [
+        (group.mp_policy, [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in group.fsdp_params])
+        for group in param_groups(module)
+    ]

@@ -1,0 +1,57 @@
+"""Counters for tests of what units compute, keep and compile: use them in the process that computes."""
+
+from collections import Counter
+from functools import partial
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_cp.attention.operators as operators
+from fsdp_cp import activations
+
+
+class Counted:
+    """Inside: graphs compiled (by ``backend``), calls of the attention's ring, bytes copied to CPU memory."""
+
+    def __init__(self, backend="aot_eager"):
+        self.graphs = self.rings = self.host_bytes = 0
+        self.copies = []
+        self._backend = lookup_backend(backend)
+        self._saved = torch.compile, operators.ring_forward, activations._HostCopy.__init__
+
+    def _compile(self, graph, inputs):
+        self.graphs += 1
+        return self._backend(graph, inputs)
+
+    def __enter__(self):
+        compile_, ring, copy = self._saved
+
+        def counted_ring(*args, **kwargs):
+            self.rings += 1
+            return ring(*args, **kwargs)
+
+        def counted_copy(new, storage, first, last):
+            self.copies.append(last - first)
+            copy(new, storage, first, last)
+
+        torch._dynamo.reset()
+        torch.compile = partial(compile_, backend=self._compile)
+        operators.ring_forward, activations._HostCopy.__init__ = counted_ring, counted_copy
+        return self
+
+    def __exit__(self, *_):
+        torch.compile, operators.ring_forward, activations._HostCopy.__init__ = self._saved
+        torch._dynamo.reset()
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of[func] += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,278 @@
+"""Activation memory and compilation of units: what is kept, where, how often it is computed, and the same gradients."""
+
+import gc
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
+from fsdp_cp import ShardSettings, build_mesh, microbatch, shard_module
+from fsdp_cp.activations import wrap_unit
+from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.fsdp_state import gathered_units
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.memory import LiveStorages
+from models.load import build_role, plan_role
+from tests.counted import Counted
+
+PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
+BLOCKS, TOKENS, DIM, HEADS, BATCH = 3, 185, 96, 4, 4  # fp64 activations of a rank are above SMALLEST_OFFLOADED
+CHECKPOINTING = ("none", "full", "selective")
+SETTINGS = [
+    {"activation_checkpointing": kept, "activation_offload": offload, "compile": compiled}
+    for kept, offload, compiled in itertools.product(CHECKPOINTING, (False, True), (False, True))
+]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.GELU(), nn.Linear(3 * DIM, DIM))
+        self.mesh = None
+
+    def forward(self, hidden_states, scale):
+        q, k, v = self.qkv(self.norm(hidden_states) * scale).unflatten(-1, (3, HEADS, DIM // HEADS)).unbind(2)
+        if self.mesh is not None:
+            out = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=TOKENS)
+        else:
+            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        hidden_states = hidden_states + self.out(out.flatten(2))
+        return hidden_states + self.mlp(hidden_states)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, DIM), nn.Linear(DIM, 5)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        x, scale = self.embed(x), x.mean((1, 2))[:, None, None] + 1
+        for block in self.blocks:
+            x = block(hidden_states=x, scale=scale)
+        return self.head(x)
+
+
+def _model_and_data():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Transformer().double()
+        return model, torch.randn(BATCH, TOKENS, 5, dtype=torch.float64), torch.randn(BATCH, TOKENS, 5).double()
+
+
+@pytest.fixture(scope="module")
+def pools():
+    opened = {}
+
+    def pool(world):
+        if world not in opened:
+            opened[world] = RankPool(world, preload=("torch", "torch._dynamo", "benchmarks.parity"))
+        return opened[world]
+
+    yield pool
+    for one in opened.values():
+        one.close()
+
+
+def _all_gathers(call):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    return sum(event.name == "c10d::_allgather_base_" for event in profiler.events())
+
+
+def _kept_bytes(settings):
+    """Bytes that a forward leaves alive: on the device, and in copies."""
+    model, x, _ = _model_and_data()
+    for block in model.blocks:
+        block.mesh = build_mesh(dp_shard=2)
+        wrap_unit(block, ShardSettings(**settings))
+    with Counted() as counted:
+        with LiveStorages() as live:
+            out = model(x)  # noqa: F841  held: it holds what backward needs
+        gc.collect()
+        kept = live.bytes - sum(counted.copies)
+    return kept, sum(counted.copies)
+
+
+def _bytes_kept():
+    choices = [s for s in SETTINGS if not s["compile"]]
+    return {(s["activation_checkpointing"], s["activation_offload"]): _kept_bytes(s) for s in choices}
+
+
+def test_bytes_kept(pools):
+    """full < selective < none on the device; with offload next to nothing of the units is left on it."""
+    kept, _ = pools(2).run(_bytes_kept)
+    unit = BATCH * TOKENS * DIM * 8
+    none, full, selective = (kept[choice, False][0] for choice in CHECKPOINTING)
+    assert full < selective < none, kept
+    # A block keeps its input; and the attention's output, with a log-sum-exp of a 24th of it.
+    assert BLOCKS * unit <= full <= (BLOCKS + 1.2) * unit, full / unit
+    assert selective - full == pytest.approx(BLOCKS * unit * (1 + 1 / (DIM // HEADS)), rel=0.05)
+    assert none >= BLOCKS * 10 * unit
+    for choice in CHECKPOINTING:
+        device, host = kept[choice, True]
+        assert device <= 1.6 * unit, (choice, device / unit)  # the last output, and what is too small to be moved
+        assert host == pytest.approx(kept[choice, False][0] - device, rel=0.1), (choice, host)
+
+
+# --- sharded, against one process ---
+
+
+def _sharded_model(mesh, settings):
+    model, x, target = _model_and_data()
+    for block in model.blocks:
+        block.mesh = mesh
+    parallelize_context(model, mesh=mesh, plan=dict(PLAN))
+    shard_module(model, mesh=mesh, units=model.blocks, precision="fp64", **settings)
+    return model, x, target
+
+
+def _train(sizes, settings, backend="aot_eager"):
+    """Two steps of two micro-batches, an evaluation between them."""
+    with Counted(backend) as counted:
+        mesh = build_mesh(**sizes, heads=HEADS)
+        model, x, target = _sharded_model(mesh, settings)
+        names = [name for name, _ in model.named_parameters()]
+        mine = torch.arange(BATCH).chunk(mesh.dp_size)[mesh.dp_rank].chunk(2)
+        loss, rings, gradients = 0.0, Counter(), []
+
+        def step():
+            nonlocal loss
+            loss = 0.0
+            for i, at in enumerate(mine):
+                with microbatch(model, is_first=i == 0, is_last=i == 1):
+                    before = counted.rings
+                    part = (model(x[at]) - target[at]).square().mean() * len(at) / BATCH
+                    rings["forward"] += counted.rings - before
+                    before = counted.rings
+                    part.backward()
+                    rings["backward"] += counted.rings - before
+                loss += part.item()
+
+        gathers = [_all_gathers(step)] if not settings.get("compile") else [step()]
+        graphs = counted.graphs
+        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        model.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(x[mine[0]])
+        model.train()
+        step()
+        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        assert not gathered_units(model)
+    return {
+        "loss": loss, "gradients": gradients, "names": names, "rings": dict(rings), "gathers": gathers[0],
+        "graphs": graphs, "host": len(counted.copies),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def truth():
+    model, x, target = _model_and_data()
+    loss = (model(x) - target).square().mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _check(ranks, truth, settings, cp):
+    loss, gradients = truth
+    assert sum(rank["loss"] for rank in ranks[::cp]) == pytest.approx(loss, rel=1e-12)
+    for rank in ranks:
+        assert rank["names"] == list(gradients), "names of parameters stay"
+        passes = 2 * 2 * BLOCKS  # steps x micro-batches x blocks
+        again = passes if settings["activation_checkpointing"] == "full" else 0
+        assert rank["rings"] == {"forward": passes, "backward": again}, settings
+        assert (rank["host"] > 0) == settings["activation_offload"]
+        for found in rank["gradients"]:
+            for name, gradient in found.items():
+                error = (gradient - gradients[name]).norm() / gradients[name].norm()
+                assert error < 1e-12, (settings, name, error)
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, {"cp": 2}), (4, {"dp_shard": 2, "cp": 2})])
+def test_gradients_calls_and_gathers(pools, truth, world, sizes):
+    """The attention runs once in all where its output is kept, once more under full checkpointing."""
+    gathers = set()
+    for settings in SETTINGS:
+        if not settings["compile"] and (world == 2 or settings["activation_offload"]):
+            ranks = pools(world).run(_train, sizes, settings)
+            _check(ranks, truth, settings, sizes["cp"])
+            gathers |= {rank["gathers"] for rank in ranks}
+    # For each micro-batch: the blocks and the root for forward and for backward, and the tokens of the output.
+    assert gathers == {2 * (2 * (BLOCKS + 1) + 1)}, "recomputation must not gather again"
+
+
+COMPILED = [s for s in SETTINGS if s["compile"]]
+QUICK = {"activation_checkpointing": "selective", "activation_offload": True, "compile": True}
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(s, marks=() if s == QUICK else pytest.mark.slow) for s in COMPILED], ids=str
+)
+def test_compiled(pools, truth, settings):
+    ranks = pools(2).run(_train, {"cp": 2, "ulysses": 2}, settings)
+    _check(ranks, truth, settings, 2)
+    assert {rank["graphs"] for rank in ranks} == {1}, "all blocks share one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [COMPILED[0], COMPILED[2], QUICK], ids=str)
+def test_compiled_by_inductor(pools, truth, settings):
+    _check(pools(4).run(_train, {"dp_shard": 2, "cp": 2}, settings, "inductor"), truth, settings, 2)
+
+
+# --- compiled ---
+
+
+def _wan(mesh, **settings):
+    plan = plan_role("student", checkpoint=None, architecture=ARCHITECTURE, sharding=ShardSettings(**settings))
+    return build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE
+    )
+
+
+def _wan_steps(settings):
+    generator = torch.Generator().manual_seed(1)
+    mesh = build_mesh(cp=2, heads=4)
+    plain, worst, graphs = _wan(mesh), 0.0, []
+    with Counted() as counted:
+        role = _wan(mesh, compile=True, **settings)
+        for batch, evaluated in ((2, False), (2, True), (2, False), (3, False), (4, False), (5, False)):
+            x, text = (torch.randn(batch, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
+            t = torch.rand(batch, generator=generator)
+            if evaluated:
+                with torch.no_grad():
+                    outs = [each.velocity(x, t, text) for each in (role, plain)]
+                worst = max(worst, ((outs[0] - outs[1]).norm() / outs[1].norm()).item())
+            else:
+                for each in (role, plain):
+                    for parameter in each.parameters():
+                        parameter.grad = None
+                    each.velocity(x, t, text).square().mean().backward()
+                pairs = [(a.grad.to_local(), b.grad.to_local()) for a, b in zip(role.parameters(), plain.parameters())]  # noqa: B905
+                worst = max(worst, *(((a - b).norm() / b.norm().clamp_min(1e-6)).item() for a, b in pairs))
+            graphs.append(counted.graphs)
+        tangent = torch.randn_like(x)
+        with pytest.raises(RuntimeError, match="would lose its tangents; set compile=false"):
+            with torch.no_grad(), forward_ad.dual_level():
+                role.velocity(forward_ad.make_dual(x, tangent), t, text)
+        with pytest.raises(RuntimeError, match="would lose its tangents; set compile=false"), torch.no_grad():
+            torch.func.jvp(lambda x: role.velocity(x, t, text), (x,), (tangent,))
+    return worst, graphs
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param(QUICK | {"compile": True}, marks=pytest.mark.slow)], ids=str)
+def test_wan_compiles_once_for_all_blocks_and_steps(pools, settings):
+    """One graph to train, one without gradients, one for any batch size; in fp32, against the same role uncompiled."""
+    settings = {name: value for name, value in settings.items() if name != "compile"}
+    for worst, graphs in pools(2).run(_wan_steps, settings):
+        assert worst < 1e-5
+        assert graphs == [1, 2, 2, 3, 3, 3]

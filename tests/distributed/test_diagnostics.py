@@ -1,0 +1,332 @@
+"""Norms, unit reports and phases: against full tensors, counted bytes, and a profile of a real step."""
+
+import math
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.parity import Setup, make_config, make_trainer, write_checkpoints
+from distill.metrics import NormsLog
+from fsdp_cp import build_mesh, phase, shard_module
+from fsdp_cp.diagnostics import connection_advice, group_report, parameter_norms, report_table
+from fsdp_cp.fsdp_state import fsdp_modules, gathered_units
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.shard_settings import COMPUTE_DTYPE
+from fsdp_cp.traffic import CollectiveCounter
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(4) as pool:
+        yield pool
+
+
+class _Uneven(nn.Module):
+    """Rows that four ranks cannot share evenly; with 3 and 2 rows some ranks have none. ``idle`` gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(3, 7)
+        self.head = nn.Linear(7, 2)
+        self.idle = nn.Parameter(torch.randn(5))
+        self.frozen = nn.Parameter(torch.randn(4, 2), requires_grad=False)
+        self.dtype = torch.float32
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x.to(self.dtype))))))
+
+
+def _sharded(mesh, **changes):
+    torch.manual_seed(0)
+    model = _Uneven()
+    model.dtype = COMPUTE_DTYPE[changes.get("precision", "fp32")]
+    shard_module(model, mesh=mesh, units=[model.first, model.second], **changes)
+    return model
+
+
+def _norms(sizes, changes):
+    model = _sharded(build_mesh(**sizes, sharded=changes.get("strategy") != "no_shard"), **changes)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    model(x).square().sum().backward()
+    with CollectiveCounter() as counter:
+        norms = parameter_norms(model)
+    truth = {}
+    for name, p in model.named_parameters():
+        gradient = None if p.grad is None else p.grad.full_tensor().double().norm().item()
+        truth[name] = (p.full_tensor().double().norm().item(), gradient)
+    return norms, truth, {kind: count for kind, count in counter.calls.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ({"dp_shard": 4}, {}),
+        ({"dp_shard": 2, "cp": 2}, {"strategy": "optim"}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim_grads"}),
+        ({"dp_shard": 4}, {"strategy": "no_shard"}),
+        ({"dp_replicate": 4}, {"strategy": "no_shard"}),
+        ({"dp_shard": 4}, {"offload": "cpu"}),
+        ({"dp_shard": 4}, {"precision": "bf16"}),
+    ],
+)
+def test_norms_are_those_of_the_full_tensors_by_one_collective(ranks, sizes, changes):
+    results = ranks.run(_norms, sizes, changes)
+    for norms, truth, calls in results:
+        assert norms == results[0][0], "the same on every rank"
+        assert calls == {"all_reduce": 1}
+        assert norms.keys() == truth.keys() and len(norms) == 8
+        for name, (weight, gradient) in truth.items():
+            assert norms[name][0] == pytest.approx(weight, rel=1e-12), name
+            assert norms[name][1] == (None if gradient is None else pytest.approx(gradient, rel=1e-12)), name
+        missing = {name for name, (_, gradient) in norms.items() if gradient is None}
+        assert missing == {"idle", "frozen"}
+
+
+def _norms_while_gathered():
+    """Under `optim` a network stays gathered between micro-batches, and its gradients are elsewhere."""
+    mesh = build_mesh(dp_shard=4)
+    model = _sharded(mesh, strategy="optim")
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    assert gathered_units(model)
+    norms = parameter_norms(model)
+    assert not gathered_units(model)
+    model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
+    model.first.bias.grad = torch.full_like(model.first.bias, math.nan)
+    broken = parameter_norms(model)
+    weights = [norms[name][0] == broken[name][0] for name in norms]
+    return all(weights), broken["head.weight"][1], math.isnan(broken["first.bias"][1]), broken["second.bias"][1]
+
+
+def test_norms_of_a_gathered_network_and_of_broken_gradients(ranks):
+    assert ranks.run(_norms_while_gathered) == [(True, math.inf, True, None)] * 4
+
+
+def test_norms_that_are_not_numbers_show_as_such(tmp_path):
+    log = NormsLog(tmp_path)
+    log.write(3, "student", {"a": (1.0, None), "b": (2.0, math.inf), "c": (math.nan, 0.5)})
+    log.close()
+    assert (tmp_path / "norms.jsonl").read_text() == (
+        '{"step": 3, "role": "student", "norms": {"a": [1.0, null], "b": [2.0, "inf"], "c": ["nan", 0.5]}}\n'
+    )
+
+
+# ---------------------------------------------------------------- units
+
+
+def _report(sizes, changes):
+    model = _sharded(build_mesh(**sizes), **changes)
+    rows = group_report(model)
+    assert group_report(model) == rows
+    model(torch.ones(1, 6)).sum().backward()
+    assert group_report(model) == rows, "the same before and after the first forward"
+    local = {name: p.to_local() for name, p in model.named_parameters()}
+    mine = {
+        unit: [t for name, t in local.items() if name.startswith(f"{unit}.")]
+        if unit != "(root)"
+        else [t for name, t in local.items() if not name.startswith(("first.", "second."))]
+        for unit in ("(root)", "first", "second")
+    }
+    true = {unit: sum(t.numel() * t.element_size() for t in tensors) for unit, tensors in mine.items()}
+    held = {unit: sum(t.untyped_storage().nbytes() for t in tensors) for unit, tensors in mine.items()}
+    # What is gathered, as storages while everything is gathered.
+    gathered = {}
+    for module, row in zip(fsdp_modules(model), rows, strict=True):
+        module.unshard()
+        owned = [p for p in module.parameters(recurse=row.name != "(root)")]
+        owned += list(module.head.parameters()) if row.name == "(root)" else []
+        gathered[row.name] = sum(p.untyped_storage().nbytes() for p in owned)
+        module.reshard()
+    empty = [any(t.numel() == 0 for t in mine[unit]) for unit in ("(root)", "first", "second")]
+    return rows, true, held, gathered, empty, report_table(rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "dtypes"),
+    [
+        ({"dp_shard": 4}, {}, ("float32", "float32", "float32")),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim"}, ("float32", "float32", "float32")),
+        (
+            {"dp_shard": 2, "cp": 2},
+            {"precision": "bf16", "reduce_dtype": "bf16"},
+            ("bfloat16", "bfloat16", "float32"),
+        ),
+    ],
+)
+def test_units_are_as_large_as_they_say(ranks, sizes, changes, dtypes):
+    results = ranks.run(_report, sizes, changes)
+    for rows, true, held, gathered, _, table in results:
+        assert [row.name for row in rows] == ["(root)", "first", "second"]
+        assert [row.parameters for row in rows] == [7 * 2 + 2 + 5 + 4 * 2, 6 * 3 + 3, 3 * 7 + 7]
+        for row in rows:
+            assert (row.compute_dtype, row.reduce_dtype, row.master_dtype) == dtypes
+            assert row.true_shard_bytes == true[row.name]
+            assert row.shard_bytes == held[row.name], "what the shards' storages take, padding included"
+            assert row.gathered_bytes == gathered[row.name]
+        lines = table.splitlines()
+        assert len(lines) == 5 and lines[0].startswith("unit") and lines[-1].startswith("all")
+        assert f"{29 + 21 + 28:,}" in lines[-1] and dtypes[0] in lines[1]
+    for unit, row in enumerate(results[0][0]):
+        assert row.empty_ranks == sum(empty[unit] for _, _, _, _, empty, _ in results), row.name
+    if sizes == {"dp_shard": 4}:
+        assert results[0][0][0].empty_ranks == 2 and results[0][0][1].empty_ranks == 1
+
+
+# ---------------------------------------------------------------- phases
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("diagnostics")
+    write_checkpoints(folder)
+    return folder
+
+
+def _profiled(folder):
+    changes = {
+        "student": {"strategy": "optim", "gather_early": True},
+        "fake": {"strategy": "optim_grads"},
+        "teacher": {"strategy": "optim"},
+    }
+    setup = Setup(dp_shard=2, cp=2, steps=2, changes=changes)
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    names, left = [], []
+    data = trainer._steps_of_data()
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            trainer._train_step(data)
+        names.append({event.name for event in profiled.events()})
+        left += [name for name, role in trainer.method.roles.items() if gathered_units(role.network)]
+    ours = [{name for name in step if name == "data" or name.startswith(("student/", "fake/"))} for step in names]
+    return ours, left
+
+
+def test_a_step_has_named_phases_and_leaves_nothing_gathered(ranks, folder):
+    for steps, left in ranks.run(_profiled, folder):
+        assert not left
+        first, second = ("fake", "student") if "fake/update" in steps[0] else ("student", "fake")
+        for found, role in zip(steps, (first, second), strict=True):
+            losses = {name.split("/")[1] for name in found if name.endswith("/forward")}
+            assert losses, found
+            expected = {"data", f"{role}/gradients", f"{role}/update"}
+            expected |= {f"{role}/{loss}/{part}" for loss in losses for part in ("forward", "backward")}
+            assert found == expected
+
+
+def _fails_inside():
+    mesh = build_mesh(dp_shard=4)
+    model, other = _sharded(mesh, strategy="optim"), nn.Linear(2, 2)
+
+    def deep_inside():
+        raise ZeroDivisionError("first of all")
+
+    with pytest.raises(ZeroDivisionError, match="first of all") as caught, phase("a", [model]):
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        assert gathered_units(model)
+        deep_inside()
+    assert "deep_inside" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert not gathered_units(model), "the network is resharded all the same"
+    # A network in such disarray that it cannot be resharded must not hide what happened first.
+    model.first.reshard = None
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    with pytest.raises(ZeroDivisionError, match="first of all"), phase("b", [model, other]):
+        deep_inside()
+    with pytest.raises(TypeError), phase("c", [model]):  # and is reported where nothing else failed
+        pass
+    return True
+
+
+def test_an_exception_inside_a_phase_stays_what_it_is(ranks):
+    assert all(ranks.run(_fails_inside))
+
+
+def test_nvtx_ranges_are_closed_whatever_happens(monkeypatch):
+    stack, seen = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (stack.append(name), seen.append(name)))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", stack.pop)
+    with phase("outer"):
+        with pytest.raises(ZeroDivisionError), phase("inner"):
+            assert stack == ["outer", "inner"]
+            raise ZeroDivisionError
+        assert stack == ["outer"]
+    assert not stack and seen == ["outer", "inner"]
+
+
+# ---------------------------------------------------------------- norms of a run
+
+
+def _run_with_norms(folder, every):
+    setup = Setup(dp_shard=4, steps=7)
+    config = make_config(setup, folder)
+    config.log.norms_every = every
+    trainer = make_trainer(setup, folder, config)
+    written = []
+
+    class Log:
+        def write(self, step, role, norms):
+            total = math.sqrt(sum(g * g for _, g in norms.values() if g is not None))
+            written.append((step, role, len(norms), total))
+
+    trainer.norms = Log()
+    trace = trainer.record()
+    return written, trace.roles, trace.norms
+
+
+@pytest.mark.parametrize("every", [2, 3])  # 2 is the period of the roles: one of them would never have a line
+def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(ranks, folder, every):
+    for written, roles, total in ranks.run(_run_with_norms, folder, every):
+        expected = []
+        for first in range(every, 8, every):
+            interval = range(first, min(first + every, 8))
+            for role in ("student", "fake"):
+                expected += [(step, role) for step in interval if roles[step - 1] == role][:1]
+        assert [(step, role) for step, role, _, _ in written] == sorted(expected)
+        for step, _, _, norm in written:
+            assert norm == pytest.approx(total[step - 1], rel=1e-9)
+
+
+# ---------------------------------------------------------------- CUDA_DEVICE_MAX_CONNECTIONS
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize("value", [None, "1", "8", "none"])
+def test_no_advice_without_a_gpu(value):
+    env = {} if value is None else {NAME: value}
+    assert connection_advice("cpu", None, 4, env) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "cp", "value", "parts"),
+    [
+        (HOPPER, 1, None, None),
+        (HOPPER, 1, "8", None),
+        (BLACKWELL, 8, None, None),
+        (BLACKWELL, 8, "32", None),
+        ((12, 0), 8, "2", None),
+        (HOPPER, 1, "1", ["=1 keeps FSDP's communication", "unset it"]),
+        (BLACKWELL, 4, "1", ["=1 keeps FSDP's communication", "unset it"]),
+        (HOPPER, 4, "1", ["=1 keeps FSDP's communication", "unset it", "mesh.cp=4 alone would want 1"]),
+        (HOPPER, 4, None, ["is not set, which FSDP needs", "mesh.cp=4", "try CUDA_DEVICE_MAX_CONNECTIONS=1"]),
+        ((8, 0), 2, "8", ["is 8, which FSDP needs", "mesh.cp=2", "try CUDA_DEVICE_MAX_CONNECTIONS=1"]),
+        (HOPPER, 1, "many", ["=many is no number from 1 to 32; unset it"]),
+        (HOPPER, 4, "0", ["=0 is no number from 1 to 32; unset it"]),
+        (BLACKWELL, 1, "33", ["=33 is no number from 1 to 32; unset it"]),
+        (HOPPER, 1, " ", None),
+    ],
+)
+def test_advice_on_cuda_connections(capability, cp, value, parts):
+    advice = connection_advice("cuda", capability, cp, {} if value is None else {NAME: value})
+    if parts is None:
+        assert advice is None
+    else:
+        assert NAME in advice and "\n" not in advice and all(part in advice for part in parts), advice
+    if advice is not None and cp == 1:
+        assert "mesh.cp" not in advice

@@ -1,0 +1,376 @@
+"""Micro-batch contexts: what each strategy reduces and gathers when, equal gradients, and clean failures (fp64)."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_cp import abandon_step, build_mesh, microbatch, shard_module
+from fsdp_cp.fsdp_state import fsdp_modules, gathered_units, has_gradients, param_groups, reshard
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.traffic import CollectiveCounter
+from tests.distributed.test_library import TOKENS, Transformer
+
+KINDS = {
+    "no_shard": ({"dp_shard": 4}, {"strategy": "no_shard"}),
+    "optim": ({"dp_shard": 4}, {"strategy": "optim"}),
+    "optim_grads": ({"dp_shard": 4}, {"strategy": "optim_grads"}),
+    "optim_grads_params": ({"dp_shard": 4}, {}),
+    "keep_gathered": ({"dp_shard": 4}, {"keep_gathered": True}),
+    "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, {}),
+    "hsdp optim": ({"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim"}),
+}
+GROUPS = 4  # three blocks and the root
+SAMPLES, MINE = 16, 4
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(4) as pool:
+        yield pool
+
+
+@lru_cache
+def _mesh(dp_replicate=1, dp_shard=4):
+    return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard)
+
+
+def _model(kind, network=Transformer, **changes):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = network().double()
+    if kind is not None:
+        sizes, settings = KINDS[kind]
+        shard_module(model, mesh=_mesh(**sizes), units=model.blocks, **{"precision": "fp64"} | settings | changes)
+    return model
+
+
+@lru_cache
+def _data(step=0):
+    generator = torch.Generator().manual_seed(step + 5)
+    shape = (SAMPLES, TOKENS, 5)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def _loss(model, x, y):
+    return (model(x) - y).square().sum() / (SAMPLES * TOKENS * 5)
+
+
+def _mine(step=0):
+    rank = torch.distributed.get_rank()
+    return [t[rank * MINE : (rank + 1) * MINE] for t in _data(step)]
+
+
+def _accumulate(model, parts, step=0):
+    x, y = _mine(step)
+    for i, (a, b) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+        with microbatch(model, is_first=i == 0, is_last=i == parts - 1):
+            _loss(model, a, b).backward()
+
+
+def _update(model):
+    """SGD by hand, so that every difference of a gradient shows in the weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.3)
+            parameter.grad = None
+
+
+def _shards(model):
+    return {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+
+
+def _gradient_shards(model):
+    return {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+
+
+def _same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@lru_cache
+def _truth():
+    model = _model(None)
+    _loss(model, *_data()).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def _error(model):
+    ours, truth = {n: p.grad.full_tensor() for n, p in model.named_parameters()}, _truth()
+    assert ours.keys() == truth.keys()
+    return max(((ours[n] - g).norm() / g.norm()).item() for n, g in truth.items())
+
+
+def _flags(model):
+    """Everything that a context sets."""
+    groups = [group for module in fsdp_modules(model) for group in param_groups(module)]
+    return model._get_fsdp_state()._state_ctx.is_last_backward, [
+        (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g._reshard_after_forward) for g in groups
+    ]
+
+
+def _splits(kind):
+    model, errors = _model(kind), []
+    outside = _flags(model)
+    for parts in (1, 2, 4):
+        _accumulate(model, parts)
+        errors.append(_error(model))
+        assert not gathered_units(model) and _flags(model) == outside
+        model.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_times_four_equals_four_times_one(ranks, kind):
+    for errors in ranks.run(_splits, kind):
+        assert max(errors) < 1e-13, errors
+
+
+def _traffic(kind, changes):
+    model = _model(kind, **changes)
+    seen = []
+    for _ in range(2):  # in the second step FSDP2's own state is that of any later one
+        with CollectiveCounter() as counter:
+            _accumulate(model, 2 if changes else 4)
+        seen.append(tuple(counter.calls[k] for k in ("all_gather", "reduce_scatter", "all_reduce")))
+        model.zero_grad()
+    assert seen[0] == seen[1], seen
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    {
+        "no_shard": (0, 0, GROUPS),
+        "optim": (GROUPS, GROUPS, 0),
+        "optim_grads": (GROUPS, 4 * GROUPS, 0),
+        "optim_grads_params": (8 * GROUPS, 4 * GROUPS, 0),
+        "keep_gathered": (GROUPS, 4 * GROUPS, 0),
+        "hsdp": (8 * GROUPS, 4 * GROUPS, GROUPS),
+        "hsdp optim": (GROUPS, GROUPS, GROUPS),
+    }.items(),
+)
+def test_collectives_of_four_micro_batches(ranks, kind, calls):
+    """ZeRO-1 that shards gradients would reduce four times as often."""
+    assert ranks.run(_traffic, kind, {}) == [calls] * 4
+
+
+@pytest.mark.parametrize("kind", ["optim_grads", "optim_grads_params", "keep_gathered"])
+def test_recomputation_gathers_nothing_again(ranks, kind):
+    plain = ranks.run(_traffic, kind, {"precision": "fp64", "gradient_buffers": 2})
+    assert ranks.run(_traffic, kind, {"activation_checkpointing": "full"}) == plain
+    assert plain[0][0] == (4 * GROUPS if kind == "optim_grads_params" else GROUPS)
+
+
+def _nested(kind):
+    model = _model(kind)
+    (a, b, c, d), (p, q, r, s) = (t.split(1) for t in _mine())
+    outside = _flags(model)
+    with microbatch(model, is_first=True, is_last=False):
+        outer = _flags(model)
+        first = _loss(model, a, p)
+        with microbatch(model, is_first=False, is_last=True):  # its end reduces and reshards under the outer forward
+            inner = _flags(model)
+            _loss(model, b, q).backward()
+        assert _flags(model) == outer and not gathered_units(model)
+        first.backward()
+        with microbatch(model, is_first=False, is_last=False):
+            _loss(model, c, r).backward()
+        assert _flags(model) == outer
+    assert _flags(model) == outside
+    assert kind == "optim_grads_params" or inner != outer
+    with microbatch(model, is_first=False, is_last=True):
+        _loss(model, d, s).backward()
+    return _error(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nested_contexts(ranks, kind):
+    assert max(ranks.run(_nested, kind)) < 1e-13
+
+
+class _Broken(Exception):
+    pass
+
+
+def _break(*_args):
+    raise _Broken
+
+
+def _broken(kind, where, begun):
+    """A step that breaks off, then the next one, beside a model that never broke off."""
+    model, fresh = _model(kind), _model(kind)
+    if begun:  # with FSDP2's state as after a step
+        for m in (model, fresh):
+            _accumulate(m, 2)
+            _update(m)
+    outside = _flags(model)
+    x, y = _mine(step=1)
+    if where != "first":
+        with microbatch(model, is_first=True, is_last=False):
+            _loss(model, x[:2], y[:2]).backward()
+        assert has_gradients(model)
+    with pytest.raises(_Broken), microbatch(model, is_first=where == "first", is_last=where == "last backward"):
+        if where == "forward":
+            handle = model.blocks[1].mlp.register_forward_hook(_break)
+            try:
+                model(x[2:])
+            finally:
+                handle.remove()
+        else:
+            hidden = []
+            handle = model.blocks[1].mlp.register_forward_hook(lambda _m, _i, out: hidden.append(out))
+            loss = _loss(model, x[2:], y[2:])
+            handle.remove()
+            hidden[0].register_hook(_break)
+            loss.backward()
+    assert not gathered_units(model) and not has_gradients(model) and _flags(model) == outside
+    for m in (model, fresh):
+        _accumulate(m, 2)
+    same = _same(_gradient_shards(model), _gradient_shards(fresh))
+    for m in (model, fresh):
+        _update(m)
+        _accumulate(m, 2, step=2)
+    return same and _same(_gradient_shards(model), _gradient_shards(fresh)) and _same(_shards(model), _shards(fresh))
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "begun"),
+    [
+        *((kind, "backward", True) for kind in KINDS),
+        *((kind, "forward", kind != "hsdp") for kind in KINDS),
+        ("optim", "first", False),
+        ("hsdp", "last backward", True),
+        ("optim_grads_params", "first", False),
+        ("optim_grads_params", "last backward", False),
+    ],
+)
+def test_the_step_after_one_that_broke_off_equals_a_fresh_one(ranks, kind, where, begun):
+    assert all(ranks.run(_broken, kind, where, begun))
+
+
+def _left(kind):
+    model = _model(kind)
+    x, y = _mine()
+    with microbatch(model, is_first=True, is_last=False):
+        _loss(model, x, y).backward()
+    reshard(model)
+    model.zero_grad()  # which reaches shards alone, no gradient that waits for its reduction
+    left = has_gradients(model)
+    if left:
+        with pytest.raises(RuntimeError, match="gradients are left"), microbatch(model, is_first=True, is_last=True):
+            pass
+    abandon_step(model)
+    _accumulate(model, 2)
+    with pytest.raises(RuntimeError, match="gradients are left"), microbatch(model, is_first=True, is_last=True):
+        pass
+    return left, _error(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_wait_are_found(ranks, kind):
+    waits = kind in ("no_shard", "optim", "hsdp", "hsdp optim")
+    for left, error in ranks.run(_left, kind):
+        assert left == waits and error < 1e-13
+
+
+def _misuse():
+    model = _model("optim_grads_params")
+    context = microbatch(model, is_first=True, is_last=True)
+    with context:
+        _loss(model, *_mine()).backward()
+    model.zero_grad()
+    outside = _flags(model)
+    with pytest.raises((RuntimeError, AttributeError)), context:
+        raise AssertionError("entered twice")
+    assert _flags(model) == outside
+    parent = nn.ModuleDict({"net": model})
+    with microbatch(parent, is_first=True, is_last=False):
+        assert _flags(model) != outside
+    two = nn.ModuleDict({"a": model, "b": _model("optim")})
+    for wrong, message in ((two, "2 modules"), (nn.Linear(2, 2), "0 modules"), (model.blocks[0], "0 modules")):
+        with pytest.raises(ValueError, match=message), microbatch(wrong, is_first=True, is_last=True):
+            pass
+    return True
+
+
+def test_misuse(ranks):
+    assert all(ranks.run(_misuse))
+
+
+class _Skipping(Transformer):
+    used = 3
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in list(self.blocks)[: self.used]:
+            x = block(x)
+        return self.head(x)
+
+
+def _unreached(kind, reduce_unused):
+    """The last backward misses a block, whose gradients the replicas then hold in part."""
+    model = _model(kind, _Skipping, reduce_unused=reduce_unused)
+    x, y = _mine()
+    with microbatch(model, is_first=True, is_last=False):
+        _loss(model, x, y).backward()
+    model.used = 2
+    context = microbatch(model, is_first=False, is_last=True)
+    if kind == "hsdp" and not reduce_unused:
+        message = r"did not reach blocks\.2, so .* set reduce_unused=true"
+        with pytest.raises(RuntimeError, match=message), context:
+            (0 * _loss(model, x, y)).backward()
+        assert not has_gradients(model)
+        return 0.0
+    with context:
+        (0 * _loss(model, x, y)).backward()
+    return _error(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduce_unused"), [("hsdp", False), ("hsdp", True), ("optim", False), ("optim_grads", False)]
+)
+def test_a_unit_that_the_last_backward_misses(ranks, kind, reduce_unused):
+    assert max(ranks.run(_unreached, kind, reduce_unused)) < 1e-13
+
+
+class _Casts(TorchDispatchMode):
+    """Tensors copied from the masters' dtype into the compute dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.tensors += sum(
+                a.dtype == torch.bfloat16 and b.dtype == torch.float32 for a, b in zip(args[0], args[1], strict=True)
+            )
+        return func(*args, **kwargs or {})
+
+
+def _gathered_for_a_step(keep):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Transformer()
+    shard_module(model, mesh=_mesh(), units=model.blocks, precision="bf16", keep_gathered=keep)
+    x, y = (t.bfloat16() for t in _mine())
+    parameters = len(list(model.parameters()))
+    with CollectiveCounter() as counter, _Casts() as casts:
+        for i in range(3):
+            with microbatch(model, is_first=i == 0, is_last=i == 2):
+                _loss(model, x, y).backward()
+            assert len(gathered_units(model)) == (GROUPS if keep and i < 2 else 0)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+    with torch.no_grad():
+        model(x)
+    assert not gathered_units(model), "kept gathered outside of a step"
+    return counter.calls["all_gather"], casts.tensors / parameters
+
+
+def test_parameters_kept_gathered_are_cast_once_a_step(ranks):
+    assert ranks.run(_gathered_for_a_step, True) == [(GROUPS, 1)] * 4
+    assert ranks.run(_gathered_for_a_step, False) == [(6 * GROUPS, 6)] * 4

@@ -1,0 +1,152 @@
+"""Weight decay and learning rates by name, on shards, against ``torch.optim.AdamW`` with the same groups."""
+
+import pytest
+import torch
+from torch import nn
+
+from distill.config import OptimizerSettings
+from distill.optimizers import RoleOptimizer
+from fsdp_cp import build_mesh, shard_module
+from fsdp_cp.local_ranks import RankPool
+from models.role import Role
+from models.wan import Wan
+
+RATES = [1e-2, 3e-3, 2e-2]
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(WORLD) as pool:
+        yield pool
+
+
+class Model(nn.Module):
+    """Rows that four ranks cannot share evenly; of 3, 2 and 1 rows some ranks have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm1 = nn.Linear(6, 7), nn.LayerNorm(7)
+        self.second, self.norm2 = nn.Linear(7, 3), nn.LayerNorm(3)
+        self.head = nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        x = self.norm1(torch.tanh(self.first(x)))
+        return self.scale * self.head(self.norm2(torch.tanh(self.second(x))))
+
+
+def _model_and_data():
+    torch.manual_seed(1)
+    model = Model().double()
+    return model, torch.randn(3, 4 * WORLD, 6, dtype=torch.float64), torch.randn(3, 4 * WORLD, 2, dtype=torch.float64)
+
+
+SETTINGS = {
+    "plain": {},
+    "no decay": {"no_decay": ["*.bias", "norm*", "scale"]},
+    "rates": {"lr_scale": {"first.*": 0.1, "*.bias": 3.0, "scale": 0.0}},
+    "both": {"no_decay": ["*.bias"], "lr_scale": {"norm?.*": 2.0, "head.weight": 0.5}},
+}
+BOTH = {  # what "both" means, spelled out: (weight decay, factor of the rate)
+    "first.weight": (0.1, 1.0),
+    "first.bias": (0.0, 1.0),
+    "norm1.weight": (0.1, 2.0),
+    "norm1.bias": (0.0, 2.0),
+    "second.weight": (0.1, 1.0),
+    "second.bias": (0.0, 1.0),
+    "norm2.weight": (0.1, 2.0),
+    "norm2.bias": (0.0, 2.0),
+    "head.weight": (0.1, 0.5),
+    "head.bias": (0.0, 1.0),
+    "scale": (0.1, 1.0),
+}
+RATES_BY_NAME = {name: 0.1 if name.startswith("first") else 3.0 if name.endswith("bias") else 1.0 for name in BOTH}
+MEANT = {
+    "plain": dict.fromkeys(BOTH, (0.1, 1.0)),
+    "no decay": {n: (0.0 if n.endswith("bias") or n[:4] in ("norm", "scal") else 0.1, 1.0) for n in BOTH},
+    "rates": {n: (0.1, 0.0 if n == "scale" else factor) for n, factor in RATES_BY_NAME.items()},
+    "both": BOTH,
+}
+
+
+def _settings(case, **changes):
+    return OptimizerSettings(lr=1e-2, betas=[0.8, 0.99], eps=1e-7, weight_decay=0.1, **SETTINGS[case], **changes)
+
+
+def _sharded(case, implementation, sizes, strategy):
+    mesh = build_mesh(**sizes, sharded=strategy != "no_shard")
+    model, x, target = _model_and_data()
+    for name, parameter in model.named_parameters():
+        parameter.tag, parameter.no_decay = name, name.endswith("bias")
+    shard_module(model, mesh=mesh, units=[model.first, model.second], precision="fp64", strategy=strategy)
+    role = Role(
+        name="student", family=Wan, config={}, network=model, trainable=True, precision="fp64", tokens=1, text_tokens=1
+    )
+    optimizer = RoleOptimizer(role, _settings(case, implementation=implementation))
+    mine = slice(4 * torch.distributed.get_rank(), 4 * torch.distributed.get_rank() + 4)
+    for step, rate in enumerate(RATES):
+        loss = (model(x[step, mine]) - target[step, mine]).square().sum() / target[step].numel()
+        loss.backward()
+        role.rest()
+        optimizer.step(rate)
+    assert all(p.tag == name and p.no_decay == name.endswith("bias") for name, p in model.named_parameters())
+    empty = sum(p.to_local().numel() == 0 for p in model.parameters())
+    state = {
+        f"{name}.{key}": value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, entry in optimizer.state().items()
+        for key, value in entry.items()
+    }
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}, state, empty
+
+
+def _plain(case):
+    model, x, target = _model_and_data()
+    groups = [
+        {"params": [p], "weight_decay": MEANT[case][name][0], "factor": MEANT[case][name][1]}
+        for name, p in model.named_parameters()
+    ]
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.99), eps=1e-7, foreach=False)
+    for step, rate in enumerate(RATES):
+        (model(x[step]) - target[step]).square().mean().backward()
+        for group in adamw.param_groups:
+            group["lr"] = rate * group["factor"]
+        adamw.step()
+        adamw.zero_grad()
+    state = {f"{n}.{key}": value for n, p in model.named_parameters() for key, value in adamw.state[p].items()}
+    return {name: p.detach() for name, p in model.named_parameters()}, state
+
+
+SHARDED, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation", "sizes", "strategy"),
+    [
+        ("plain", "foreach", SHARDED, "optim_grads_params"),
+        ("both", "foreach", SHARDED, "optim_grads_params"),
+        ("both", "fused", SHARDED, "optim_grads_params"),
+        ("both", "for_loop", SHARDED, "optim_grads_params"),
+        ("no decay", "fused", SHARDED, "optim"),
+        ("rates", "foreach", REPLICAS, "optim_grads"),
+        ("rates", "fused", {"dp_replicate": 4}, "no_shard"),
+    ],
+)
+def test_groups_on_shards_equal_plain_adamw(ranks, case, implementation, sizes, strategy):
+    weights, state = _plain(case)
+    results = ranks.run(_sharded, case, implementation, sizes, strategy)
+    for ours, our_state, _ in results:
+        for theirs, mine in ((weights, ours), (state, our_state)):
+            assert theirs.keys() == mine.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-12, check_dtype=False, msg=name)
+    if sizes == SHARDED:
+        assert [empty > 0 for _, _, empty in results] == [False, True, True, True], "some shards have no rows"
+
+
+def test_the_cases_differ():
+    """Else a group that is lost would not be seen."""
+    results = [_plain(case)[0] for case in SETTINGS]
+    for i, a in enumerate(results):
+        for b in results[:i]:
+            assert any((a[name] - b[name]).abs().max() > 1e-4 for name in a)

@@ -1,0 +1,190 @@
+"""The real trainer (DMD2: teacher, student, fake) under every strategy and switch equals one plain process, in fp32.
+
+Losses, norms and all gradients of five steps, and the weights after them, over a table of settings in which every two
+values that go together meet.
+"""
+
+import itertools
+
+import pytest
+
+from benchmarks.parity import Setup, compare, oracle_trace, sharded_trace, write_checkpoints
+from fsdp_cp import activations
+from fsdp_cp.local_ranks import RankPool
+
+STEPS, BOUND = 5, 1e-5
+COLUMNS = {
+    "strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp"),
+    "mesh": ("dp", "cp", "dp_cp"),
+    "micro_batches": (1, 2, 4),
+    "activation_checkpointing": ("none", "full", "selective"),
+    "offload": ("none", "all", "teacher"),
+    "activation_offload": (False, True),
+}
+PAIRWISE = [
+    ("no_shard", "dp", 1, "selective", "none", False),
+    ("no_shard", "cp", 4, "none", "all", False),
+    ("no_shard", "dp_cp", 2, "full", "teacher", True),
+    ("optim", "dp", 2, "selective", "teacher", True),
+    ("optim", "cp", 1, "full", "all", False),
+    ("optim", "dp_cp", 4, "none", "none", True),
+    ("optim_grads", "dp", 4, "none", "teacher", False),
+    ("optim_grads", "cp", 2, "selective", "all", False),
+    ("optim_grads", "dp_cp", 1, "full", "none", True),
+    ("optim_grads_params", "dp", 4, "full", "all", False),
+    ("optim_grads_params", "cp", 1, "selective", "teacher", True),
+    ("optim_grads_params", "cp", 2, "none", "none", True),
+    ("optim_grads_params", "dp_cp", 1, "none", "none", True),
+    ("hsdp", "dp_cp", 1, "none", "teacher", False),
+    ("hsdp", "dp_cp", 2, "full", "none", True),
+    ("hsdp", "dp_cp", 4, "selective", "all", True),
+]
+SIZES = {
+    "dp": {"dp_shard": 2},
+    "cp": {"cp": 2},
+    "dp_cp": {"dp_shard": 2, "cp": 2},
+    "4dp": {"dp_shard": 4},
+    "4cp": {"cp": 4},
+    "replicas": {"dp_replicate": 2, "dp_shard": 2},
+}
+OTHER_MESHES = [
+    ("no_shard", "4dp", 2, "full", "none", False),
+    ("no_shard", "4cp", 2, "none", "teacher", True),
+    ("no_shard", "replicas", 1, "none", "none", False),
+    ("optim", "4dp", 1, "none", "all", True),
+    ("optim", "4cp", 4, "selective", "none", False),
+    ("optim", "replicas", 2, "selective", "none", False),
+    ("optim_grads", "4dp", 2, "selective", "none", True),
+    ("optim_grads", "4cp", 2, "full", "teacher", False),
+    ("optim_grads", "replicas", 2, "full", "all", True),
+    ("optim_grads_params", "4dp", 2, "selective", "teacher", False),
+    ("optim_grads_params", "4cp", 4, "full", "none", True),
+    ("hsdp", "replicas", 1, "none", "none", True),
+    ("hsdp", "replicas", 2, "selective", "all", False),
+    ("hsdp", "replicas", 2, "full", "teacher", False),
+]
+SWITCHES = {
+    "mixed strategies": (
+        "dp_cp",
+        2,
+        {
+            "teacher": {"strategy": "optim_grads_params"},
+            "student": {"strategy": "optim_grads"},
+            "fake": {"strategy": "optim"},
+        },
+    ),
+    "mixed offload": ("dp", 1, {"student": {"strategy": "optim", "offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
+    "keep_gathered": ("dp", 2, {"all": {"keep_gathered": True}}),
+    "prefetch": ("cp", 2, {"all": {"forward_prefetch": 2, "backward_prefetch": 2}}),
+    "prefetch and recompute": (
+        "dp",
+        1,
+        {"all": {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"}},
+    ),
+    "gather_early": ("dp", 2, {"all": {"gather_early": True}}),
+    "gather_early, kept": ("cp", 1, {"all": {"gather_early": True, "strategy": "optim_grads"}}),
+    "one buffer, unused": ("dp", 2, {"all": {"gradient_buffers": 1, "reduce_unused": True}}),
+    "three buffers, own group": ("dp", 1, {"all": {"gradient_buffers": 3, "separate_reduce_group": True}}),
+}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Ranks by world size, started when first used."""
+    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strategies")
+    write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracles(checkpoints):
+    """The truth by batch size."""
+    return {size: oracle_trace(Setup(steps=STEPS, batch_size=size), checkpoints) for size in (4, 8)}
+
+
+def _setup(mesh, micro_batches, changes):
+    sizes = SIZES[mesh]
+    replicate, shard, cp = (sizes.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp"))
+    dp = replicate * shard
+    batch = 4 if 4 >= dp * micro_batches else 8
+    assert batch % (dp * micro_batches) == 0
+    return Setup(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=cp,
+        steps=STEPS,
+        batch_size=batch,
+        micro_batch_size=batch // (dp * micro_batches),
+        changes=changes,
+    )
+
+
+def _row(strategy, mesh, micro_batches, checkpointing, offload, activation_offload):
+    settings = {"activation_checkpointing": checkpointing, "activation_offload": activation_offload}
+    settings["strategy"] = "optim_grads_params" if strategy == "hsdp" else strategy
+    changes = {"all": settings | {"offload": "cpu" if offload == "all" else "none"}}
+    if offload == "teacher":
+        changes["teacher"] = {"offload": "cpu"}
+    setup = _setup(mesh, micro_batches, changes)
+    if strategy == "hsdp" and mesh == "dp_cp":
+        setup = Setup(**vars(setup) | {"dp_replicate": 2, "dp_shard": 1})
+    return setup
+
+
+def _trace(setup, folder):
+    smallest = activations.SMALLEST_OFFLOADED
+    activations.SMALLEST_OFFLOADED = 0  # these networks' activations are all below it
+    try:
+        return sharded_trace(setup, folder)
+    finally:
+        activations.SMALLEST_OFFLOADED = smallest
+
+
+def _check(setup, pools, checkpoints, oracles):
+    traces = pools[setup.world_size].run(_trace, setup, checkpoints)
+    assert all(t.losses == traces[0].losses and t.norms == traces[0].norms for t in traces), "ranks disagree"
+    assert traces[0].roles == ["student", "fake", "student", "fake", "student"]
+    difference = compare(traces[0], oracles[setup.batch_size])
+    assert difference.largest < BOUND, difference
+
+
+def _possible(pair):
+    return not {("strategy", "hsdp"), ("mesh", "dp")} <= pair and not {("strategy", "hsdp"), ("mesh", "cp")} <= pair
+
+
+def test_the_table_covers_every_pair():
+    wanted = {
+        frozenset(((a, x), (b, y)))
+        for (a, xs), (b, ys) in itertools.combinations(COLUMNS.items(), 2)
+        for x, y in itertools.product(xs, ys)
+    }
+    wanted = {pair for pair in wanted if _possible(pair)}
+    covered = set()
+    for row in PAIRWISE:
+        covered |= {frozenset(pair) for pair in itertools.combinations(zip(COLUMNS, row, strict=True), 2)}
+    assert covered == wanted, (wanted - covered, covered - wanted)
+    assert len(PAIRWISE) < len(wanted) / 6
+
+
+@pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: "-".join(map(str, row)))
+def test_parity(pools, checkpoints, oracles, row):
+    _check(_row(*row), pools, checkpoints, oracles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", OTHER_MESHES, ids=lambda row: "-".join(map(str, row)))
+def test_parity_on_other_meshes(pools, checkpoints, oracles, row):
+    _check(_row(*row), pools, checkpoints, oracles)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_parity_of_switches(pools, checkpoints, oracles, name):
+    _check(_setup(*SWITCHES[name]), pools, checkpoints, oracles)

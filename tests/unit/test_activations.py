@@ -1,0 +1,250 @@
+"""Offloading, selective checkpointing and compilation of one module, in one process."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from fsdp_cp import ShardSettings, activations
+from fsdp_cp.activations import offload_saved_tensors, recompute_in_backward, wrap_unit
+from fsdp_cp.errors import UserError
+from tests.counted import Calls, Counted
+
+# --- offloading one module ---
+
+
+class Views(nn.Module):
+    """Saves views of one storage, transposed and expanded ones, temporaries whose memory is used again, weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = (q.transpose(-1, -2) @ k).softmax(-1) @ v.transpose(-1, -2)
+        for _ in range(4):
+            x = (x * x.mean(0, keepdim=True).expand_as(x)).sin()
+        return self.out(x.transpose(-1, -2)) * self.out.weight.t()[:, 0]
+
+
+def _gradients(module, x, **options):
+    x = x.clone().requires_grad_()
+    leaves = [x, *module.parameters()]
+    return torch.autograd.grad(module(x).square().sum(), leaves, **options)
+
+
+@pytest.fixture
+def views():
+    torch.manual_seed(0)
+    module, x = Views(), torch.randn(5, 64, 128)
+    truth = _gradients(module, x)
+    offload_saved_tensors(module)
+    return module, x, truth
+
+
+def test_offloading_changes_no_bit(views):
+    """Freed memory is used again within the forward: a copy that goes by address alone would be another's."""
+    module, x, truth = views
+    for gradients in (_gradients(module, x), _gradients(module, x)):
+        assert all(torch.equal(a, b) for a, b in zip(gradients, truth, strict=True))
+
+
+def test_each_storage_is_copied_once_and_weights_never(views):
+    module, x, _ = views
+    with Counted() as counted:
+        leaf = x.clone().requires_grad_()
+        module(leaf)
+    unit = x.numel() * 4
+    # qkv in one piece. Twice as large: the softmax (5 x 128 x 128). As large: x, the factors x and the
+    # sines' arguments of four rounds, the last x, the last factor.
+    assert Counter(counted.copies) == {3 * unit: 1, 2 * unit: 1, unit: 1 + 8 + 2}
+    weights = {4 * p.numel() for p in module.parameters()}
+    assert not weights & set(counted.copies)
+
+
+def test_views_of_one_storage_come_back_in_one():
+    memory, x = activations._HostMemory(), torch.randn(2, 16 * 1024)
+    saved = [memory.pack(x.t()), memory.pack(x.view(-1)[1:])]
+    for _ in range(2):  # a second backward starts afresh
+        a, b = (each.restore() for each in saved)
+        assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        assert torch.equal(a, x.t()) and torch.equal(b, x.view(-1)[1:])
+        a.zero_()
+
+
+class _Strided(torch.autograd.Function):
+    """Saves views with odd strides, and looks at what comes back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        wide = x.detach().repeat(2, 8)
+        views = [
+            x.t(), x[3:5], x[:, 10:20], x[:1].expand(6, -1), x.unfold(0, 8, 2), wide[:, 5], wide[7:9, ::3], x[:0],
+            torch.view_as_complex(x.view(64, 256, 2)).conj(), x.view(torch.int32)[1:],
+        ]  # fmt: skip
+        ctx.expected = [(v.clone(), v.stride(), v.shape) for v in views]
+        ctx.save_for_backward(*views)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for view, (values, stride, shape) in zip(ctx.saved_tensors, ctx.expected, strict=True):
+            assert torch.equal(view, values) and view.stride() == stride and view.shape == shape, (stride, shape)
+        return grad.expand(64, 512)
+
+
+class _Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def test_views_come_back_with_their_strides():
+    module = _Call(_Strided.apply)
+    offload_saved_tensors(module)
+    with Counted() as counted:
+        module(torch.randn(64, 512, requires_grad=True)).backward()
+    assert len(counted.copies) >= 6
+
+
+def _changed_in_place(x):
+    x = x * 2
+    y = x.square()  # saves x
+    with torch.no_grad():
+        x.add_(1)
+    return y + x.square()  # saves x again, with its new values
+
+
+@pytest.mark.parametrize("size", [16, 32 * 1024])
+def test_a_tensor_changed_in_place(size):
+    """A copy is of its time; what was too small to be copied is refused, as autograd does by itself."""
+    module, x = _Call(_changed_in_place), torch.randn(size, requires_grad=True)
+    offload_saved_tensors(module)
+    out = module(x)
+    if size == 16:
+        with pytest.raises(RuntimeError, match=r"shape \(16,\) that backward needs was changed in place"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, 2 * (2 * (2 * x)) + 2 * (2 * (2 * x + 1)))
+
+
+def test_second_backwards(views):
+    """The same graph again, and a gradient of a gradient."""
+    module, x, truth = views
+    leaf = x.clone().requires_grad_()
+    loss = module(leaf).square().sum()
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        assert torch.equal(gradient, truth[0])
+    plain = Views()
+    plain.load_state_dict(module.state_dict())
+    twice = []
+    for each in (module, plain):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(each(leaf).square().sum(), leaf, create_graph=True)
+        twice.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+    assert torch.equal(*twice) and twice[0].abs().max() > 0
+
+
+def test_nothing_happens_without_gradients(views):
+    module, x, _ = views
+    tangent = torch.randn_like(x)
+    with Counted() as counted, torch.no_grad(), forward_ad.dual_level():
+        module(x)
+        dual = forward_ad.unpack_dual(module(forward_ad.make_dual(x, tangent)))
+    assert not counted.copies
+    plain = Views()
+    plain.load_state_dict(module.state_dict())
+    with torch.no_grad(), forward_ad.dual_level():
+        expected = forward_ad.unpack_dual(plain(forward_ad.make_dual(x, tangent))).tangent
+        assert torch.equal(dual.tangent, expected) and expected.abs().max() > 0
+
+
+# --- which operators selective checkpointing keeps ---
+
+
+def _linear_calls(keep):
+    """Calls of ``aten.addmm`` (a linear layer with a bias) in forward and in backward, and gradients."""
+    torch.manual_seed(0)
+    unit, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
+    if keep is not None:
+        wrap_unit(unit, ShardSettings(activation_checkpointing="selective", keep_operators=keep))
+    with Calls() as forward:
+        out = unit(x).square().sum()
+    with Calls() as backward:
+        gradients = torch.autograd.grad(out, list(unit.parameters()))
+    addmm = torch.ops.aten.addmm.default
+    return forward.of[addmm], backward.of[addmm], gradients
+
+
+def test_the_operators_asked_for_are_kept():
+    truth = _linear_calls(None)
+    for keep, again in ((["aten.addmm"], 0), (["aten.gelu"], 2), ([], 2)):
+        forward, backward, gradients = _linear_calls(keep)
+        assert (forward, backward) == (2, again), keep
+        assert all(torch.equal(a, b) for a, b in zip(gradients, truth[2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aten.no_such", "torch has no operator aten.no_such"),
+        ("mm", "torch has no operator mm"),
+        # Autograd takes these apart before a policy sees them: naming them would keep nothing, silently.
+        ("aten.linear", "aten.linear is made of other operators"),
+        ("aten.scaled_dot_product_attention", "is made of other operators"),
+    ],
+)
+def test_operators_that_cannot_be_kept(name, message):
+    with pytest.raises(UserError, match=message):
+        ShardSettings(activation_checkpointing="selective", keep_operators=[name]).check("cpu")
+    with pytest.raises(UserError, match=message):
+        recompute_in_backward(nn.Linear(2, 2), keep=(name,))
+
+
+def test_outputs_kept_in_cpu_memory_serve_two_backwards():
+    module, x = _Call(lambda x: x.mm(x).sin().mm(x).sin()), torch.randn(128, 128).mul(0.1).requires_grad_()
+    (truth,) = torch.autograd.grad(module(x).sum(), x)
+    recompute_in_backward(module, ("aten.mm",), offload=True)
+    with Counted() as counted:
+        out = module(x).sum()
+    assert counted.copies == [128 * 128 * 4] * 2
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], truth)
+
+
+def test_kept_operators_in_another_order_are_noticed():
+    """With their outputs in CPU memory; torch's own cache, which serves without, checks by itself."""
+    calls = []
+
+    def fickle(x):
+        calls.append(0)
+        return x.mm(x).sin().addmm(x, x).sin() if len(calls) == 1 else x.addmm(x, x).sin().mm(x).sin()
+
+    module = _Call(fickle)
+    recompute_in_backward(module, ("aten.mm", "aten.addmm"), offload=True)
+    with pytest.raises(RuntimeError, match="was not called in forward where recomputation calls it now"):
+        module(torch.randn(4, 4, requires_grad=True)).sum().backward()
+
+
+# --- compiled ---
+
+
+def _many_graphs(count):
+    with Counted() as counted:
+        unit = nn.Sequential(nn.Linear(4, 4))
+        wrap_unit(unit, ShardSettings(compile=True))
+        for size in range(count):
+            unit.forward(torch.randn(*[1] * size, 4))  # another rank each time, which no graph can share
+    return counted.graphs
+
+
+def test_more_graphs_than_torch_allows_by_itself():
+    assert _many_graphs(torch._dynamo.config.recompile_limit + 2) == torch._dynamo.config.recompile_limit + 2
