@@ -22,11 +22,12 @@ def run(overrides: list[str]) -> None:
     from distill.methods import build_method
     from distill.trainer import Trainer
     from fsdp_cp.checkpoint import find_resume
-    from fsdp_cp.launch import choose_device, process_group
+    from fsdp_cp.launch import choose_allocator, choose_device, process_group
     from fsdp_cp.mesh import build_mesh
     from models.load import build_roles
 
     device = choose_device(config.device)
+    choose_allocator(device, config.cuda_allocator)
     with process_group(device):
         resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
         mesh = build_mesh(**plan.mesh_settings, heads=plan.heads, device_type=device.type)

@@ -195,6 +195,8 @@ class Config:
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32."""
     device: str = "auto"
     """``auto``, ``cpu`` or ``cuda``."""
+    cuda_allocator: str | None = None
+    """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
     run_dir: str | None = None
     """Folder of all output; ``runs/EXPERIMENT`` when not set."""
     mesh: MeshSettings = field(default_factory=MeshSettings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_cp.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 def rank() -> int:
@@ -51,6 +54,23 @@ def choose_device(device: str) -> torch.device:
             f" use torchrun --nproc-per-node {gpus}, or device=cpu"
         )
     return torch.device("cuda", local_rank())
+
+
+def choose_allocator(device: torch.device, settings: str | None) -> None:
+    """Configure torch's CUDA allocator, before its first allocation; what the environment says already stays.
+
+    Args:
+        device: nothing is done on the CPU.
+        settings: as torch documents for ``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; ``None`` for
+            torch's own.
+    """
+    if device.type != "cuda" or settings is None:
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in os.environ:
+            log.warning("%s=%s is set; cuda_allocator=%s is not used", name, os.environ[name], settings)
+            return
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
 
 
 @contextmanager

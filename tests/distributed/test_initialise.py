@@ -1,0 +1,273 @@
+"""Random weights and rank 0's state dict in the shards of any mesh, against the full network in one process."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from scipy import stats
+from torch import nn
+
+from benchmarks import load_memory
+from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
+from fsdp_cp import build_mesh, shard_module
+from fsdp_cp.initialise import broadcast_from_rank0, initialise
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.memory import LiveStorages
+from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
+from models.load import build_role, plan_role
+from models.wan import Wan
+
+WORLD = 4
+MESHES = {
+    "dp4": {},
+    "dp2 x cp2": {"cp": 2},
+    "cp4": {"cp": 4},
+    "replicas": {"dp_replicate": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(WORLD) as pool:
+        yield pool
+
+
+def _full_network(seed=5):
+    network = WanTransformer3DModel(**ARCHITECTURE)
+    initialise(network, seed=seed, special=Wan.fill_special)
+    return dict(network.named_parameters())
+
+
+def _random_role(mesh, device="cpu", trainable=True, seed=5, **settings):
+    plan = plan_role("student", checkpoint=None, architecture=ARCHITECTURE, sharding=ShardSettings(**settings))
+    return build_role(
+        plan, mesh=build_mesh(heads=4, **mesh), device=torch.device(device), trainable=trainable, seed=seed,
+        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+    )  # fmt: skip
+
+
+def _random_weights(mesh, trainable, settings):
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(100 + rank)  # ranks that are seeded differently must not mix rows of different networks
+    before = torch.get_rng_state()
+    role = _random_role(mesh, trainable=trainable, **settings)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state moved"
+    weights = {name: w.full_tensor() for name, w in role.weights().items()}
+    return weights if rank in (0, 3) else None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("dp4", {}),
+        ("dp2 x cp2", {"activation_checkpointing": "full"}),
+        ("cp4", {"strategy": "optim"}),
+        ("replicas", {}),
+        ("dp4", {"strategy": "no_shard"}),
+        ("dp4", {"offload": "cpu"}),
+        ("dp4", {"precision": "bf16"}),
+        ("dp4", {"precision": "fp64"}),
+    ],
+)
+def test_random_weights_are_the_same_on_every_mesh(ranks, mesh, settings):
+    truth = _full_network()
+    trainable = settings.get("precision") != "bf16"
+    first, _, _, last = ranks.run(_random_weights, MESHES[mesh], trainable, settings)
+    for weights in (first, last):
+        assert weights.keys() == truth.keys()
+        for name, expected in truth.items():
+            stored = weights[name].dtype
+            assert torch.equal(weights[name], expected.detach().to(stored)), name
+    stored = {w.dtype for w in first.values()}
+    if not trainable:
+        assert stored == {torch.bfloat16, torch.float32}, "a frozen network is stored as it computes"
+    else:
+        assert stored == {torch.float64 if settings.get("precision") == "fp64" else torch.float32}
+
+
+def test_every_module_and_every_seed_has_a_stream_of_its_own():
+    weights, others = _full_network(), _full_network(seed=6)
+    drawn = [name for name, w in weights.items() if w.std() > 0 and not (w == 1).all()]
+    assert len(drawn) > 30
+    for i, name in enumerate(drawn):
+        assert not torch.equal(weights[name], others[name]), name
+        for other in drawn[i + 1 :]:
+            if weights[name].shape == weights[other].shape:
+                assert not torch.equal(weights[name], weights[other]), (name, other)
+
+
+def test_distributions_are_those_of_diffusers():
+    """Of each parameter: constants equal, else the same distribution function (Kolmogorov-Smirnov, and scale)."""
+    config = ARCHITECTURE | {"attention_head_dim": 24, "ffn_dim": 256, "text_dim": 64, "num_layers": 2}
+    torch.manual_seed(0)
+    truth = WanTransformer3DModel(**config)
+    with torch.device("meta"):
+        ours = Wan.build(config, "architecture")
+    ours.to_empty(device="cpu")
+    initialise(ours, seed=1, special=Wan.fill_special)
+    pairs = list(zip(truth.named_parameters(), ours.named_parameters(), strict=True))
+    constants = 0
+    for (name, expected), (same, found) in pairs:
+        assert name == same
+        expected, found = expected.detach().flatten(), found.detach().flatten()
+        if expected.std() == 0:
+            assert torch.equal(expected, found), name
+            constants += 1
+            continue
+        # Of 1e2 parameters none should be as unlikely as 1e-5; seeds are fixed, so this cannot flicker.
+        assert stats.ks_2samp(expected.numpy(), found.numpy()).pvalue > 1e-5, name
+        # Standard errors of the two deviations: at most 1 / sqrt(2 n) each for a normal, less for a uniform.
+        assert found.std() / expected.std() == pytest.approx(1, abs=6 / found.numel() ** 0.5), name
+    assert constants > 5 and len(pairs) - constants > 20
+    tables = [p.detach() for n, p in ours.named_parameters() if n.endswith("scale_shift_table")]
+    assert torch.cat([t.flatten() for t in tables]).std() == pytest.approx((4 * 24) ** -0.5, rel=0.1)
+
+
+class _Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.table = nn.Parameter(torch.zeros(4, 3))
+
+
+class _Greedy(_Table):
+    def reset_parameters(self):
+        nn.init.ones_(self.table)
+        nn.init.zeros_(self.linear.weight)
+
+
+class _Partly(_Table):
+    def reset_parameters(self):
+        self.table[1:].zero_()
+
+
+def test_what_nobody_initialises_is_named():
+    with pytest.raises(ValueError, match=r"^inner\.table is initialised by nobody: _Table .*special"):
+        initialise(nn.ModuleDict({"inner": _Table()}), seed=0)
+    with pytest.raises(ValueError, match=r"^table is initialised by nobody: _Partly"):
+        initialise(_Partly(), seed=0)
+    with pytest.raises(ValueError, match=r"^reset_parameters \(_Greedy\) needs more than its own parameters: .*linear"):
+        initialise(_Greedy(), seed=0)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"^0\.weight is on the meta device; call materialise"):
+        initialise(model, seed=0)
+
+
+def test_the_family_has_the_last_word():
+    def special(module, name, tensor):
+        if name == "table":
+            tensor.fill_(7.0)
+        if isinstance(module, nn.Linear) and name == "bias":
+            tensor.zero_()
+
+    model = _Table()
+    children = dict(model.named_children())
+    initialise(model, seed=0, special=special)
+    assert (model.table == 7).all() and (model.linear.bias == 0).all() and model.linear.weight.std() > 0
+    assert dict(model.named_children()) == children, "the model itself must not lose its children"
+    assert model.table.requires_grad
+
+
+def _peak_of_building():
+    with LiveStorages() as live:
+        role = _random_role({})
+        built = live.bytes
+    modules = {}
+    for name, w in role.weights().items():
+        modules[name.rpartition(".")[0]] = modules.get(name.rpartition(".")[0], 0) + 4 * w.numel()
+    buffers = sum(b.untyped_storage().nbytes() for b in role.network.buffers())
+    shards = sum(p.to_local().untyped_storage().nbytes() for p in role.parameters())
+    return live.peak_bytes, built, shards, buffers, max(modules.values()), sum(modules.values())
+
+
+def test_no_rank_holds_more_than_its_shards_and_one_module(ranks):
+    for peak, built, shards, buffers, module, whole in ranks.run(_peak_of_building):
+        assert shards < 0.4 * whole, "a test with large shards would show nothing"
+        # Rotary tables are made in float64, several at a time.
+        assert peak <= shards + module + 12 * buffers, (peak, built, shards, module, buffers)
+
+
+# --- broadcast_from_rank0 ---
+
+
+class _Uneven(nn.Module):
+    """Dim 0 of 1, 3, 6 and 7 on 4 ranks: empty shards, and shards of different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 5))
+        self.blocks = nn.ModuleList([nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 6)])
+        self.register_buffer("scale", torch.rand(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _broadcast(mesh, settings):
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(1000 + rank)
+    full = _Uneven().state_dict()  # another one on every rank
+    kept = dict(full)
+    with torch.device("meta"):
+        model = _Uneven()
+    shard_module(model, mesh=build_mesh(**mesh), units=list(model.blocks), **settings)
+    model.to_empty(device="cpu")
+    broadcast_from_rank0(model, full if rank == 0 else {})
+    assert full.keys() == kept.keys() and all(full[name] is x for name, x in kept.items()), "the caller's dict changed"
+    found = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in model.state_dict().items()}
+    local = [p.to_local() for p in model.parameters()]
+    model(torch.ones(2, 5, dtype=COMPUTE_DTYPE[settings.get("precision", "fp32")])).sum().backward()  # and it runs
+    return full, found, min(x.numel() for x in local), {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("dp4", {}),
+        ("replicas", {}),
+        ("dp4", {"strategy": "no_shard"}),
+        ("dp4", {"offload": "cpu"}),
+        ("dp4", {"strategy": "optim_grads", "precision": "bf16", "master_dtype": "bf16"}),
+    ],
+)
+def test_rank_0_gives_every_rank_its_part(ranks, mesh, settings):
+    results = ranks.run(_broadcast, MESHES[mesh], settings)
+    truth = results[0][0]
+    for _, found, _, dtypes in results:
+        assert found.keys() == truth.keys()
+        for name, x in truth.items():
+            assert torch.equal(found[name], x.to(found[name].dtype)), name
+        assert dtypes == {torch.bfloat16 if "master_dtype" in settings else torch.float32}
+    assert not torch.equal(results[1][0]["table"], truth["table"])
+    if mesh == "dp4" and settings.get("strategy") != "no_shard":
+        assert min(smallest for _, _, smallest, _ in results) == 0, "no rank has an empty shard"
+
+
+def _refused():
+    model = _Uneven()
+    shard_module(model, mesh=build_mesh(), units=list(model.blocks))
+    full, messages = _Uneven().state_dict(), []
+    without = {name: x for name, x in full.items() if name not in ("scale", "blocks.1.bias")}
+    for given in (without, full | {"head.weight": torch.ones(2)}, full | {"table": torch.ones(2, 5)}, {}):
+        with pytest.raises(ValueError) as caught:
+            broadcast_from_rank0(model, given if torch.distributed.get_rank() == 0 else {})
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_other_names_and_shapes_are_refused_on_every_rank(ranks):
+    for messages in ranks.run(_refused):
+        assert messages == [
+            "the state dict of rank 0 lacks blocks.1.bias (and 1 more)",
+            "the state dict of rank 0 has the unexpected head.weight",
+            "the state dict of rank 0 has table as (2, 5), not (1, 5)",
+            "the state dict of rank 0 lacks blocks.0.bias (and 7 more)",
+        ]
+
+
+@pytest.mark.slow
+def test_loading_and_drawing_hold_no_full_copy(capsys):
+    """Resident memory of 1e8 parameters at 4 ranks; docs have the figures of 1e9."""
+    assert load_memory.main(["--parameters", "1e8"]) == 0, capsys.readouterr().out

@@ -1,0 +1,242 @@
+"""Roles whose shards live in CPU memory, and runs that go on under another strategy, against runs that never changed.
+
+Here the device is the CPU as well, so the arithmetic must be equal bit by bit; what differs on a GPU is checked there.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from benchmarks.parity import (
+    ARCHITECTURE,
+    LATENT_SHAPE,
+    TEXT_SHAPE,
+    Setup,
+    Trace,
+    compare,
+    make_config,
+    make_trainer,
+    write_checkpoints,
+)
+from distill.config import EmaSettings, OptimizerSettings
+from distill.optimizers import RoleOptimizer
+from fsdp_cp import build_mesh, checkpoint
+from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.fsdp_state import fsdp_modules, param_groups
+from fsdp_cp.launch import process_group
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.reduce import grad_norm, scale_grads
+from fsdp_cp.shard_settings import ShardSettings
+from models.ema import Ema
+from models.export import export_weights
+from models.load import build_role, plan_role
+
+WORLD = 4
+STEPS, STOP = 4, 2
+MESH = {"dp_shard": 2, "cp": 2}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(WORLD, preload=("torch", "distill.trainer")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offload")
+    write_checkpoints(folder)
+    return folder
+
+
+def _run(setup, folder, run_dir, first, last):
+    """Steps ``first`` to ``last``, from the checkpoint of ``first`` if that is not 0; saves at ``last``."""
+    config = make_config(setup, folder)
+    config.run_dir, config.steps = str(run_dir), last
+    config.student.ema = EmaSettings(enabled=True, decay=0.7, start=0)
+    trainer = make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", first) if first else None)
+    assert trainer.step == first
+    trace = trainer.record()
+    trainer._save()
+    average = {name: w.full_tensor().clone() for name, w in trainer.ema.weights.items()}
+    trace.weights["ema"] = average
+    return trace if dist.get_rank() == 0 else (trace.losses, trace.norms)
+
+
+@pytest.fixture(scope="module")
+def straight(ranks, folder, tmp_path_factory):
+    """A run that is never stopped, sharded in all states."""
+    return ranks.run(_run, Setup(**MESH), folder, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
+
+
+@pytest.mark.parametrize("roles", [("all",), pytest.param(("teacher",), marks=pytest.mark.slow)])
+def test_a_run_with_offloaded_roles_is_the_same_run(ranks, folder, straight, tmp_path, roles):
+    setup = Setup(**MESH, changes={role: {"offload": "cpu"} for role in roles})
+    trace, *others = ranks.run(_run, setup, folder, tmp_path, 0, STEPS)
+    assert trace.losses == straight.losses and trace.norms == straight.norms
+    assert all(other == (trace.losses, trace.norms) for other in others), "ranks disagree"
+    for step, gradients in enumerate(straight.gradients):
+        for name, gradient in gradients.items():
+            assert torch.equal(trace.gradients[step][name], gradient), (step, name)
+    for group, weights in straight.weights.items():
+        for name, weight in weights.items():
+            assert torch.equal(trace.weights[group][name], weight), (group, name)
+
+
+@pytest.fixture(scope="module")
+def stopped(ranks, folder, tmp_path_factory):
+    """A run folder with a checkpoint after one update of each role, sharded in all states on dp 2 x cp 2."""
+    run_dir = tmp_path_factory.mktemp("stopped")
+    ranks.run(_run, Setup(**MESH), folder, run_dir, 0, STOP)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(**MESH, changes={"all": {"strategy": "no_shard"}}),
+        Setup(cp=4, changes={"all": {"strategy": "optim"}, "student": {"strategy": "optim_grads"}}),
+        Setup(**MESH, changes={"all": {"offload": "cpu"}}),
+        Setup(dp_replicate=2, cp=2),
+        pytest.param(
+            Setup(dp_replicate=2, dp_shard=2, changes={"all": {"offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy(ranks, folder, straight, stopped, setup):
+    resumed = ranks.run(_run, setup, folder, stopped, STOP, STEPS)[0]
+    rest = Trace(
+        roles=straight.roles[STOP:],
+        losses=straight.losses[STOP:],
+        norms=straight.norms[STOP:],
+        gradients=straight.gradients[STOP:],
+        weights=straight.weights,
+    )
+    assert compare(resumed, rest).largest < 1e-5
+
+
+@pytest.mark.slow
+def test_a_run_comes_back_from_another_strategy(ranks, folder, straight, tmp_path):
+    other = Setup(**MESH, changes={"all": {"offload": "cpu"}, "student": {"strategy": "no_shard"}})
+    ranks.run(_run, other, folder, tmp_path, 0, STOP)
+    resumed = ranks.run(_run, Setup(**MESH), folder, tmp_path, STOP, STEPS)[0]
+    assert compare(resumed, Trace(
+        roles=straight.roles[STOP:], losses=straight.losses[STOP:], norms=straight.norms[STOP:],
+        gradients=straight.gradients[STOP:], weights=straight.weights,
+    )).largest < 1e-5  # fmt: skip
+
+
+def _student(folder, device="cpu", trainable=True, mesh=None, **settings):
+    plan = plan_role("student", checkpoint=folder and str(folder / "student"), sharding=ShardSettings(**settings),
+                     architecture=None if folder else ARCHITECTURE)  # fmt: skip
+    return build_role(
+        plan, mesh=mesh or build_mesh(heads=4), device=torch.device(device), trainable=trainable,
+        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+    )  # fmt: skip
+
+
+def _backward(role, device="cpu"):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, text = torch.randn(1, *LATENT_SHAPE, generator=generator), torch.randn(1, *TEXT_SHAPE, generator=generator)
+    x, text, t = x.to(device), text.to(device), torch.tensor([0.3], device=device)
+    role.velocity(x, t, text).square().mean().backward()
+
+
+def _pieces(folder, out, offload, device="cpu", mesh=None):
+    """Everything that works on shards directly: norm, clipping, AdamW, average, swapping, saving, loading, export."""
+    role = _student(folder, device, mesh=mesh, offload=offload)
+    optimizer = RoleOptimizer(role, OptimizerSettings(lr=1e-3, betas=[0.0, 0.99]))
+    ema = Ema(role, decay=0.5, gamma=1.0, start=0)
+    norms = []
+    for update in range(2):
+        _backward(role, device)
+        norms.append(grad_norm(role.parameters()))
+        scale_grads(role.parameters(), 0.5)
+        norms.append(grad_norm(role.parameters()))
+        optimizer.step(1e-3)
+        ema.update(update)
+    tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state(), "ema": ema.weights}}
+    checkpoint.save(out / "checkpoints", 1, tensors, {"configs": {"student": role.config}}, keep=1)
+    with ema.swapped_in():
+        export_weights(out / "export", role.weights(), role.config, dtype=torch.float32, max_bytes=20_000)
+    raw = {name: w.to_local().clone() for name, w in role.weights().items()}
+    with torch.no_grad():
+        for w in role.weights().values():
+            w.to_local().fill_(torch.nan)
+    checkpoint.load(step_folder(out / "checkpoints", 1), tensors)
+    for name, w in role.weights().items():
+        assert torch.equal(w.to_local(), raw[name]), f"{name} was not restored where the network looks for it"
+    _backward(role, device)
+    norms.append(grad_norm(role.parameters()))
+    devices = {
+        "parameters": {p.to_local().device.type for p in role.parameters()},
+        "gradients": {p.grad.to_local().device.type for p in role.parameters()},
+        "adamw": {x.device.type for s in optimizer.state().values() for n, x in s.items() if n != "step"},
+        "ema": {w.to_local().device.type for w in ema.weights.values()},
+        "buffers": {b.device.type for b in role.network.buffers()},
+    }
+    return norms, devices, {name: w.cpu() for name, w in raw.items()}
+
+
+def _same_export(one, other):
+    ours, theirs = (dict(WanTransformer3DModel.from_pretrained(f / "export").named_parameters()) for f in (one, other))
+    return ours.keys() == theirs.keys() and all(torch.equal(p, theirs[name]) for name, p in ours.items())
+
+
+def test_every_piece_works_on_offloaded_shards(ranks, folder, tmp_path):
+    plain = ranks.run(_pieces, folder, tmp_path / "plain", "none")
+    offloaded = ranks.run(_pieces, folder, tmp_path / "cpu", "cpu")
+    for (norms, _, weights), (our_norms, _, our_weights) in zip(plain, offloaded, strict=True):
+        assert our_norms == norms and norms[1] == pytest.approx(norms[0] / 2, rel=1e-6)
+        assert all(torch.equal(w, our_weights[name]) for name, w in weights.items())
+    assert len({tuple(norms) for norms, _, _ in offloaded}) == 1, "ranks disagree about the gradient norm"
+    assert _same_export(tmp_path / "plain", tmp_path / "cpu")
+    assert len(list((tmp_path / "cpu" / "export").glob("*.safetensors"))) > 1
+
+
+def _placement(folder, trainable, offload, strategy):
+    # The meta device stands for a GPU here: nothing can run, but everything has its place.
+    role = _student(folder, "meta" if offload == "cpu" else "cpu", trainable, offload=offload, strategy=strategy)
+    groups = [group for module in fsdp_modules(role.network) for group in param_groups(module)]
+    return (
+        {p.to_local().device.type for p in role.parameters()},
+        {b.device.type for b in role.network.buffers()},
+        {
+            (isinstance(g.offload_policy, CPUOffloadPolicy), getattr(g.offload_policy, "pin_memory", None))
+            for g in groups
+        },
+        len(groups),
+    )
+
+
+@pytest.mark.parametrize(
+    ("random", "strategy", "trainable"),
+    [(True, "optim_grads_params", True), (False, "no_shard", True), (False, "optim_grads_params", False)],
+)
+def test_parameters_are_on_the_cpu_and_buffers_on_the_device(ranks, folder, random, strategy, trainable):
+    for parameters, buffers, policies, count in ranks.run(
+        _placement, None if random else folder, trainable, "cpu", strategy
+    ):
+        assert parameters == {"cpu"} and buffers == {"meta"}
+        assert policies == {(True, False)}, "no pinned memory without a GPU"
+        assert count == ARCHITECTURE["num_layers"] + 1
+    for _, _, policies, _ in ranks.run(_placement, folder, trainable, "none", strategy):
+        assert policies == {(False, None)}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: CPU shards on a mesh of NCCL")
+def test_offload_on_the_gpu(folder, tmp_path):
+    with process_group(torch.device("cuda", 0)):
+        mesh = build_mesh(heads=4, device_type="cuda")
+        plain = _pieces(folder, tmp_path / "plain", "none", "cuda", mesh)
+        norms, devices, weights = _pieces(folder, tmp_path / "cpu", "cpu", "cuda", mesh)
+    assert all(v == {"cuda"} for v in plain[1].values())
+    assert devices.pop("buffers") == {"cuda"} and all(v == {"cpu"} for v in devices.values())
+    assert norms == pytest.approx(plain[0], rel=1e-4)
+    for name, w in plain[2].items():
+        torch.testing.assert_close(weights[name], w, rtol=1e-4, atol=1e-5)
