@@ -7,7 +7,7 @@ import sys
 import time
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import local_rank, rank
+from fsdp_cp.launch import choose_allocator, choose_device, local_rank, rank
 
 
 def run(overrides: list[str]) -> None:
@@ -16,18 +16,18 @@ def run(overrides: list[str]) -> None:
     from distill.setup import check_resume, make_run_dir, plan_run, start_run
 
     config = compose_config(overrides)
+    device = choose_device(config.device)
+    choose_allocator(device, config.cuda_allocator)  # the checks below may start CUDA, and with it the allocator
     plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
 
     from distill.data import build_dataset
     from distill.methods import build_method
     from distill.trainer import Trainer
     from fsdp_cp.checkpoint import find_resume
-    from fsdp_cp.launch import choose_allocator, choose_device, process_group
+    from fsdp_cp.launch import process_group
     from fsdp_cp.mesh import build_mesh
     from models.load import build_roles
 
-    device = choose_device(config.device)
-    choose_allocator(device, config.cuda_allocator)
     with process_group(device):
         resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
         mesh = build_mesh(**plan.mesh_settings, heads=plan.heads, device_type=device.type)

@@ -192,7 +192,7 @@ class Config:
     micro_batch_size: int | None = None
     """Samples per data-parallel rank and forward; null for one forward a step."""
     precision: str = "fp32"
-    """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32."""
+    """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: str = "auto"
     """``auto``, ``cpu`` or ``cuda``."""
     cuda_allocator: str | None = None

@@ -18,6 +18,7 @@ from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_device, process_group, rank, world_size
 from fsdp_cp.mesh import build_mesh
+from fsdp_cp.shard_settings import ShardSettings
 from models.load import build_role, plan_role
 
 
@@ -36,7 +37,9 @@ def sample(
         out: the folder to write.
     """
     device = choose_device(config.device)
-    plan = plan_role("student", checkpoint=str(student), family=config.student.family)
+    trained = config.student
+    sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
+    plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding)
     with process_group(device):
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
         data = build_dataset(config.data, seed=config.seed, device=device, run_dir=Path(config.run_dir))
@@ -46,7 +49,6 @@ def sample(
             plan,
             mesh=mesh,
             device=device,
-            precision=config.precision,
             trainable=False,
             latent_shape=data.latent_shape,
             text_shape=data.text_shape,

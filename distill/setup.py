@@ -29,6 +29,20 @@ from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 from models.load import RolePlan, plan_role
 
 log = logging.getLogger(__name__)
+TRAINED_ONLY = (
+    "reduce_dtype",
+    "master_dtype",
+    "activation_checkpointing",
+    "keep_operators",
+    "activation_offload",
+    "backward_prefetch",
+    "keep_gathered",
+    "gradient_buffers",
+    "separate_reduce_group",
+    "reduce_unused",
+    "gradient_scale",
+)
+"""Settings of :class:`ShardSettings` that say nothing about a frozen network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +120,21 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
             f"{name}.gather_early=true: the first forward of every step is the {method.first_role}'s;"
             f" use {method.first_role}.gather_early=true"
         )
+    if name not in method.trained_roles:
+        default = ShardSettings()
+        for setting in TRAINED_ONLY:
+            if getattr(settings, setting) != getattr(default, setting):
+                raise UserError(
+                    f"{name}.{setting}={getattr(settings, setting)} is for a role that trains, and with"
+                    f" method={config.method.name} the {name} does not; leave it out"
+                )
+    elif settings.master_dtype == "bf16" and name == "student" and config.student.ema.enabled:
+        raise UserError(
+            "student.master_dtype=bf16 with student.ema.enabled=true: an average in bf16 stands still, since it moves"
+            " by less than bf16 can tell; use student.master_dtype=keep"
+        )
+    if settings.offload == "cpu" and device.type == "cpu" and rank() == 0:
+        log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
     return settings
 
 
@@ -151,8 +180,8 @@ def check_resume(config: Config, checkpoint: Path) -> None:
                 " use that, another run_dir, or checkpoint.resume=never"
             )
     before, now = _flat(numbers["settings"]), _flat(run_settings(config))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and rank() == 0:
+    for key in sorted(now.keys() & before.keys() if rank() == 0 else ()):  # a new setting is at its default
+        if before.get(key) != now.get(key):
             log.warning("resumed with %s=%s, which was %s", key, now.get(key), before.get(key))
 
 

@@ -89,6 +89,35 @@ def unreduced_units(model: nn.Module) -> list[str]:
     ]
 
 
+def partly_reduced_units(model: nn.Module) -> list[str]:
+    """Names of the units whose sum over their shards lacks one of their trainable parameters."""
+    found = []
+    for name, module in model.named_modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            if group._partial_reduce_output is not None:
+                trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+                whole = sum(p.padded_sharded_param_size.numel() for p in trained)
+                if group._partial_reduce_output.numel() < whole:
+                    found.append(name or "the root")
+    return found
+
+
+def is_finished(root: FSDPModule) -> bool:
+    """Has FSDP2 closed the last backward: waited for every reduction, and reduced what was accumulated?"""
+    pending = getattr(root._get_fsdp_state()._comm_ctx, "_last_post_reduce_events", {})
+    if pending:
+        return False
+    for module in fsdp_modules(root):
+        for group in param_groups(module):
+            for parameter in group.fsdp_params:
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if parameter.unsharded_accumulated_grad is not None:
+                    return False
+                if unsharded is not None and unsharded.grad is not None:
+                    return False
+    return True
+
+
 def set_trainable(model: FSDPModule, trainable: bool) -> None:
     """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
 

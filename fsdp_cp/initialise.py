@@ -28,7 +28,7 @@ def initialise(model: nn.Module, *, seed: int, special: Callable[[nn.Module, str
     (12 s for 1e9 parameters, 4 ranks on 2 cores).
 
     Args:
-        model: with memory (after :func:`fsdp_cp.materialise`), sharded or not. Buffers are not touched.
+        model: with memory (after :func:`fsdp_cp.materialise`), sharded or not. Buffers stay as they are.
         seed: with the module's name, the key of its stream.
         special: ``special(module, name, tensor)`` fills ``tensor``, the full value of ``module``'s own parameter
             ``name``, where ``reset_parameters`` does not do what it should; otherwise it leaves it alone.
@@ -62,6 +62,7 @@ def _full_values(
     vars(copied).update(vars(module))
     # NaN shows afterwards what nobody filled. Without its children the copy cannot reach beyond its own parameters.
     vars(copied)["_modules"] = {}
+    vars(copied)["_buffers"] = {key: None if x is None else x.clone() for key, x in module._buffers.items()}
     vars(copied)["_parameters"] = {
         key: None if p is None else nn.Parameter(_unfilled(p), requires_grad=False)
         for key, p in module._parameters.items()

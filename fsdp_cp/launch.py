@@ -57,7 +57,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_allocator(device: torch.device, settings: str | None) -> None:
-    """Configure torch's CUDA allocator, before its first allocation; what the environment says already stays.
+    """Configure torch's CUDA allocator, which reads this once when CUDA starts; what the environment says stays.
 
     Args:
         device: nothing is done on the CPU.
@@ -66,6 +66,7 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
     """
     if device.type != "cuda" or settings is None:
         return
+    assert not torch.cuda.is_initialized(), "too late: CUDA's allocator has read its settings"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in os.environ:
             log.warning("%s=%s is set; cuda_allocator=%s is not used", name, os.environ[name], settings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -206,6 +206,12 @@ class Mesh:
     ulysses: DeviceMesh
     context: ContextGroups
 
+    @cached_property  # of this mesh, not by value: its process groups die with it
+    def replicas(self) -> DeviceMesh:
+        """All ranks as replicas (world x 1), for networks that are not sharded at all. First asked for by all ranks."""
+        sizes = (self.world.size(), 1)
+        return init_device_mesh(self.device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+
     @property
     def dp_rank(self) -> int:
         return self.dp.get_local_rank()
@@ -270,13 +276,6 @@ def _replicated(device_type: str, shape: MeshShape) -> DeviceMesh:
     """(replicate, shard) for hybrid sharding: a mesh of its own, since slicing flattened axes is deprecated."""
     sizes = (shape.dp_replicate, shape.dp_shard * shape.cp)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
-
-
-@lru_cache(maxsize=64)
-def replica_mesh(mesh: Mesh) -> DeviceMesh:
-    """All ranks as replicas (replicate = world, shard = 1), for networks that are not sharded at all."""
-    sizes = (mesh.world.size(), 1)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
 
 
 def build_mesh(

@@ -12,6 +12,8 @@ from fsdp_cp.fsdp_state import (
     clear_unsynced_gradients,
     fsdp_modules,
     has_gradients,
+    is_finished,
+    partly_reduced_units,
     reset_iteration,
     reshard,
     unreduced_units,
@@ -39,7 +41,8 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
 
     Raises:
         RuntimeError: ``is_first`` with gradients left from before, which would be summed into the step silently; or a
-            unit whose gradients were never summed over the replicas, since the last backward did not reach it.
+            unit whose gradients were never reduced, since the last backward did not reach it; or, with replicas, a
+            parameter that only some of the micro-batches use.
         ValueError: a module without a root of :func:`fsdp_cp.shard_module`, or with several.
     """
     root = _root(model)
@@ -56,6 +59,8 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
         if is_last:
             _refuse_unreduced(root)
             reshard(root)  # units that no backward came to
+        else:
+            _refuse_partial(root)
     except BaseException:
         abandon_step(root)
         raise
@@ -90,12 +95,27 @@ def abandon_step(model: nn.Module) -> None:
 
 
 def _refuse_unreduced(root: FSDPModule) -> None:
-    """FSDP2 adds up the replicas where a backward passes; a unit that the last one missed would keep its part."""
+    """FSDP2 reduces where a backward passes, and waits for all of it where one began at the root's output."""
+    if not is_finished(root):
+        raise RuntimeError(
+            "the last micro-batch had no backward through the network, so earlier gradients were not reduced to the"
+            " end; give is_last=True to the last one that has"
+        )
     units = unreduced_units(root)
     if units:
         raise RuntimeError(
             f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
             " the replicas; set reduce_unused=true"
+        )
+
+
+def _refuse_partial(root: FSDPModule) -> None:
+    """FSDP2 adds up micro-batches before the replicas by position: gradients of other parameters would be mixed up."""
+    units = partly_reduced_units(root)
+    if units:
+        raise RuntimeError(
+            f"a parameter of {', '.join(units)} got no gradient in this micro-batch; accumulation over replicas"
+            " needs reduce_unused=true then"
         )
 
 

@@ -35,6 +35,8 @@ class ShardSettings:
     """``no_shard`` (every rank holds everything), ``optim`` (optimizer state sharded, gradients reduced once a step),
     ``optim_grads`` (gradients sharded too, reduced in each micro-batch), ``optim_grads_params`` (parameters too,
     gathered one unit at a time)."""
+    replicate: bool = True
+    """Share a copy among the ranks of each of ``mesh.dp_replicate`` replicas; ``False`` shards over all ranks."""
     precision: str = "fp32"
     """Dtype of compute and of gathered parameters."""
     reduce_dtype: str = "auto"
@@ -47,7 +49,7 @@ class ShardSettings:
     ``keep_operators`` too. ``True`` and ``False`` stand for ``full`` and ``none``."""
     keep_operators: list[str] = field(default_factory=list)
     """Operators (``"aten.addmm"``, ``"fsdp_cp.ring_attention"``) whose outputs selective checkpointing keeps; empty for
-    attention's."""
+    ``fsdp_cp.ring_attention``, which :mod:`fsdp_cp.attention` calls."""
     activation_offload: bool = False
     """Keep what backward needs of a unit in CPU memory (pinned where there is a GPU)."""
     compile: bool = False
@@ -110,6 +112,10 @@ class ShardSettings:
                 self.keep_gathered and self.strategy != "optim_grads_params",
                 f"@keep_gathered=true is for @strategy=optim_grads_params; {self.strategy} gathers nothing twice in a"
                 " step as it is",
+            ),
+            (
+                not sharded and not self.replicate,
+                "@replicate=false shards over all ranks, and @strategy=no_shard not at all; set it to true",
             ),
             (
                 not sharded and self.gather_early,

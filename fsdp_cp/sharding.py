@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fsdp_cp.activations import wrap_unit
 from fsdp_cp.errors import UserError
 from fsdp_cp.fsdp_state import fsdp_modules
-from fsdp_cp.mesh import Mesh, replica_mesh
+from fsdp_cp.mesh import Mesh
 from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def shard_module(
     reduce_dtype = _reduce_dtype(settings)
     compute_dtype = COMPUTE_DTYPE[settings.precision]
     full_dtype = torch.float64 if settings.precision == "fp64" else torch.float32
-    where = replica_mesh(mesh) if settings.strategy == "no_shard" else mesh.fsdp
+    where = _shard_mesh(mesh, settings)
     # Explicit on the root too: by default a root stays gathered after a forward without gradients, and the next
     # optimizer or EMA update would then silently miss it.
     reshard = settings.strategy in ("no_shard", "optim_grads_params")
@@ -78,10 +78,16 @@ def shard_module(
             )
     _set_attributes(model, attributes)
     _configure(model, settings, where)
-    _prefetch([unit for unit in units if isinstance(unit, FSDPModule)], settings)
+    _prefetch(units, settings)
     model._shard_settings = settings
     if torch.__version__ < FORWARD_AD_SINCE:
         model.register_forward_pre_hook(_refuse_duals, with_kwargs=True)
+
+
+def _shard_mesh(mesh: Mesh, settings: ShardSettings) -> DeviceMesh:
+    if settings.strategy == "no_shard":
+        return mesh.replicas
+    return mesh.fsdp if settings.replicate else mesh.world
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
@@ -141,8 +147,7 @@ def _cast_masters(model: nn.Module, settings: ShardSettings, full_precision_unit
         return
     kept = {parameter for unit in full_precision_units for parameter in unit.parameters()}
     for parameter in model.parameters():
-        full = parameter in kept or settings.precision == "fp64"
-        if parameter.is_floating_point() and not full:
+        if parameter.is_floating_point() and parameter not in kept:
             parameter.data = parameter.data.to(COMPUTE_DTYPE[settings.master_dtype])
 
 
@@ -174,7 +179,7 @@ def _configure(model: nn.Module, settings: ShardSettings, where: DeviceMesh) -> 
             module.set_symm_mem_for_comm()  # after the forced SUM, without which it leaves reduce-scatter alone
     if hasattr(model, "set_reduce_scatter_max_input_buffers"):
         model.set_reduce_scatter_max_input_buffers(settings.gradient_buffers)
-    elif settings.gradient_buffers != ShardSettings.gradient_buffers:
+    elif settings.gradient_buffers not in (1, ShardSettings.gradient_buffers):
         log.warning("gradient_buffers=%d needs torch 2.13; FSDP keeps 1", settings.gradient_buffers)
     if settings.reduce_unused:
         _newer(model, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)

@@ -337,3 +337,51 @@ def _early_reset():
     reset_iteration(model)
     reshard(model)
     return not gathered_units(model) and _forward(model, _batches()[0]).isfinite().all().item()
+
+
+class _Either(nn.Module):
+    """Two layers in one unit, of which a forward may leave the second out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(6, 6), nn.Linear(6, 6), True
+
+    def forward(self, x):
+        return self.first(x) + (self.second(x) if self.both else 0)
+
+
+def _unfinished(strategy):
+    """The last micro-batch of a step has no backward."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    shard_module(model, mesh=build_mesh(dp_shard=4), units=list(model), strategy=strategy)
+    for _ in range(2):  # the step that is broken off leaves nothing behind
+        with microbatch(model, is_first=True, is_last=False):
+            model(torch.randn(3, 6)).sum().backward()
+        with (
+            pytest.raises(RuntimeError, match="the last micro-batch had no backward"),
+            microbatch(model, is_first=False, is_last=True),
+        ):
+            pass
+    assert all(p.grad is None for p in model.parameters())
+    return True
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_ends_without_a_backward_is_refused(pools, strategy):
+    assert all(pools[4].run(_unfinished, strategy))
+
+
+def _partial(reduce_unused):
+    model = nn.Sequential(_Either(), nn.Linear(6, 6))
+    shard_module(model, mesh=build_mesh(dp_replicate=2), units=list(model), reduce_unused=reduce_unused)
+    model[0].both = False
+    with microbatch(model, is_first=True, is_last=False):
+        model(torch.randn(3, 6)).sum().backward()
+    return True
+
+
+def test_replicas_are_not_summed_over_different_parameters(pools):
+    """FSDP2 adds micro-batches up by position, before it knows which parameters they are of."""
+    assert all(pools[4].run(_partial, True))
+    with pytest.raises(RuntimeError, match=r"a parameter of 0 got no gradient .* needs reduce_unused=true"):
+        pools[4].run(_partial, False)

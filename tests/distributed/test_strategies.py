@@ -84,6 +84,7 @@ SWITCHES = {
     "gather_early": ("dp", 2, {"all": {"gather_early": True}}),
     "gather_early, kept": ("cp", 1, {"all": {"gather_early": True, "strategy": "optim_grads"}}),
     "one buffer, unused": ("dp", 2, {"all": {"gradient_buffers": 1, "reduce_unused": True}}),
+    "two roles over all ranks": ("replicas", 1, {"teacher": {"replicate": False}, "fake": {"replicate": False}}),
     "three buffers, own group": ("dp", 1, {"all": {"gradient_buffers": 3, "separate_reduce_group": True}}),
 }
 

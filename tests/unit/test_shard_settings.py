@@ -12,6 +12,7 @@ from fsdp_cp.shard_settings import STRATEGIES, ShardSettings, find_operator
 # Every field with a value other than its default, to be had under optim_grads_params alone.
 CHANGED = {
     "strategy": "optim",
+    "replicate": False,
     "precision": "bf16",
     "reduce_dtype": "bf16",
     "master_dtype": "fp32",
@@ -60,6 +61,7 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
         for s in STRATEGIES
         if s != "optim_grads_params"
     ),
+    ({"replicate": False, "strategy": "no_shard"}, "cpu", "replicate=false", {"replicate": True}),
     ({"gather_early": True, "strategy": "no_shard"}, "cpu", "gather_early=true", {"gather_early": False}),
     (
         {"separate_reduce_group": True, "strategy": "no_shard"},
@@ -116,7 +118,7 @@ def test_refused_by_name_with_a_value_that_works(given, device, named, change):
     message = str(caught.value)
     assert "\n" not in message and named in message and "student." in message and "@" not in message
     key, value = next(iter(change.items()))
-    text = {"False": "false", "[]": "empty", "['aten.addmm']": "aten.addmm"}.get(str(value), str(value))
+    text = {"True": "true", "False": "false", "[]": "empty", "['aten.addmm']": "aten.addmm"}.get(str(value), str(value))
     assert text in message or key in ("gradient_scale",), message
     ShardSettings(**given | change).check(device, "student.")
 
@@ -146,6 +148,7 @@ def refused(given: dict, device: str) -> bool:
 # Of the pairs of a strategy and one other changed setting, those that are refused on CUDA; all others pass.
 AGAINST = {
     "no_shard": {
+        "replicate",
         "forward_prefetch",
         "backward_prefetch",
         "keep_gathered",
