@@ -12,7 +12,7 @@ from benchmarks.parity import ARCHITECTURE
 from fsdp_cp import ShardSettings
 from models.wan import Wan
 
-WAN = ARCHITECTURE | {"num_layers": 8, "attention_head_dim": 64, "ffn_dim": 1024}  # dim 256
+WAN = ARCHITECTURE | {"num_layers": 8, "attention_head_dim": 32, "ffn_dim": 512}  # dim 128
 MICRO_BATCHES = 2
 BYTES = 4  # of fp32
 
@@ -41,6 +41,7 @@ CASES = (
     Case("+ activation_checkpointing=full", {"activation_checkpointing": "full"}),
     Case("+ activation_checkpointing=selective", {"activation_checkpointing": "selective"}),
     Case("+ offload=cpu", {"offload": "cpu"}),
+    Case("+ gather_stream=compute", {"gather_stream": "compute"}),
     Case("+ forward_prefetch=2", {"forward_prefetch": 2}),
     Case("+ backward_prefetch=2", {"backward_prefetch": 2}),
     Case("+ gradient_buffers=1", {"gradient_buffers": 1}),
@@ -81,6 +82,8 @@ class Sizes:
     """Padded, of one transformer block."""
     root: int
     """Padded, of everything that is not in a block."""
+    head: int
+    """Not padded, of the root's layers behind the blocks: their gradients are there before any other."""
     units: int
     parameters: int
     """How many tensors."""
@@ -100,6 +103,7 @@ def sizes_of(shards: int) -> Sizes:
         padded=sum(padded.values()),
         block=blocks[0],
         root=sum(padded.values()) - sum(blocks),
+        head=sum(p.numel() * BYTES for n, p in network.named_parameters() if n.startswith(("proj_out", "scale_shift"))),
         units=len(blocks) + 1,
         parameters=len(padded),
     )
@@ -120,7 +124,11 @@ def expected(case: Case, world: int) -> Figures:
     gathered = s.padded if stays else s.block + s.root
     # FSDP2 lets go of a unit's buffer after the next one's is copied out: two more blocks; prefetching adds its own.
     staged = 0 if replicated else (1 + settings.forward_prefetch if not stays else 2) * s.block
-    waiting = (settings.gradient_buffers - 1) * s.block + max(s.block, s.root)
+    if settings.gather_stream == "compute" and not replicated:
+        staged = s.block
+    # The last buffers stay until the step's last backward; the root, whose inputs need no gradient, is reduced last.
+    waiting = s.root + (settings.gradient_buffers - 1) * s.block
+    in_backward = (0 if once else 1) + settings.gradient_buffers  # a unit's full gradients, and their copies
     around = (shards - 1) / shards
     calls = {
         "all_gather": gathers * s.units,
@@ -139,7 +147,7 @@ def expected(case: Case, world: int) -> Figures:
         optimizer=2 * shard + BYTES * s.parameters,
         peak_gathered=gathered,
         peak_parameters=gathered + staged,
-        peak_gradients=(s.full if once else 0) + shard + s.root + 2 * s.block + waiting,
+        peak_gradients=(s.full if once else shard + s.head) + in_backward * s.block,
         buffers=settings.gradient_buffers,
         calls=calls,
         sent={kind: round(size) for kind, size in sent.items()},

@@ -118,6 +118,15 @@ def is_finished(root: FSDPModule) -> bool:
     return True
 
 
+def gather_in_compute_stream(model: FSDPModule) -> None:
+    """Allocate, copy in and copy out in the stream of compute; only the communication runs beside it.
+
+    ``FSDPModule._set_unshard_async_op`` (private, recursive). With streams of its own FSDP2 keeps a unit's staging
+    buffer until the next one's has been copied out.
+    """
+    model._set_unshard_async_op(True)
+
+
 def set_trainable(model: FSDPModule, trainable: bool) -> None:
     """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
 

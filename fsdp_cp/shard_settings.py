@@ -20,6 +20,7 @@ _CHOICES = {
     "activation_checkpointing": ("none", "full", "selective"),
     "offload": ("none", "cpu"),
     "communication_buffers": ("default", "process_group", "symmetric"),
+    "gather_stream": ("own", "compute"),
 }
 
 
@@ -56,6 +57,9 @@ class ShardSettings:
     """``torch.compile`` each unit as one graph."""
     offload: str = "none"
     """``cpu``: sharded parameters, gradients and optimizer state live in CPU memory; the optimizer steps there."""
+    gather_stream: str = "own"
+    """``own``: gathers run beside compute, their copies too, and the bytes of three units are alive at once.
+    ``compute``: only their communication does, and two units are alive."""
     forward_prefetch: int = 1
     """Units gathered ahead in forward; 1 is FSDP2's own prefetch."""
     backward_prefetch: int = 1
@@ -116,6 +120,10 @@ class ShardSettings:
             (
                 not sharded and not self.replicate,
                 "@replicate=false shards over all ranks, and @strategy=no_shard not at all; set it to true",
+            ),
+            (
+                not sharded and self.gather_stream != "own",
+                f"@gather_stream={self.gather_stream} has nothing to gather under @strategy=no_shard; use own",
             ),
             (
                 not sharded and self.gather_early,

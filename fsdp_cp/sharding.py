@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_cp.activations import wrap_unit
 from fsdp_cp.errors import UserError
-from fsdp_cp.fsdp_state import fsdp_modules
+from fsdp_cp.fsdp_state import fsdp_modules, gather_in_compute_stream
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 
@@ -78,7 +78,7 @@ def shard_module(
             )
     _set_attributes(model, attributes)
     _configure(model, settings, where)
-    _prefetch(units, settings)
+    _prefetch(model, units, settings)
     model._shard_settings = settings
     if torch.__version__ < FORWARD_AD_SINCE:
         model.register_forward_pre_hook(_refuse_duals, with_kwargs=True)
@@ -192,10 +192,15 @@ def _newer(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:
     return getattr(model, setter)
 
 
-def _prefetch(units: Sequence[FSDPModule], settings: ShardSettings) -> None:
+def _prefetch(model: FSDPModule, units: Sequence[FSDPModule], settings: ShardSettings) -> None:
     """FSDP2 prefetches one unit by itself; more are listed for each."""
+    in_order = settings.gather_stream == "compute"
+    if in_order:
+        gather_in_compute_stream(model)
+        # Nothing runs ahead by itself then. The root begins: the first unit's gather would be waited for at once.
+        model.set_modules_to_forward_prefetch(list(units[: settings.forward_prefetch]))
     for i, unit in enumerate(units):
-        if settings.forward_prefetch > 1:
+        if in_order or settings.forward_prefetch > 1:
             unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + settings.forward_prefetch]))
         if settings.backward_prefetch > 1:
             unit.set_modules_to_backward_prefetch(list(units[max(0, i - settings.backward_prefetch) : i][::-1]))

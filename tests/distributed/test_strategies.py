@@ -81,6 +81,7 @@ SWITCHES = {
         1,
         {"all": {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"}},
     ),
+    "one stream": ("cp", 2, {"all": {"gather_stream": "compute", "activation_checkpointing": "full"}}),
     "gather_early": ("dp", 2, {"all": {"gather_early": True}}),
     "gather_early, kept": ("cp", 1, {"all": {"gather_early": True, "strategy": "optim_grads"}}),
     "one buffer, unused": ("dp", 2, {"all": {"gradient_buffers": 1, "reduce_unused": True}}),
@@ -175,7 +176,15 @@ def test_the_table_covers_every_pair():
     assert len(PAIRWISE) < len(wanted) / 6
 
 
-@pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: "-".join(map(str, row)))
+def _takes_long(row):
+    return row[1] == "dp_cp" and row[2] > 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow) if _takes_long(row) else row for row in PAIRWISE],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_parity(pools, checkpoints, oracles, row):
     _check(_row(*row), pools, checkpoints, oracles)
 
@@ -186,6 +195,9 @@ def test_parity_on_other_meshes(pools, checkpoints, oracles, row):
     _check(_row(*row), pools, checkpoints, oracles)
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if "over all ranks" in name else name for name in SWITCHES],
+)
 def test_parity_of_switches(pools, checkpoints, oracles, name):
     _check(_setup(*SWITCHES[name]), pools, checkpoints, oracles)

@@ -108,6 +108,8 @@ def test_each_role_is_sharded_as_its_own_keys_say():
         "communication_buffers": "symmetric",
         "reduce_unused": True,
         "gradient_scale": 0.5,
+        "replicate": False,
+        "gather_stream": "compute",
     }
     assert given.keys() == {item.name for item in fields(ShardSettings)}
     written = {True: "true", str(given["keep_operators"]): "[aten.mm,fsdp_cp.ring_attention]"}

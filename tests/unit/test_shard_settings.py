@@ -21,6 +21,7 @@ CHANGED = {
     "activation_offload": True,
     "compile": True,
     "offload": "cpu",
+    "gather_stream": "compute",
     "forward_prefetch": 2,
     "backward_prefetch": 3,
     "keep_gathered": True,
@@ -61,6 +62,8 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
         for s in STRATEGIES
         if s != "optim_grads_params"
     ),
+    ({"gather_stream": "side"}, "cpu", "gather_stream=side", {"gather_stream": "compute"}),
+    ({"gather_stream": "compute", "strategy": "no_shard"}, "cpu", "gather_stream=compute", {"gather_stream": "own"}),
     ({"replicate": False, "strategy": "no_shard"}, "cpu", "replicate=false", {"replicate": True}),
     ({"gather_early": True, "strategy": "no_shard"}, "cpu", "gather_early=true", {"gather_early": False}),
     (
@@ -149,6 +152,7 @@ def refused(given: dict, device: str) -> bool:
 AGAINST = {
     "no_shard": {
         "replicate",
+        "gather_stream",
         "forward_prefetch",
         "backward_prefetch",
         "keep_gathered",
