@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,15 +72,14 @@ class LiveStorages(TorchDispatchMode):
     def __enter__(self):
         self._depth += 1
         if self._depth == 1:
-            self._resize = torch.UntypedStorage.resize_
-            # No operation is dispatched for this one, which FSDP frees and refills its buffers with.
-            torch.UntypedStorage.resize_ = self._resize_and_count(self._resize)
+            self._resizes = resizes_reported(self._see_resized)
+            self._resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any):
         self._depth -= 1
         if self._depth == 0:
-            torch.UntypedStorage.resize_ = self._resize
+            self._resizes.__exit__(*error)
         return super().__exit__(*error)
 
     def reset_peak(self) -> None:
@@ -117,13 +118,25 @@ class LiveStorages(TorchDispatchMode):
         del self._watched[key]
         self.bytes -= self._sizes.pop(key, 0)
 
-    def _resize_and_count(self, resize):
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._resized(storage._cdata, storage.nbytes())
+    def _see_resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes:
+            self._resized(storage._cdata, storage.nbytes())
 
-        return resize_
+
+@contextmanager
+def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """FSDP2 frees and refills full parameters with ``UntypedStorage.resize_``, for which no operation is dispatched."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        report(storage)
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
 def _tensors(tree: Any) -> list[Tensor]:

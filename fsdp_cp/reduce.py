@@ -97,7 +97,7 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
         assert parameter.device_mesh == mesh, "one mesh per gradient norm"
         assert isinstance(parameter.placements[-1], Shard)
         if parameter.grad is not None:
-            square += _local(parameter.grad).double().square().sum()
+            square += torch.linalg.vector_norm(local_shard(parameter.grad), dtype=torch.float64).square()
     assert mesh is not None and square is not None, "no parameters"
     square = square.to(mesh.device_type)  # gradients offloaded to the CPU: the mesh may have NCCL alone
     dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
@@ -114,10 +114,11 @@ def full_tensor(x: Tensor) -> Tensor:
 
 def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by ``factor``, in place."""
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
 
 
-def _local(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_cp.fsdp_state import fsdp_modules, param_groups
+from fsdp_cp.memory import resizes_reported
+from fsdp_cp.reduce import local_shard
 
 KINDS = ("gathered", "staging", "full_gradients", "reduce_inputs", "shard_gradients")
 
@@ -47,7 +48,7 @@ def shard_bytes(network: nn.Module) -> ShardBytes:
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the storages behind ``tensors`` on this rank, each storage once."""
-    storages = (_local(x).untyped_storage() for x in tensors if x is not None)
+    storages = (local_shard(x).untyped_storage() for x in tensors if x is not None)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -97,7 +98,7 @@ class ShardingMemory:
                 for unit in fsdp_modules(network):
                     for group in param_groups(unit):
                         stack.enter_context(self._watch_group(group))
-            stack.enter_context(_resizes_reported(self._resized))
+            stack.enter_context(resizes_reported(self._resized))
             self.reset_peak()
             self._stack = stack.pop_all()
         return self
@@ -178,7 +179,7 @@ class ShardingMemory:
     def _add(self, kind: str, tensor: Tensor | None) -> None:
         if tensor is None:
             return
-        storage = _local(tensor).untyped_storage()
+        storage = local_shard(tensor).untyped_storage()
         key = storage._cdata
         with self._lock:
             if key not in self._watched:
@@ -209,26 +210,6 @@ class ShardingMemory:
         self.peak_reduce_inputs = max(self.peak_reduce_inputs, self._reduce_inputs)
 
 
-@contextmanager
-def _resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """FSDP2 frees and refills full parameters with ``UntypedStorage.resize_``, for which no operation is dispatched."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        report(storage)
-
-    torch.UntypedStorage.resize_ = resize_
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize
-
-
 def _alternately(*names: str) -> Iterator[str]:
     while True:
         yield from names
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

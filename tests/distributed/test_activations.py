@@ -197,7 +197,9 @@ def _check(ranks, truth, settings, cp):
                 assert error < 1e-12, (settings, name, error)
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, {"cp": 2}), (4, {"dp_shard": 2, "cp": 2})])
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, {"cp": 2}), pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.slow)]
+)
 def test_gradients_calls_and_gathers(pools, truth, world, sizes):
     """The attention runs once in all where its output is kept, once more under full checkpointing."""
     gathers = set()
@@ -269,7 +271,8 @@ def _wan_steps(settings):
     return worst, graphs
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(QUICK | {"compile": True}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, QUICK | {"compile": True}], ids=str)
 def test_wan_compiles_once_for_all_blocks_and_steps(pools, settings):
     """One graph to train, one without gradients, one for any batch size; in fp32, against the same role uncompiled."""
     settings = {name: value for name, value in settings.items() if name != "compile"}

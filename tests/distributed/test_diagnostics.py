@@ -278,7 +278,8 @@ def _run_with_norms(folder, every):
     return written, trace.roles, trace.norms
 
 
-@pytest.mark.parametrize("every", [2, 3])  # 2 is the period of the roles: one of them would never have a line
+# 2 is the period of the roles: counted by steps, one of them would never have a line.
+@pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(ranks, folder, every):
     for written, roles, total in ranks.run(_run_with_norms, folder, every):
         expected = []

@@ -100,8 +100,8 @@ def stopped(ranks, folder, tmp_path_factory):
     [
         Setup(**MESH, changes={"all": {"strategy": "no_shard"}}),
         Setup(cp=4, changes={"all": {"strategy": "optim"}, "student": {"strategy": "optim_grads"}}),
-        Setup(**MESH, changes={"all": {"offload": "cpu"}}),
-        Setup(dp_replicate=2, cp=2),
+        pytest.param(Setup(**MESH, changes={"all": {"offload": "cpu"}}), marks=pytest.mark.slow),
+        pytest.param(Setup(dp_replicate=2, cp=2), marks=pytest.mark.slow),
         pytest.param(
             Setup(dp_replicate=2, dp_shard=2, changes={"all": {"offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
             marks=pytest.mark.slow,

@@ -58,6 +58,10 @@ def _refused(capsys, tmp_path, *overrides):
             "teacher.gather_early=true",
             "the first forward of every step is the student's; use student.gather_early=true",
         ),
+        (
+            "teacher.activation_checkpointing=full",
+            "is for a role that trains, and with method=dmd2 the teacher does not; leave it out",
+        ),
         ("teacher.forward_prefetch=0", "teacher.forward_prefetch=0 must be at least 1"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay: '*.bais' matches no parameter; names are as"),
         ("optim.fake.lr_scale={block.*: 0.1}", "optim.fake.lr_scale: 'block.*' matches no parameter"),
@@ -72,6 +76,12 @@ def test_one_line_and_exit_code_2(capsys, tmp_path, override, message):
     # The quickstart's mesh.cp=2 does not fit one process; where that is not the mistake, it is set right.
     alone = () if override.startswith(("mesh.cp", "experiment")) else ("mesh.cp=1",)
     assert message in _refused(capsys, tmp_path, override, *alone)
+
+
+def test_an_average_needs_masters_that_can_hold_it(capsys, tmp_path):
+    settings = ("student.master_dtype=bf16", "precision=bf16", "mesh.cp=1")
+    message = _refused(capsys, tmp_path, *settings, "student.ema.enabled=true")
+    assert "an average in bf16 stands still" in message and "use student.master_dtype=keep" in message
 
 
 def test_checkpoints_that_do_not_fit(capsys, tmp_path):
