@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from distill.methods import Batch, build_method
 from distill.methods.dmd2 import Dmd2Settings
 from distill.trainer import Trainer
 from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.shard_settings import ShardSettings
 from models.load import build_role, plan_role
@@ -164,7 +165,7 @@ class RecordingTrainer(Trainer):
 
 def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path | None = None) -> RecordingTrainer:
     """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
-    mesh = build_mesh(dp_replicate=setup.dp_replicate, dp_shard=setup.dp_shard, cp=setup.cp, heads=4)
+    mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp)
     device = torch.device("cpu")
     roles = {}
     for name in ("teacher", "student", "fake"):
@@ -190,6 +191,11 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         run_dir=Path(config.run_dir),
         resume_from=resume_from,
     )
+
+
+@lru_cache  # each has process groups, with threads of their own
+def _mesh(dp_replicate: int, dp_shard: int, cp: int) -> Mesh:
+    return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, heads=4)
 
 
 def sharded_trace(setup: Setup, folder: Path) -> Trace:

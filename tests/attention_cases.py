@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,19 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.mesh import Mesh, build_mesh, resolve_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
+
+
+def context_mesh(world: int, ulysses: int | str, heads: int) -> Mesh:
+    """The mesh of these ranks: made once in a process, since each has process groups with threads of their own."""
+    shape = resolve_mesh(world_size=world, cp=world, ulysses=ulysses, heads=heads)
+    return _context_mesh(shape.ring, shape.ulysses)
+
+
+@lru_cache
+def _context_mesh(ring: int, ulysses: int) -> Mesh:
+    return build_mesh(cp=ring * ulysses, ring=ring, ulysses=ulysses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +146,7 @@ def _full(case: Case, mesh, out: Tensor, out_text: Tensor | None) -> Tensor:
 
 def on_ranks(case: Case) -> list[Tensor]:
     """The same as :func:`oracle`, over the ranks of this process group; gradients are summed over them."""
-    mesh = build_mesh(cp=case.world, ulysses=case.ulysses, heads=case.kv_heads)
+    mesh = context_mesh(case.world, case.ulysses, case.kv_heads)
     inputs = make_inputs(case)
     leaves = [x.clone().requires_grad_() for x in inputs.primals]
     out, out_text = _attend(case, mesh, leaves, inputs.mask)

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention, keep_attention_output, ring
 from fsdp_cp.attention.layout import Layout
-from fsdp_cp.mesh import build_mesh
-from tests.attention_cases import Case, rank_pools
+from tests.attention_cases import Case, context_mesh, rank_pools
 
 FACTORS = [(w // u, u) for w in (2, 3, 4, 6) for u in range(1, w + 1) if w % u == 0]
 PASSES = ("forward", "backward", "jvp")
@@ -114,7 +113,7 @@ def _passes(tensors, attend, count):
 
 
 def _mesh(case):
-    return build_mesh(cp=case.world, ulysses=case.ulysses, heads=case.kv_heads)
+    return context_mesh(case.world, case.ulysses, case.kv_heads)
 
 
 def _count(cases, count=_traffic):
