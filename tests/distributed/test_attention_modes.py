@@ -74,7 +74,8 @@ def _compiled(ulysses, head_groups, backend):
 
 
 @pytest.mark.parametrize(
-    ("ulysses", "head_groups", "backend"), [(1, 1, "aot_eager"), (2, 2, "inductor"), (4, 1, "aot_eager")]
+    ("ulysses", "head_groups", "backend"),
+    [(1, 1, "aot_eager"), pytest.param(2, 2, "inductor", marks=pytest.mark.slow), (4, 1, "aot_eager")],
 )
 def test_fullgraph_compilation(ulysses, head_groups, backend):
     """Values and gradients as in eager; tangents, which inductor's graphs would lose, are refused."""
