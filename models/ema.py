@@ -30,11 +30,18 @@ class Ema:
         decay: constant factor, or ``None`` for the power schedule.
         gamma: exponent of the power schedule.
         start: updates before which the average just follows the weights.
+
+    Raises:
+        ValueError: masters in bf16: an average in bf16 stands still, since it moves by less than bf16 can tell.
     """
 
     def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):
         self.role, self.decay, self.gamma, self.start = role, decay, gamma, start
-        self.weights: dict[str, Tensor] = {name: w.clone() for name, w in role.weights().items()}
+        weights = role.weights()
+        for name, weight in weights.items():
+            if weight.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"{name} is held in {weight.dtype}, in which an average stands still; use fp32 masters")
+        self.weights: dict[str, Tensor] = {name: w.clone() for name, w in weights.items()}
 
     @torch.no_grad()
     def update(self, update: int) -> None:

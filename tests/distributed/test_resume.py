@@ -11,9 +11,18 @@ from distill.config import EmaSettings
 from distill.setup import check_resume
 from fsdp_cp.checkpoint import find_resume, published_steps, step_folder
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.local_ranks import RankPool
 
 STEPS, STOP = 6, 3
+
+
+@pytest.fixture(scope="module")
+def run_ranks():
+    """``run_ranks(world_size, function, *args)``; what is resumed is a new trainer on new networks, from files."""
+    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
+    yield lambda size, function, *args: pools[size].run(function, *args)
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +53,19 @@ def _run(setup, folder, run_dir, first, last):
 
 
 @pytest.fixture(scope="module")
-def straight(folder, tmp_path_factory):
+def straight(run_ranks, folder, tmp_path_factory):
     return run_ranks(4, _run, Setup(dp_shard=2, cp=2), folder, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
 @pytest.fixture(scope="module")
-def stopped(folder, tmp_path_factory):
+def stopped(run_ranks, folder, tmp_path_factory):
     """A run folder with a checkpoint after the fake score's first and the student's second update."""
     run_dir = tmp_path_factory.mktemp("stopped")
     run_ranks(4, _run, Setup(dp_shard=2, cp=2), folder, run_dir, 0, STOP)
     return run_dir
 
 
-def test_same_mesh_bit_by_bit(folder, straight, stopped):
+def test_same_mesh_bit_by_bit(run_ranks, folder, straight, stopped):
     resumed = run_ranks(4, _run, Setup(dp_shard=2, cp=2), folder, stopped, STOP, STEPS)[0]
     assert resumed.losses == straight.losses[STOP:]
     assert resumed.norms == straight.norms[STOP:]
@@ -66,7 +75,7 @@ def test_same_mesh_bit_by_bit(folder, straight, stopped):
 
 
 @pytest.mark.parametrize("setup", [Setup(), Setup(cp=2), Setup(dp_shard=2), Setup(dp_replicate=2, cp=2)])
-def test_another_mesh(folder, straight, stopped, setup):
+def test_another_mesh(run_ranks, folder, straight, stopped, setup):
     resumed = run_ranks(setup.world_size, _run, setup, folder, stopped, STOP, STEPS)[0]
     rest = Trace(
         roles=straight.roles[STOP:],
@@ -79,7 +88,7 @@ def test_another_mesh(folder, straight, stopped, setup):
     assert compare(resumed, rest).largest < 1e-5
 
 
-def test_bf16_resumes_from_the_fp32_masters(folder, tmp_path):
+def test_bf16_resumes_from_the_fp32_masters(run_ranks, folder, tmp_path):
     """Masters rebuilt from the bf16 copy that compute sees would differ in the third digit."""
     setup = Setup(dp_shard=2, precision="bf16")
     straight = run_ranks(2, _run, setup, folder, tmp_path / "straight", 0, STEPS)[0]
@@ -91,7 +100,7 @@ def test_bf16_resumes_from_the_fp32_masters(folder, tmp_path):
     assert any(not torch.equal(w, w.bfloat16().float()) for w in weights.values())
 
 
-def test_resuming_from_an_earlier_step_leaves_the_later_ones(folder, tmp_path):
+def test_resuming_from_an_earlier_step_leaves_the_later_ones(run_ranks, folder, tmp_path):
     setup = Setup(dp_shard=2)
     run_ranks(2, _run, setup, folder, tmp_path, 0, 2)
     run_ranks(2, _run, setup, folder, tmp_path, 2, 4)
@@ -114,7 +123,7 @@ def _mismatch(folder, run_dir):
     return True
 
 
-def test_other_settings_are_refused(folder, stopped):
+def test_other_settings_are_refused(run_ranks, folder, stopped):
     assert all(run_ranks(2, _mismatch, folder, stopped))
 
 

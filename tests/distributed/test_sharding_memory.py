@@ -113,8 +113,8 @@ def _held(replicas, settings):
     adamw.zero_grad()
     kept = {}
     peaks = []
-    with ShardingMemory(model) as memory:
-        for _ in range(6):  # the least of all: gloo's threads may hold a buffer longer than FSDP2 does
+    with ShardingMemory(model, patience=0.003) as memory:
+        for _ in range(3):  # the least of all: gloo's threads may hold a buffer longer still
             memory.settle("staging", "reduce_inputs")
             memory.reset_peak()
             _accumulate(model, between=lambda: kept.update(memory.bytes))
@@ -145,11 +145,9 @@ def _every_case():
 
 def test_each_strategy_holds_its_share(pool):
     ranks = pool.run(_every_case)
-    # The same on every rank, but where gloo is late: the least of all.
-    least = [tuple(min(found[i][2][j] for found in ranks) for j in (0, 1)) for i in range(len(CASES))]
     for rank, found in enumerate(ranks):
-        for (strategy, replicas, settings), held, peak in zip(CASES, found, least, strict=True):
-            shard, state, _, buffers, kept, after = held
+        for (strategy, replicas, settings), held in zip(CASES, found, strict=True):
+            shard, state, peak, buffers, kept, after = held
             shards = 1 if strategy == "no_shard" else WORLD // replicas
             full, padded, block, root = _sizes(shards)
             mine = [  # rows of each parameter that are this rank's, as torch.chunk gives them
@@ -183,7 +181,7 @@ def _deeper():
         model = _sharded(forward_prefetch=forward)
         with torch.no_grad():
             model(_data()[0])
-            with ShardingMemory(model) as memory:
+            with ShardingMemory(model, patience=0.003) as memory:
                 found = []
                 for _ in range(3):
                     memory.reset_peak()
@@ -196,8 +194,8 @@ def _deeper():
 
 def test_deeper_prefetch_gathers_more(pool):
     _, _, block, root = _sizes(WORLD)
-    implicit, two, three = (min(column) for column in zip(*pool.run(_deeper), strict=True))
-    assert (implicit, two, three) == (3 * block + root, 4 * block + root, 5 * block + root)
+    for peaks in pool.run(_deeper):
+        assert peaks == [3 * block + root, 4 * block + root, 5 * block + root]
 
 
 def _seen_by_all_storages():

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
+from fsdp_cp.shard_settings import ShardSettings
 from models.ema import Ema, ema_decay
 from models.load import build_role, plan_role
 
@@ -150,3 +151,11 @@ def test_an_error_inside_still_swaps_back(role):
         raise KeyError
     assert all(torch.equal(w, raw[name]) for name, w in full(role.weights()).items())
     assert all(torch.equal(w, average[name]) for name, w in full(ema.weights).items())
+
+
+def test_bf16_masters_have_no_average(mesh):
+    plan = plan_role("student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(master_dtype="bf16"))
+    device = torch.device("cpu")
+    role = build_role(plan, mesh=mesh, device=device, trainable=True, latent_shape=(2, 1, 4, 4), text_shape=(3, 6))
+    with pytest.raises(ValueError, match="torch.bfloat16, in which an average stands still"):
+        Ema(role, decay=0.9, gamma=1.0, start=0)
