@@ -27,7 +27,7 @@ def oracle(checkpoints):
     return oracle_trace(Setup(), checkpoints)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_dmd2_in_fp32(pools, checkpoints, oracle, dp_shard, cp, checkpointing):
     setup = Setup(dp_shard=dp_shard, cp=cp, activation_checkpointing=checkpointing)

@@ -65,6 +65,7 @@ def test_killed_and_started_again(tmp_path):
         assert torch.equal(p, q), name
 
 
+@pytest.mark.slow
 def test_video_folder(tmp_path):
     pipeline, clips, run_dir = tmp_path / "pipeline", tmp_path / "clips", tmp_path / "run"
     build_tiny_pipeline(pipeline)
@@ -87,6 +88,7 @@ def test_video_folder(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in (run_dir / "cache").rglob("*.safetensors")} == cached, "encoded once"
 
 
+@pytest.mark.slow
 def test_start_afresh_moves_the_earlier_run_aside_and_sample_shows_clips(tmp_path):
     arguments = (*QUICK, "mesh.cp=1", f"run_dir={tmp_path}", "checkpoint.resume=never")
     train(0, *arguments, "steps=2")

@@ -154,7 +154,9 @@ def test_an_error_inside_still_swaps_back(role):
 
 
 def test_bf16_masters_have_no_average(mesh):
-    plan = plan_role("student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(master_dtype="bf16"))
+    plan = plan_role(
+        "student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(precision="bf16", master_dtype="bf16")
+    )
     device = torch.device("cpu")
     role = build_role(plan, mesh=mesh, device=device, trainable=True, latent_shape=(2, 1, 4, 4), text_shape=(3, 6))
     with pytest.raises(ValueError, match="torch.bfloat16, in which an average stands still"):
