@@ -40,7 +40,9 @@ class Ema:
         weights = role.weights()
         for name, weight in weights.items():
             if weight.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{name} is held in {weight.dtype}, in which an average stands still; use fp32 masters")
+                raise ValueError(
+                    f"{name} is held in {weight.dtype}, in which an average stands still; use fp32 masters"
+                )
         self.weights: dict[str, Tensor] = {name: w.clone() for name, w in weights.items()}
 
     @torch.no_grad()
