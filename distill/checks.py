@@ -6,6 +6,8 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from distill.data.moving_shapes import CAPTIONS
+from distill.methods import METHODS, Method
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:  # which calls these
@@ -28,6 +30,10 @@ def check(config: Config) -> None:
     if config.optim.clip is not None and config.optim.clip <= 0:
         raise UserError(f"optim.clip={config.optim.clip} must be above 0, or null for none")
     _check_samples(config)
+    method = METHODS[config.method.name][0]
+    method.check(config)
+    if getattr(config.data, "name", None) == "captions":
+        _check_captions(config, method)
     for item in fields(config.method):
         value = getattr(config.method, item.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -37,6 +43,20 @@ def check(config: Config) -> None:
     decay = config.student.ema.decay
     if decay is not None and not 0 <= decay < 1:
         raise UserError(f"student.ema.decay={decay} must be at least 0 and below 1, or null for the power schedule")
+
+
+def _check_captions(config: Config, method: type[Method]) -> None:
+    """There are no real clips to train on, nor to compare with."""
+    if method.needs_latents(config.method):
+        raise UserError(
+            f"method={config.method.name} trains on real clips, and data=captions has none; use data=video_folder, or"
+            " method=dmd2 with method.gan_weight_student=0"
+        )
+    if config.sample.report_clips:
+        raise UserError(
+            f"sample.report_clips={config.sample.report_clips} compares with real clips, and data=captions has none;"
+            " use sample.report_clips=0"
+        )
 
 
 def _check_least(config: Config) -> None:
@@ -105,13 +125,19 @@ def _is_scales(scales: Any) -> bool:
 
 def _check_samples(config: Config) -> None:
     """Samples are made at the end too: steps that the sampler refuses would be found after the training."""
-    most = len(config.method.step_list) if hasattr(config.method, "step_list") else math.inf
+    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
     for name, value, limit in (
         ("sample.student_steps", config.sample.student_steps, most),
         ("sample.teacher_steps", config.sample.teacher_steps, math.inf),
     ):
         if any(not 1 <= steps <= limit for steps in value) or (name == "sample.student_steps" and not value):
             raise UserError(f"{name}={value} must be numbers from 1" + (f" to {limit}" if limit < math.inf else " on"))
+    if getattr(config.data, "name", None) == "moving_shapes":
+        for caption in config.sample.captions:
+            if caption not in CAPTIONS:
+                raise UserError(
+                    f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {CAPTIONS[0]!r}"
+                )
 
 
 def micro_batch_size(config: Config, dp_size: int) -> int:

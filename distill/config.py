@@ -16,7 +16,7 @@ from omegaconf import II, MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distill.checks import check
-from distill.data import MovingShapesSettings, VideoFolderSettings
+from distill.data import CaptionsSettings, MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError
 from fsdp_cp.shard_settings import ShardSettings
@@ -160,11 +160,13 @@ class SampleSettings:
     every: int = 0
     """Steps between sample clips; 0 for the end alone."""
     prompts: int = 4
-    """Clips per set of samples."""
+    """Clips per set of samples, of captions of the data set."""
+    captions: list[str] = field(default_factory=list)
+    """Captions to sample instead, one clip of each; the data set must know them."""
     student_steps: list[int] = field(default_factory=lambda: [4])
     """Numbers of steps at which the student is sampled."""
     teacher_steps: list[int] = field(default_factory=list)
-    """Numbers of steps at which the teacher is sampled at the end, for comparison."""
+    """Numbers of steps at which the teacher is sampled, once, for comparison."""
     report_clips: int = 0
     """Clips per row of ``report.html``; 0 for no report."""
 
@@ -213,7 +215,11 @@ class Config:
     export: ExportSettings = field(default_factory=ExportSettings)
 
 
-DATA = {"moving_shapes": MovingShapesSettings, "video_folder": VideoFolderSettings}
+DATA = {
+    "moving_shapes": MovingShapesSettings,
+    "video_folder": VideoFolderSettings,
+    "captions": CaptionsSettings,
+}
 
 
 def _register() -> None:
@@ -294,10 +300,9 @@ def _explain(error: Exception, overrides: list[str]) -> str:
     option = re.search(r"(?:Could not find|In .*: Could not find) '([^']+)'", text)
     if option:
         group, _, name = option.group(1).partition("/")
-        choices = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
-        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"there is no {group}={name}{hint}; use {' or '.join(choices) or 'another group'}"
+        return f"there is no {group}={name}{hint}; use {_choices(group)}"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("object_type")]
     return " ".join(lines)
 
@@ -307,8 +312,16 @@ def _no_such_setting(key: str, overrides: list[str]) -> str:
     return f"there is no setting {key}" + (f"; did you mean {near[0]}?" if near else "; see python train.py --help")
 
 
+def _names(group: str) -> list[str]:
+    return sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
+
+
 def _choices(group: str) -> str:
-    return " or ".join(sorted(p.stem for p in (CONFIGS / group).glob("*.yaml")))
+    """The files of a group, as in a sentence; of many the first."""
+    names = _names(group)
+    if len(names) > 8:
+        return f"{', '.join(names[:6])} or another of the {len(names)} in configs/{group}"
+    return " or ".join(names) or "another group"
 
 
 def _unknown_keys(node: DictConfig, prefix: str) -> Iterator[str]:

@@ -1,10 +1,12 @@
-"""What a run shows of itself: sample clips on the way, and the report at its end."""
+"""What a run shows of itself: sample clips on the way, and at its end the report and the student's scheduler."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,17 @@ from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
 from distill.media import contact_sheet, write_mp4
 from distill.methods import Method
+from distill.methods.few_step import FewStepMethod
+from distill.metrics import MetricsLog
 from distill.report import ReportRow, report_picture, write_report
 from distill.sampling import generate, sample_captions
+from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier
+from models.export import export_scheduler
+
+log = logging.getLogger(__name__)
 
 SAMPLE_SEED = 12345
 """Of the noise of all sample clips: they stay comparable between steps, runs and seeds."""
@@ -45,6 +53,15 @@ class Evaluator:
     run_dir: Path
     batch: int
     """Clips per forward on a rank."""
+    teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
+    """Its sample clips by number of steps, as :meth:`clips` made them: it does not change, so they are made once."""
+
+    def __post_init__(self) -> None:
+        if self.config.sample.captions:
+            try:
+                self.data.embed(list(self.config.sample.captions))
+            except UserError as error:
+                raise UserError(f"sample.captions: {error}") from error
 
     def clips(self, role: str, steps: int, captions: list[str]) -> np.ndarray | None:
         """uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` elsewhere."""
@@ -63,37 +80,77 @@ class Evaluator:
             return None
         return self.data.decode(latents.float().cpu()).numpy()
 
-    def write_samples(self, step: int, *, with_teacher: bool) -> None:
-        """``samples/step_00000100_ROLE_Nsteps_I.mp4`` for each clip, ``samples/step_00000100.png`` with all of them."""
-        captions = sample_captions(self.data, self.config.sample.prompts)
-        wanted = self._wanted(with_teacher=with_teacher)
-        rows = [(f"{role}, {_steps(n)}", role, n, self.clips(role, n, captions)) for role, n in wanted]
+    def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
+        """Clips of fixed captions and noise, student against teacher, as files in ``samples/`` and in the log.
+
+        ``step_00000100_student_4steps_I.mp4`` and, once a run, ``teacher_50steps_I.mp4`` for each clip;
+        ``step_00000100.png`` with all of them.
+
+        Args:
+            step: steps of training so far.
+            metrics: rank 0's log.
+        """
+        chosen = self.config.sample
+        captions = list(chosen.captions) or sample_captions(self.data, chosen.prompts)
+        rows, videos = {}, {}
+        for role, n in self._wanted():
+            name = f"{role}_{n}steps"
+            if role == "teacher" and n in self.teacher_clips:
+                rows[name] = self.teacher_clips[n]
+                continue
+            rows[name] = clips = self.clips(role, n, captions)
+            if role == "teacher":
+                self.teacher_clips[n] = clips
+            if clips is not None:
+                videos[name] = self._write_videos(name if role == "teacher" else f"step_{step:08d}_{name}", clips)
         if rank() == 0:
-            folder = self.run_dir / "samples"
-            folder.mkdir(parents=True, exist_ok=True)
-            for _, role, n, clips in rows:
-                for i, clip in enumerate(clips):
-                    write_mp4(folder / f"step_{step:08d}_{role}_{n}steps_{i}.mp4", clip, self.data.fps, scale=None)
-            sheet = [(name, clips) for name, _, _, clips in rows]
-            contact_sheet(folder / f"step_{step:08d}.png", sheet, captions=captions, title=f"step {step}")
+            sheet = contact_sheet(
+                self.run_dir / "samples" / f"step_{step:08d}.png",
+                [(f"{role}, {_steps(n)}", rows[f"{role}_{n}steps"]) for role, n in self._wanted()],
+                captions=captions,
+                title=f"step {step}",
+            )
+            measures = {
+                f"validation/{name}/{key}": measure.value
+                for name, clips in rows.items()
+                for key, measure in (self._measures(clips, captions) or {}).items()
+            }
+            if metrics is not None:
+                metrics.show(step, sheet, videos, measures)
             self.data.release()
         barrier()
 
-    def _wanted(self, *, with_teacher: bool) -> list[tuple[str, int]]:
+    def _write_videos(self, stem: str, clips: np.ndarray) -> list[Path]:
+        """``samples/STEM_I.mp4`` for each clip."""
+        files = [self.run_dir / "samples" / f"{stem}_{i}.mp4" for i in range(len(clips))]
+        for file, clip in zip(files, clips, strict=True):
+            write_mp4(file, clip, self.data.fps, scale=None)
+        return files
+
+    def _wanted(self) -> list[tuple[str, int]]:
         """Which roles to sample, at which numbers of steps."""
         student = [("student", n) for n in self.config.sample.student_steps]
-        if not with_teacher or "teacher" not in self.method.roles:
+        if "teacher" not in self.method.roles:
             return student
         return [("teacher", n) for n in self.config.sample.teacher_steps] + student
 
+    @cached_property
+    def _heldout(self) -> MovingShapes | None:
+        return self.data.heldout() if isinstance(self.data, MovingShapes) else None
+
+    @cached_property
+    def _reference_clips(self) -> np.ndarray:
+        """From a stretch of the held-out stream that the noise-floor row of the report does not use."""
+        return self._heldout.clips(REFERENCE_CLIPS, first=len(self._heldout) // 2).numpy()
+
     def write_report(self, facts: dict[str, Any]) -> None:
         """``report.html``, ``report.json`` and ``report.png``; measured from the pixels on moving shapes."""
-        heldout = self.data.heldout() if isinstance(self.data, MovingShapes) else None
+        heldout = self._heldout
         # Without measures, more clips than can be looked at would only cost time.
         count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
         rows = []
-        for role, n in self._wanted(with_teacher=True):
+        for role, n in self._wanted():
             clips = self.clips(role, n, captions)
             if clips is not None:
                 rows.append(
@@ -101,7 +158,7 @@ class Evaluator:
                         name=f"{role}, {_steps(n)}",
                         role=role,
                         steps=n,
-                        measures=self._measures(clips, captions, heldout),
+                        measures=self._measures(clips, captions),
                         clips=clips,
                         evaluations=self.method.evaluations(role, n),
                     )
@@ -112,7 +169,7 @@ class Evaluator:
                 name="data" if heldout is None else "held-out renders",
                 role="heldout",
                 steps=None,
-                measures=self._measures(real, captions, heldout),
+                measures=self._measures(real, captions),
                 clips=real,
                 evaluations=0,
             )
@@ -155,14 +212,23 @@ class Evaluator:
             if waiting.get(item["caption"]):
                 found[waiting[item["caption"]].pop()] = item["latents"]
 
-    def _measures(self, clips: np.ndarray, captions: list[str], heldout: MovingShapes | None):
-        if heldout is None:
+    def _measures(self, clips: np.ndarray, captions: list[str]):
+        if self._heldout is None:
             return None
         from distill.measures import measure
 
-        # A stretch of the held-out stream that the noise-floor row does not use.
-        reference = heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
-        return measure(clips, captions, reference)
+        return measure(clips, captions, self._reference_clips)
+
+
+def write_scheduler(method: Method, folder: Path) -> None:
+    """Write ``method``'s scheduler for a plain diffusers pipeline; where there is none, the log says why."""
+    scheduler = None
+    if isinstance(method, FewStepMethod):
+        try:
+            scheduler = method.scheduler()
+        except UserError as error:
+            log.warning("%s is not written: %s", folder, error)
+    export_scheduler(folder, scheduler)
 
 
 def _steps(n: int) -> str:

@@ -1,22 +1,31 @@
-"""``metrics.jsonl`` and, if asked for, ``norms.jsonl``, Weights & Biases and TensorBoard. Rank 0 alone writes."""
+"""``metrics.jsonl``, measures of samples and, if asked for, ``norms.jsonl``, Weights & Biases and TensorBoard.
+
+Rank 0 alone writes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from distill.config import LogSettings
+
+MEASURES = "samples/measures.jsonl"
+"""In the run's folder: a line per set of samples."""
 
 
 def cut_back(path: Path, step: int) -> None:
     """Drop the lines after ``step``, and a torn last line; a resumed run writes them again.
 
     Args:
-        path: ``metrics.jsonl`` or ``norms.jsonl``; may be absent.
+        path: ``metrics.jsonl`` or another file of such lines; may be absent.
         step: the checkpoint's step.
     """
     if not path.is_file():
@@ -44,6 +53,7 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any]):
+        self._run_dir = run_dir
         self._file = (run_dir / "metrics.jsonl").open("a")
         self._wandb = self._tensorboard = None
         if settings.wandb:
@@ -64,8 +74,7 @@ class MetricsLog:
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log ``metrics`` of the 1-based ``step``."""
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.write(_line(step, metrics))
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log({"step": step, **metrics})
@@ -74,6 +83,36 @@ class MetricsLog:
                 if value is not None:
                     self._tensorboard.add_scalar(name, value, step)
 
+    def show(
+        self,
+        step: int,
+        sheet: Image.Image,
+        videos: Mapping[str, Sequence[Path]],
+        measures: Mapping[str, float],
+    ) -> None:
+        """Show sample clips. TensorBoard gets no videos: it would need moviepy, and make GIFs of them.
+
+        Args:
+            step: 1-based.
+            sheet: all clips in one picture.
+            videos: mp4 files by what made them.
+            measures: of the clips, by name; may be empty.
+        """
+        if measures:
+            with (self._run_dir / MEASURES).open("a") as file:
+                file.write(_line(step, measures))
+        if self._wandb is not None:
+            import wandb
+
+            clips = {
+                f"samples/{name}": [wandb.Video(str(f), format="mp4") for f in files] for name, files in videos.items()
+            }
+            self._wandb.log({"step": step, "samples/sheet": wandb.Image(sheet), **clips, **measures})
+        if self._tensorboard is not None:
+            self._tensorboard.add_image("samples/sheet", np.asarray(sheet), step, dataformats="HWC")
+            for name, value in measures.items():
+                self._tensorboard.add_scalar(name, value, step)
+
     def close(self) -> None:
         """Flush and close everything."""
         self._file.close()
@@ -81,6 +120,11 @@ class MetricsLog:
             self._wandb.finish()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _line(step: int, metrics: Mapping[str, float | None]) -> str:
+    finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
+    return json.dumps({"step": step, **finite}) + "\n"
 
 
 class NormsLog:

@@ -13,12 +13,14 @@ from pathlib import Path
 from distill.config import Config, load_config
 from distill.data import build_dataset
 from distill.media import contact_sheet, write_mp4
-from distill.methods import build_method
+from distill.methods import METHODS, build_method
 from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_device, process_group, rank, world_size
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.shard_settings import ShardSettings
+from models.additions import named_additions
+from models.checkpoint_files import ADDITIONS
 from models.load import build_role, plan_role
 
 
@@ -39,7 +41,13 @@ def sample(
     device = choose_device(config.device)
     trained = config.student
     sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
-    plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding)
+    additions = METHODS[config.method.name][0].additions(config.method).get("student", ())
+    plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding, additions=additions)
+    if set(additions) - named_additions(plan.folder.additions):
+        raise UserError(
+            f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"
+            f" method={config.method.name} trained; give a folder that has"
+        )
     with process_group(device):
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
         data = build_dataset(config.data, seed=config.seed, device=device, run_dir=Path(config.run_dir))

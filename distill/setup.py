@@ -26,6 +26,7 @@ from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import resolve_mesh
 from fsdp_cp.reduce import barrier, together
 from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
+from models.additions import build_additions
 from models.load import RolePlan, plan_role
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class RunPlan:
     """Samples per data-parallel rank and forward."""
 
 
-def plan_run(config: Config) -> RunPlan:
-    """Check ``config`` against the world and the files it names.
+def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
+    """Check ``config`` against the world and the files it names; ``method`` in the place of its own.
 
     Raises:
         UserError: whatever does not fit, in one line.
@@ -69,14 +70,16 @@ def plan_run(config: Config) -> RunPlan:
     for service in ("wandb", "tensorboard"):
         if getattr(config.log, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
-    method, _ = METHODS[config.method.name]
-    for name in {"teacher", "student", "fake"} - set(method.required_roles):
+    method = method or METHODS[config.method.name][0]
+    method.check_files(config)
+    needed = method.roles_needed(config.method)
+    for name in {"teacher", "student", "fake"} - set(needed):
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = choose_device(config.device)
-    sharding = {name: _sharding(config, name, method, device) for name in method.required_roles}
+    sharding = {name: _sharding(config, name, method, device) for name in needed}
     roles = []
-    for name in method.required_roles:
+    for name in needed:
         settings = getattr(config, name)
         roles.append(
             plan_role(
@@ -87,6 +90,7 @@ def plan_run(config: Config) -> RunPlan:
                 sharding=sharding[name],
                 attention_backend=config.attention.backend,
                 head_groups=config.attention.head_groups,
+                additions=method.additions(config.method).get(name, ()),
             )
         )
     _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
@@ -145,6 +149,7 @@ def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
         if settings.no_decay or settings.lr_scale:
             with torch.device("meta"):
                 network = role.family.build(role.config, f"{role.name}.checkpoint")
+                network.additions = build_additions(role.additions, role.config)
             parameter_groups([name for name, _ in network.named_parameters()], settings, f"optim.{role.name}")
 
 

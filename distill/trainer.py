@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +22,9 @@ from tqdm import tqdm
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.order import Batching, MicroBatchSampler
-from distill.evaluate import Evaluator
+from distill.evaluate import Evaluator, write_scheduler
 from distill.methods import Batch, Method
-from distill.metrics import MetricsLog, NormsLog, cut_back
+from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
 from distill.optimizers import RoleOptimizer, learning_rate
 from distill.setup import run_settings
 from fsdp_cp import checkpoint
@@ -79,6 +80,9 @@ class Trainer:
         self.ema = (
             Ema(self.roles["student"], decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
         )
+        if self.ema is not None:
+            method.student_average = self.ema.swapped_in
+        self.training_data = method.training_data(data)
         self.batching = Batching(global_size=config.batch_size, micro=micro, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         self.null_text = data.null_text.to(device)
         self.step = 0
@@ -126,16 +130,16 @@ class Trainer:
                 self._save()
             every = self.config.sample.every
             if every and self.step % every == 0 and self.step < self.config.steps:
-                self._sample(with_teacher=False)
+                self._sample()
         progress.close()
+        self._finish()
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
-        self._finish()
 
     def _open_log(self) -> None:
         if rank() == 0:
-            for name in ("metrics.jsonl", "norms.jsonl"):
+            for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
                 cut_back(self.run_dir / name, self.step)
             self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
             if self.config.log.norms_every:
@@ -145,20 +149,24 @@ class Trainer:
         """The micro-batches of each remaining step, in turn."""
         sampler = MicroBatchSampler(
             seed=self.config.seed,
-            clips=len(self.data),
+            clips=len(self.training_data),
             batching=self.batching,
             first_sample=self.samples,
             steps=self.config.steps - self.step,
         )
-        micro_batches = iter(DataLoader(self.data, batch_sampler=sampler, pin_memory=self.device.type == "cuda"))
+        micro_batches = iter(
+            DataLoader(self.training_data, batch_sampler=sampler, pin_memory=self.device.type == "cuda")
+        )
         for _ in range(self.config.steps - self.step):
             yield [self._to_batch(next(micro_batches)) for _ in range(self.batching.accumulation)]
 
     def _to_batch(self, items: dict[str, Any]) -> Batch:
         return Batch(
-            latents=items["latents"].to(self.device, non_blocking=True),
+            latents=items["latents"].to(self.device, non_blocking=True) if "latents" in items else None,
             text=items["text"].to(self.device, non_blocking=True),
             null_text=self.null_text,
+            latent_shape=self.data.latent_shape,
+            trajectory=items["trajectory"].to(self.device, non_blocking=True) if "trajectory" in items else None,
         )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
@@ -171,7 +179,9 @@ class Trainer:
             r.flops = 0
         name = self.method.trained_role(self.step)
         role = self.roles[name]
-        with phase(f"{name}/gradients", [r.network for r in self.method.roles.values()]):
+        with phase(f"{name}/gradients", [r.network for r in self.method.roles.values()]), ExitStack() as stack:
+            for frozen in self.method.frozen_roles(self.step):
+                stack.enter_context(self.roles[frozen].frozen())
             total, losses = self._accumulate_gradients(role, micro_batches)
         self._log_norms(name)
         norm = grad_norm(role.parameters())
@@ -181,7 +191,9 @@ class Trainer:
         # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
         names = sorted(losses)
         flops = float(sum(r.flops for r in self.method.roles.values()))
-        reduced = all_reduce_scalars([total, flops, *(losses[n] for n in names)], self.mesh.dp)
+        observed = self.method.observations.drain()
+        flat = [total, flops, *(losses[n] for n in names), *(x for pair in observed.values() for x in pair)]
+        reduced = all_reduce_scalars(flat, self.mesh.dp)
         seconds = time.perf_counter() - started
         self.step += 1
         self.samples += self.config.batch_size
@@ -194,10 +206,14 @@ class Trainer:
             f"{name}/skipped": float(self.skipped[name]),
             "perf/seconds_per_step": seconds,
             "perf/tokens_per_second": role.tokens * self.config.batch_size / seconds,
+            "perf/flops": reduced[1],
             "perf/mfu": None if peak is None else reduced[1] / seconds / (peak * world_size()),
         }
         if len(names) > 1:
-            metrics |= {f"{name}/{n}": value for n, value in zip(names, reduced[2:], strict=True)}
+            metrics |= {f"{name}/{n}": value for n, value in zip(names, reduced[2 : 2 + len(names)], strict=True)}
+        rest = reduced[2 + len(names) :]
+        for key, value, count in zip(observed, rest[::2], rest[1::2], strict=True):
+            metrics[f"{name}/{key}"] = value / count if count else None
         return metrics
 
     def _accumulate_gradients(self, role: Role, micro_batches: list[Batch]) -> tuple[float, dict[str, float]]:
@@ -291,7 +307,7 @@ class Trainer:
             "unlogged": self.unlogged,
             "settings": run_settings(self.config),
             "method": self.method.settings.name,
-            "data": self.data.fingerprint,
+            "data": self.training_data.fingerprint,
             "configs": {name: role.config for name, role in self.roles.items()},
         }
 
@@ -304,7 +320,7 @@ class Trainer:
         numbers = checkpoint.read_numbers(folder)
         configs = {name: role.config for name, role in self.roles.items()}
         for what, before, now in (
-            ("other data", numbers["data"], self.data.fingerprint),
+            ("other data", numbers["data"], self.training_data.fingerprint),
             ("other networks", numbers["configs"], json.loads(json.dumps(configs))),
         ):
             if before != now:
@@ -351,16 +367,13 @@ class Trainer:
             self.batching.micro,
             self.mesh.dp_size,
             self.config.steps,
-            len(self.data),
+            len(self.training_data),
             self.run_dir,
         )
 
-    def _sample(self, *, with_teacher: bool) -> None:
-        if self.ema is None:
-            self.evaluator.write_samples(self.step, with_teacher=with_teacher)
-            return
-        with self.ema.swapped_in():
-            self.evaluator.write_samples(self.step, with_teacher=with_teacher)
+    def _sample(self) -> None:
+        with self.ema.swapped_in() if self.ema is not None else nullcontext():
+            self.evaluator.write_samples(self.step, self.log)
 
     def _finish(self) -> None:
         """Export, samples and report, with the averaged student where there is one."""
@@ -368,7 +381,9 @@ class Trainer:
         weights = self.ema.weights if use_ema else self.roles["student"].weights()
         dtype = torch.bfloat16 if self.config.export.dtype == "bf16" else torch.float32
         export_weights(self.run_dir / "export" / "student", weights, self.roles["student"].config, dtype=dtype)
-        self._sample(with_teacher=True)
+        if rank() == 0:
+            write_scheduler(self.method, self.run_dir / "export" / "scheduler")
+        self._sample()
         if self.config.sample.report_clips:
             memory = self._peak_memory()
             facts = {
@@ -377,9 +392,6 @@ class Trainer:
                 "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
                 "peak memory per rank, GiB": round(memory, 3),
             }
-            if self.ema is None:
+            with self.ema.swapped_in() if self.ema is not None else nullcontext():
                 self.evaluator.write_report(facts)
-            else:
-                with self.ema.swapped_in():
-                    self.evaluator.write_report(facts)
         barrier()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from fsdp_cp.errors import UserError
+
+ADDITIONS = "additions.safetensors"
+"""Beside the network's own files: the tensors of its additions (models/additions.py), which diffusers does not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,8 @@ class TransformerFolder:
     path: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of ``additions.safetensors``."""
 
 
 def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
@@ -53,11 +58,11 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         if missing:
             raise UserError(f"{setting}={checkpoint} lacks {missing[0]}, which {index.name} names")
         files = [path / name for name in names]
-        stray = sorted({p.name for p in path.glob("*.safetensors")} - set(names))
+        stray = sorted({p.name for p in path.glob("*.safetensors")} - {*names, ADDITIONS})
         if stray:
             raise UserError(f"{setting}={checkpoint} holds {stray[0]}, which {index.name} does not name; remove it")
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted(set(path.glob("*.safetensors")) - {path / ADDITIONS})
         if not files:
             raise UserError(f"{setting}={checkpoint} has no .safetensors file in {path}")
         if len(files) > 1:
@@ -66,15 +71,18 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
             raise UserError(f"{setting}={checkpoint} holds {stray} besides, and no {index.name}; keep one file")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
-            raise UserError(
-                f"{setting}={checkpoint}: {file.name} is not a readable safetensors file ({error})"
-            ) from error
-    return TransformerFolder(path=path, config=config, shapes=shapes)
+        shapes |= _read_shapes(file, f"{setting}={checkpoint}")
+    extra = path / ADDITIONS
+    additions = _read_shapes(extra, f"{setting}={checkpoint}") if extra.is_file() else {}
+    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
+
+
+def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
+        raise UserError(f"{where}: {file.name} is not a readable safetensors file ({error})") from error
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from diffusers import SchedulerMixin
 from diffusers import __version__ as diffusers_version
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,8 +26,15 @@ from fsdp_cp.checkpoint import find_resume, read_numbers
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, full_tensor
+from models.additions import added, named_additions, own
+from models.checkpoint_files import ADDITIONS
 
 NAME = "diffusion_pytorch_model"
+_NOTE = (
+    "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
+    " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
+)
+log = logging.getLogger(__name__)
 
 
 def export_weights(
@@ -50,6 +59,17 @@ def export_weights(
     barrier()
 
 
+def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
+    """Write what ``from_pretrained`` reads; ``None`` removes what an earlier export left. One rank calls it."""
+    unfinished = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if scheduler is not None:
+        scheduler.save_pretrained(unfinished)
+    shutil.rmtree(folder, ignore_errors=True)
+    if scheduler is not None:
+        unfinished.rename(folder)
+
+
 def write_folder(
     folder: Path,
     sizes: dict[str, int],
@@ -58,7 +78,7 @@ def write_folder(
     max_bytes: int,
     writes: bool,
 ) -> None:
-    """Write a diffusers transformer folder, holding one file's tensors at a time.
+    """Write a diffusers transformer folder, holding one file's tensors at a time; additions in a file of their own.
 
     Args:
         folder: replaced when complete.
@@ -70,7 +90,7 @@ def write_folder(
     """
     files: list[list[str]] = [[]]
     filled = 0
-    for name, size in sizes.items():
+    for name, size in own(sizes).items():
         if filled and filled + size > max_bytes:
             files.append([])
             filled = 0
@@ -80,9 +100,14 @@ def write_folder(
     if writes:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(files):
-        file = f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors"
+    contents = {
+        f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
+        for i, names in enumerate(files)
+    }
+    weight_map = {name: file for file, names in contents.items() for name in names}
+    if added(sizes):
+        contents[ADDITIONS] = list(added(sizes))
+    for file, names in contents.items():
         tensors: dict[str, Tensor] = {}
         for name in names:
             full = gather(name)  # a collective: every rank takes part, rank 0 alone keeps the result
@@ -90,10 +115,13 @@ def write_folder(
                 tensors[name] = full.contiguous()
         if writes:
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
     if writes:
+        if ADDITIONS in contents:
+            note = _NOTE.format(names=", ".join(sorted(named_additions(sizes))), file=ADDITIONS)
+            (unfinished / "README.md").write_text(note + "\n")
+            log.warning("%s: %s", folder, note)
         if len(files) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": sum(own(sizes).values())}, "weight_map": weight_map}
             (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
         public = {key: value for key, value in config.items() if not key.startswith("_")}
         header = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +12,17 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.initialise import initialise
+from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.shard_settings import ShardSettings
 from fsdp_cp.sharding import materialise, shard_module
+from models.additions import PREFIX, Chosen, attach_additions, build_additions, named_additions
 from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
 from models.families import family_of
 from models.role import Role
 from models.wan import Wan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,8 @@ class RolePlan:
     sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
+    additions: Chosen = ()
+    """What is attached to the network; see models/additions.py."""
 
     def check_sample(self, latent_shape: tuple[int, int, int, int], text_shape: tuple[int, int]) -> int:
         """Tokens of a sample of latents ``(C, T, H, W)`` with text ``(L, D)``.
@@ -59,6 +66,7 @@ def plan_role(
     sharding: ShardSettings | None = None,
     attention_backend: str = "auto",
     head_groups: int = 1,
+    additions: Chosen = (),
 ) -> RolePlan:
     """Check a role's settings; reads headers, builds nothing but a network on the meta device.
 
@@ -69,6 +77,7 @@ def plan_role(
         family: the model family.
         sharding: how it will be sharded; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
+        additions: what is attached to the network.
 
     Raises:
         UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture.
@@ -91,8 +100,11 @@ def plan_role(
         network = chosen.build(
             folder.config if folder else dict(architecture), setting if folder else f"{name}.architecture"
         )
+        extra = build_additions(additions, network.config)  # refuses what does not fit the network
     if folder is not None:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
+        shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
+        _check_additions(folder, shapes, setting)
     return RolePlan(
         name=name,
         family=chosen,
@@ -101,7 +113,18 @@ def plan_role(
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
+        additions=additions,
     )
+
+
+def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
+    """Those of the chosen additions that ``folder`` holds must fit; the others begin as a seed draws them."""
+    saved, chosen = named_additions(folder.additions), named_additions(expected)
+    found = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
+    wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
+    check_tensors(replace(folder, shapes=found), wanted, setting)
+    if saved - chosen and rank() == 0:
+        log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
 
 
 def build_role(
@@ -139,15 +162,19 @@ def build_role(
         sharding = replace(sharding, master_dtype=stored, activation_checkpointing="none", keep_operators=[])
     with torch.device("meta"):
         network = plan.family.build(plan.config, setting)
+        attach_additions(network, plan.additions, plan.config, mesh)
     if precision == "fp64":
         torch.nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
     network.requires_grad_(trainable)
     plan.family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
+    in_fp32 = plan.family.full_precision_units(network)
+    if plan.additions:
+        in_fp32 = [*in_fp32, *(addition for addition in network.additions.values() if addition.full_precision)]
     shard_module(
         network,
         mesh=mesh,
         units=plan.family.units(network),
-        full_precision_units=plan.family.full_precision_units(network) if precision == "bf16" else (),
+        full_precision_units=in_fp32 if precision == "bf16" else (),
         settings=sharding,
     )
     # Offloaded parameters live in CPU memory, buffers where the network computes.
@@ -163,10 +190,14 @@ def build_role(
         tokens=tokens,
         text_tokens=text_shape[0],
     )
-    if plan.folder is not None:
-        dcp.load(role.weights(), storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
-    else:
+    if plan.folder is None:
         initialise(network, seed=seed, special=plan.family.fill_special)
+        return role
+    if plan.additions:
+        initialise(network.additions, seed=seed)
+    saved = plan.folder.shapes.keys() | plan.folder.additions.keys()
+    weights = {name: weight for name, weight in role.weights().items() if name in saved}
+    dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
     return role
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_cp.fsdp_state import reshard, unrecorded_forward
+from fsdp_cp.fsdp_state import reset_iteration, reshard, set_trainable, unrecorded_forward
 from fsdp_cp.shard_settings import COMPUTE_DTYPE
 from fsdp_cp.sharding import gather_first_block_early, settings_of
+from models.second_time import second_time
 from models.wan import Wan
 
 
@@ -34,27 +37,63 @@ class Role:
     flops: int = 0
     """Operations since the trainer last set it to 0, over all samples that this rank passed in; backward included."""
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         """The rectified-flow velocity ``v(x_t, t, text)``, an estimate of ``e - x0``.
 
         Args:
             x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
             t: ``(B,)`` in [0, 1]; the network gets ``1000 t``, never rounded to the compute dtype.
             text: caption embeddings ``(B, L, D)``.
+            r: ``(B,)`` in [0, t], for a network with the addition ``second_time``, and only for one: the mean velocity
+                from r to t.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.
         """
+        with second_time(self.network, t, r):
+            return self._outputs(x, t, text)[0].to(x.dtype)
+
+    def logits(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        """``D(x_t, t, text)`` of this role's GAN head (models/gan_head.py), above 0 where ``x_t`` looks real.
+
+        Args:
+            x, t, text: as of :meth:`velocity`.
+
+        Returns:
+            ``(B,)`` in the dtype of ``x``.
+        """
+        head = self.network.additions["gan_head"]
+        with head.wanted():
+            return self._outputs(x, t, text, depth=head.depth)[1].to(x.dtype)
+
+    def _outputs(self, x: Tensor, t: Tensor, text: Tensor, depth: float = 1.0) -> tuple[Tensor, ...]:
+        """What the network returns; ``depth`` is the share of it that a backward passes."""
         dtype = COMPUTE_DTYPE[self.precision]
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
-        with_grad = torch.is_grad_enabled() and self.trainable
-        self.flops += (
-            (3 if with_grad else 1) * x.shape[0] * self.family.forward_flops(self.config, self.tokens, self.text_tokens)
-        )
-        if torch.is_grad_enabled():
-            return self.family.velocity(self.network, x.to(dtype), 1000 * t, text.to(dtype)).to(x.dtype)
-        with unrecorded_forward(self.network):
-            return self.family.velocity(self.network, x.to(dtype), 1000 * t, text.to(dtype)).to(x.dtype)
+        # A backward costs a forward for the inputs' gradients and one for the weights'.
+        backward = 2 if self.trainable else int(x.requires_grad)
+        passes = 1 + depth * backward * torch.is_grad_enabled()
+        forward = self.family.forward_flops(self.config, self.tokens, self.text_tokens)
+        self.flops += int(passes * x.shape[0] * forward)
+        with nullcontext() if torch.is_grad_enabled() else unrecorded_forward(self.network):
+            return self.family.outputs(self.network, x.to(dtype), 1000 * t, text.to(dtype))
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Let gradients pass through to the inputs alone: inside, a trained role gets none and allocates none.
+
+        For whole steps, between two updates: a backward must end inside too.
+        """
+        set_trainable(self.network, False)
+        self.trainable = False
+        try:
+            yield
+        except BaseException:
+            reset_iteration(self.network)  # a forward or backward that broke off would not let go of its units
+            raise
+        finally:
+            self.trainable = True
+            set_trainable(self.network, True)
 
     def gather_early(self) -> None:
         """Begin to gather what this role's next forward needs first, if its settings ask for it."""

@@ -260,12 +260,15 @@ class Wan:
         return config["text_dim"]
 
     @staticmethod
-    def velocity(network: nn.Module, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
-        """Call the network: ``x`` ``(B, C, T, H, W)``, ``time`` ``(B,)`` in [0, 1000], ``text`` ``(B, L, D)``."""
+    def outputs(network: nn.Module, x: Tensor, time: Tensor, text: Tensor) -> tuple[Tensor, ...]:
+        """The velocity, and what additions put behind it.
+
+        ``x`` is ``(B, C, T, H, W)``, ``time`` ``(B,)`` in [0, 1000], ``text`` ``(B, L, D)``.
+        """
         with warnings.catch_warnings():
             # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            return network(hidden_states=x, timestep=time, encoder_hidden_states=text, return_dict=False)[0]
+            return network(hidden_states=x, timestep=time, encoder_hidden_states=text, return_dict=False)
 
     @staticmethod
     def forward_flops(config: dict[str, Any], tokens: int, text_tokens: int) -> int:

@@ -13,7 +13,7 @@ from fsdp_cp.errors import UserError
 
 
 class ClipDataset(Protocol):
-    """Short clips with captions, as latents and text embeddings."""
+    """Short clips with captions, as latents and text embeddings; or captions alone."""
 
     latent_shape: tuple[int, int, int, int]
     """``(C, T, H, W)`` of one sample's latents."""
@@ -29,7 +29,7 @@ class ClipDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``{"latents": fp32 (C, T, H, W), "text": fp32 (L, D), "caption": str}``."""
+        """``{"latents": fp32 (C, T, H, W), "text": fp32 (L, D), "caption": str}``; captions alone: no ``latents``."""
         ...
 
     def captions(self) -> list[str]:
@@ -95,6 +95,19 @@ class VideoFolderSettings:
     """Tokens of a caption; longer ones are cut, and that is logged."""
 
 
+@dataclass(kw_only=True)
+class CaptionsSettings(VideoFolderSettings):
+    """``data=captions``."""
+
+    name: str = "captions"
+    path: str | None = None
+    """Text file with a caption per line, or ``.csv`` file with a column ``caption``."""
+    cache: str | None = None
+    """Folder of the embeddings; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
+    fps: float = 8.0
+    """Frames per second of the sample videos."""
+
+
 def sample_shapes(
     settings: MovingShapesSettings | VideoFolderSettings,
 ) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
@@ -111,7 +124,8 @@ def sample_shapes(
 
     for key in ("path", "encoders"):
         if getattr(settings, key) is None:
-            raise UserError(f"data.{key} is not set; data=video_folder needs a folder there")
+            what = "file" if (settings.name, key) == ("captions", "path") else "folder"
+            raise UserError(f"data.{key} is not set; data={settings.name} needs a {what} there")
     sizes = {key: getattr(settings, key) for key in ("num_frames", "height", "width", "fps")}
     clip, folder = ClipFormat(**sizes), inspect_encoders(settings.encoders)
     return folder.latent_shape(clip), (settings.max_text_tokens, folder.text_width)
@@ -135,17 +149,17 @@ def _moving_shapes(settings: MovingShapesSettings, seed: int) -> ClipDataset:
 def build_dataset(
     settings: MovingShapesSettings | VideoFolderSettings, *, seed: int, device: torch.device, run_dir: Path
 ) -> ClipDataset:
-    """The data set of ``settings.name``; called by all ranks (a video folder is encoded by all together).
+    """The data set of ``settings.name``; called by all ranks (clips and captions are encoded by all together).
 
     Raises:
         UserError: settings that do not fit, a folder without a usable clip.
     """
     if settings.name == "moving_shapes":
         return _moving_shapes(settings, seed)
-    assert settings.name == "video_folder"
+    from distill.data.captions import Captions
     from distill.data.video_folder import VideoFolder
 
-    return VideoFolder(
+    return {"video_folder": VideoFolder, "captions": Captions}[settings.name](
         path=settings.path,
         encoders=settings.encoders,
         num_frames=settings.num_frames,

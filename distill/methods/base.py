@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from distill.data import ClipDataset
+from distill.observations import Observations
 from fsdp_cp.rng import StepRandom
+from models.additions import Chosen
 from models.role import Role
 
 
@@ -18,12 +22,26 @@ from models.role import Role
 class Batch:
     """One micro-batch of this rank; the same on all ranks of a ``cp`` group."""
 
-    latents: Tensor
-    """``(B, C, T, H, W)``, about unit scale."""
+    latents: Tensor | None
+    """``(B, C, T, H, W)``, about unit scale; ``None`` where the data are captions alone."""
     text: Tensor
     """Caption embeddings, ``(B, L, D)``."""
     null_text: Tensor
     """Embedding of the empty or negative caption, ``(L, D)``."""
+    latent_shape: tuple[int, ...] | None = None
+    """:attr:`shape`, where there are no ``latents`` to tell it."""
+    trajectory: Tensor | None = None
+    """``(B, K, C, T, H, W)``: a teacher's states on the way to ``latents``, where the method's data have them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(C, T, H, W)`` of one sample's latents."""
+        return tuple(self.latents.shape[1:]) if self.latents is not None else self.latent_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of latents, noise and embeddings: fp32 or better."""
+        return self.text.dtype
 
     def null_like_text(self) -> Tensor:
         """``null_text`` for every sample, ``(B, L, D)``."""
@@ -42,7 +60,7 @@ class Method(ABC):
     """Base of the methods; ``roles`` are on full latents, whatever the mesh."""
 
     required_roles: ClassVar[tuple[str, ...]]
-    """In the order in which they are built."""
+    """In the order in which they are built; see :meth:`roles_needed`."""
     trained_roles: ClassVar[tuple[str, ...]]
     first_role: ClassVar[str] = "student"
     """The role whose forward is the first of every step."""
@@ -50,10 +68,55 @@ class Method(ABC):
     def __init__(self, settings, roles: Mapping[str, Role]):
         self.settings = settings
         self.roles = roles
+        self.observations = Observations()
+        """What the losses saw on the way; the trainer drains it at every step and logs it with the role's name."""
+        self.student_average: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Inside, the student computes with its average, if the trainer keeps one."""
+
+    @classmethod
+    def roles_needed(cls, settings: Any) -> tuple[str, ...]:
+        """The roles that these settings need, in the order in which they are built."""
+        return cls.required_roles
+
+    @classmethod
+    def additions(cls, settings: Any) -> dict[str, Chosen]:
+        """What is attached to which role's network; see models/additions.py."""
+        return {}
+
+    @classmethod
+    def needs_latents(cls, settings: Any) -> bool:
+        """Do the losses need real clips, or are captions enough (``data=captions``)?"""
+        return True
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Refuse a configuration (:class:`distill.config.Config`) of other parts that this method cannot work with.
+
+        Raises:
+            UserError: naming the setting and a value that works.
+        """
+        return
+
+    @classmethod
+    def check_files(cls, config: Any) -> None:
+        """Refuse files that only this method reads, before anything is built.
+
+        Raises:
+            UserError: naming the setting and a value that works.
+        """
+        return
+
+    def training_data(self, data: ClipDataset) -> ClipDataset:
+        """What the steps read; ``data``, with which samples are made, by default."""
+        return data
 
     @abstractmethod
     def trained_role(self, step: int) -> str:
         """The one role that trains at ``step`` (0-based), the same on every rank."""
+
+    def frozen_roles(self, step: int) -> tuple[str, ...]:
+        """Trained roles that a gradient passes through at ``step`` and must not stay in."""
+        return ()
 
     @abstractmethod
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
@@ -86,23 +149,3 @@ def guided_velocity(role: Role, x: Tensor, t: Tensor, text: Tensor, null_text: T
     both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), torch.cat([text, null_text]))
     conditional, unconditional = both.chunk(2)
     return unconditional + scale * (conditional - unconditional)
-
-
-@torch.no_grad()
-def euler_sample(
-    role: Role, noise: Tensor, text: Tensor, null_text: Tensor, *, times: list[float], scale: float
-) -> Tensor:
-    """Euler's method along the guided velocity, from ``times[0] = 1`` to ``times[-1] = 0``.
-
-    Args:
-        role: the network.
-        noise: ``(B, C, T, H, W)``.
-        text, null_text: ``(B, L, D)``.
-        times: descending, one more than the steps.
-        scale: guidance ``w``.
-    """
-    x = noise
-    for t, t_next in zip(times[:-1], times[1:], strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), text, null_text, scale)
-        x = x + (t_next - t) * v
-    return x

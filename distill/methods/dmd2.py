@@ -2,25 +2,35 @@
 
 The student's samples are pushed along the difference of two scores: the frozen teacher's (with guidance) and that of
 a *fake* network which is trained all along on the student's own samples. The multi-step student is trained on the
-inputs that its own sampler makes (backward simulation, section 4.5 there).
+inputs that its own sampler makes (backward simulation, section 4.5 there). Captions are enough for that; with real
+clips a GAN may be added, whose discriminator is a small head on the fake score's features (section 4.3 there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, Method, euler_sample, guided_velocity
-from distill.schedules import add_noise, denoise, euler_times, shift_time
+from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.sampling import rollout
+from distill.observations import Observations, observe_by_time, observe_latents, per_sample_mean, per_sample_norm
+from distill.schedules import add_noise, denoise, per_sample, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.additions import Chosen
+from models.role import Role
+
+ROLLOUTS = ("random", "full")
 
 
 @dataclass(kw_only=True)
-class Dmd2Settings:
+class Dmd2Settings(FewStepSettings):
     """``method=dmd2``."""
 
     name: str = "dmd2"
@@ -28,113 +38,231 @@ class Dmd2Settings:
     """Fake-score updates that follow each student update; at least 1."""
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
     """The student's times, after any shift: descending from 1. Its length is the number of steps."""
-    guidance_scale: float = 5.0
-    """``w`` of ``u + w (c - u)`` on the teacher; 1 is none."""
-    shift: float = 5.0
-    """Shift of the times at which the scores are compared, of the fake score's, and of the teacher's sampler. > 0."""
     min_time: float = 0.02
     """Least time (before the shift) at which the scores are compared."""
     max_time: float = 0.98
     """Greatest time (before the shift) at which the scores are compared."""
+    rollout: str = "random"
+    """Steps of the student in a rollout, of which the last carries the gradient: ``random`` (1 to all of them, one
+    number for all samples of a step) or ``full``."""
+    gan_weight_student: float = 0.0
+    """Weight of the student's GAN loss; 0 for no GAN. Published: 1e-3 to 5e-3 (DMD2), 0.03 (FastGen)."""
+    gan_weight_head: float = 1e-2
+    """Weight of the discriminator's loss beside the fake score's; it trains the head and the network under it."""
+    gan_r1_weight: float = 0.0
+    """Weight of the approximate R1 penalty within the discriminator's loss (Lin et al. 2025, arXiv:2501.08316);
+    0 for none."""
+    gan_r1_sigma: float = 0.1
+    """Standard deviation of the noise with which that penalty disturbs the discriminator's real inputs; > 0."""
+    gan_block: int | None = None
+    """Index of the fake score's block whose output the discriminator reads; null for the middle one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fake_updates_per_student_update < 1:
             raise UserError(
                 f"method.fake_updates_per_student_update={self.fake_updates_per_student_update} must be at least 1"
             )
-        times = list(self.step_list)
-        if (
-            not times
-            or times[0] != 1.0
-            or times[-1] <= 0
-            or any(a <= b for a, b in zip(times, times[1:], strict=False))
-        ):
-            raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
-        if self.shift <= 0:
-            raise UserError(f"method.shift={self.shift} must be above 0")
+        check_step_list(list(self.step_list))
         if not 0 <= self.min_time < self.max_time <= 1:
             raise UserError(
                 f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]"
             )
+        if self.rollout not in ROLLOUTS:
+            raise UserError(f"method.rollout={self.rollout} is unknown; use {' or '.join(ROLLOUTS)}")
+        for key in ("gan_weight_student", "gan_r1_weight"):
+            if not getattr(self, key) >= 0:
+                raise UserError(f"method.{key}={getattr(self, key)} must be at least 0")
+        for key in ("gan_weight_head", "gan_r1_sigma"):
+            if not getattr(self, key) > 0:
+                raise UserError(
+                    f"method.{key}={getattr(self, key)} must be above 0; for no GAN use method.gan_weight_student=0"
+                )
+        if self.gan_block is not None and self.gan_block < 0:
+            raise UserError(f"method.gan_block={self.gan_block} must be at least 0, or null for the middle block")
+
+    @property
+    def gan(self) -> bool:
+        """Is there a discriminator?"""
+        return self.gan_weight_student > 0
+
+    def student_times(self) -> list[float]:
+        return list(self.step_list)
 
 
-class Dmd2(Method):
+class Dmd2(FewStepMethod):
     """The student and the fake score in turn: the student trains when ``step % (n + 1) == 0``."""
 
     required_roles = ("teacher", "student", "fake")
     trained_roles = ("student", "fake")
     settings: Dmd2Settings
 
+    @classmethod
+    def additions(cls, settings: Dmd2Settings) -> dict[str, Chosen]:
+        return {"fake": {"gan_head": {"block": settings.gan_block}}} if settings.gan else {}
+
+    @classmethod
+    def needs_latents(cls, settings: Dmd2Settings) -> bool:
+        return settings.gan
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        fake = config.fake
+        sharded = fake.strategy in ("optim_grads", "optim_grads_params") and fake.replicate
+        if config.method.gan and config.mesh.dp_replicate > 1 and sharded and not fake.reduce_unused:
+            # Replicas add up the losses' gradients by position, and these two losses use different parameters.
+            raise UserError(
+                f"method.gan_weight_student={config.method.gan_weight_student} with mesh.dp_replicate="
+                f"{config.mesh.dp_replicate} needs fake.reduce_unused=true"
+            )
+
     def trained_role(self, step: int) -> str:
         return "fake" if step % (self.settings.fake_updates_per_student_update + 1) else "student"
 
+    def frozen_roles(self, step: int) -> tuple[str, ...]:
+        return ("fake",) if self.settings.gan and self.trained_role(step) == "student" else ()
+
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
-        # One rollout length for the step, the same on every rank and micro-batch: it decides how many forwards run.
-        steps = random.shared_integer("dmd2/rollout_length", 1, len(self.settings.step_list))
-        times = list(self.settings.step_list)[:steps]
+        times = self._rollout_times(random)
         if self.trained_role(step) == "student":
             yield Loss("dmd", lambda: self._student_loss(batch, times, random), 1.0)
-        else:
-            yield Loss("fake_score", lambda: self._fake_loss(batch, times, random), 1.0)
+            return
+        sample = Shared(lambda: self._sample(batch, times, random), uses=2 if self.settings.gan else 1)
+        if self.settings.gan:
+            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), random), self.settings.gan_weight_head)
+        # The last backward is the one that reaches every block: FSDP closes the step with it.
+        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), random), 1.0)
 
-    def _rollout(self, noise: Tensor, text: Tensor, times: list[float], random: StepRandom) -> Tensor:
-        """The student's sample after ``times``; the last step carries a gradient where gradients are enabled."""
-        student = self.roles["student"]
-        x = noise
-        for k, time in enumerate(times):
-            t = torch.full((len(x),), time, dtype=x.dtype, device=x.device)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
-                x0 = denoise(x, student.velocity(x, t, text), t)
-            if k < len(times) - 1:
-                fresh = random.normal(f"dmd2/renoise_{k + 1}", x.shape[1:], x.dtype)
-                x = add_noise(x0, fresh, torch.full_like(t, times[k + 1]))
-        return x0
+    def _rollout_times(self, random: StepRandom) -> list[float]:
+        """One length for the step, the same on every rank and micro-batch: it decides how many forwards run."""
+        times = self.settings.student_times()
+        if self.settings.rollout == "full":
+            return times
+        return times[: random.shared_integer("dmd2/rollout_length", 1, len(times))]
+
+    def _sample(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
+        """``x_G``, with a gradient through its last step where gradients are enabled."""
+        noise = random.normal("dmd2/noise", batch.shape, batch.dtype)
+        return rollout(self.roles["student"], noise, batch.text, times, random, "dmd2/renoise")
 
     def _student_loss(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
-        """``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8)."""
-        shape, dtype = batch.latents.shape[1:], batch.latents.dtype
-        sample = self._rollout(random.normal("dmd2/noise", shape, dtype), batch.text, times, random)
-        with torch.no_grad():
-            span = self.settings.max_time - self.settings.min_time
-            t = shift_time(self.settings.min_time + span * random.uniform("dmd2/time", dtype), self.settings.shift)
-            x_t = add_noise(sample, random.normal("dmd2/score_noise", shape, dtype), t)
-            v_real = guided_velocity(
-                self.roles["teacher"], x_t, t, batch.text, batch.null_like_text(), self.settings.guidance_scale
-            )
-            real = denoise(x_t, v_real, t)
-            fake = denoise(x_t, self.roles["fake"].velocity(x_t, t, batch.text), t)
-            # Per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
-            q = (sample - real).abs().flatten(1).mean(1).clamp_min(1e-5).view(-1, *([1] * len(shape)))
-            target = sample - (fake - real) / q
-        return 0.5 * (sample - target).square().mean()
+        sample = self._sample(batch, times, random)
+        observe_latents(self.observations, "sample", sample)
+        if batch.latents is not None:
+            observe_latents(self.observations, "data", batch.latents)
+        loss = distribution_matching(
+            sample,
+            self._score_time("dmd2/time", batch, random),
+            random.normal("dmd2/score_noise", batch.shape, batch.dtype),
+            batch=batch,
+            teacher=self.roles["teacher"],
+            fake=self.roles["fake"],
+            scale=self.settings.guidance_scale,
+            observations=self.observations,
+        )
+        if not self.settings.gan:
+            return loss
+        t = self._score_time("dmd2/gan_time", batch, random)
+        x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
+        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text))
+        self.observations.add("dmd", loss.expand(len(gan)))
+        self.observations.add("gan", gan)
+        return loss + self.settings.gan_weight_student * gan.mean()
 
-    def _fake_loss(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
+    def _score_time(self, purpose: str, batch: Batch, random: StepRandom) -> Tensor:
+        """Uniform in [``min_time``, ``max_time``], shifted; ``(B,)``."""
+        span = self.settings.max_time - self.settings.min_time
+        t = self.settings.min_time + span * random.uniform(purpose, batch.dtype)
+        return shift_time(t, self.settings.shift)
+
+    def _head_loss(self, batch: Batch, sample: Tensor, random: StepRandom) -> Tensor:
+        """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
+
+        ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions.
+        """
+        t = self._score_time("dmd2/gan_time", batch, random)
+        inputs = [
+            add_noise(x, random.normal(purpose, batch.shape, batch.dtype), t)
+            for x, purpose in ((sample, "dmd2/gan_noise"), (batch.latents, "dmd2/gan_real_noise"))
+        ]
+        if self.settings.gan_r1_weight:
+            disturbance = random.normal("dmd2/gan_r1_noise", batch.shape, batch.dtype)
+            inputs.append(inputs[1] + self.settings.gan_r1_sigma * disturbance)
+        n = len(inputs)
+        student, real, *disturbed = (
+            self.roles["fake"].logits(torch.cat(inputs), t.repeat(n), batch.text.repeat(n, 1, 1)).chunk(n)
+        )
+        self.observations.add("logit_student", student)
+        self.observations.add("logit_real", real)
+        loss = F.softplus(student) + F.softplus(-real)
+        if disturbed:
+            r1 = (real - disturbed[0]).square()
+            self.observations.add("gan_r1", r1)
+            loss = loss + self.settings.gan_r1_weight * r1
+        return loss.mean()
+
+    def _fake_loss(self, batch: Batch, sample: Tensor, random: StepRandom) -> Tensor:
         """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
-        shape, dtype = batch.latents.shape[1:], batch.latents.dtype
-        with torch.no_grad():
-            sample = self._rollout(random.normal("dmd2/noise", shape, dtype), batch.text, times, random)
-        t = shift_time(random.uniform("dmd2/fake_time", dtype), self.settings.shift)
-        noise = random.normal("dmd2/fake_noise", shape, dtype)
+        t = shift_time(random.uniform("dmd2/fake_time", batch.dtype), self.settings.shift)
+        noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
         v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text)
-        return (v - (noise - sample)).square().mean()
+        errors = per_sample_mean((v - (noise - sample)).square())
+        observe_by_time(self.observations, "loss", errors, t)
+        return errors.mean()
 
-    def sampling_times(self, steps: int) -> list[float]:
-        """The student's times for ``steps`` at most as many as it was trained for, spread evenly over its list."""
-        times = list(self.settings.step_list)
-        if not 1 <= steps <= len(times):
-            raise UserError(
-                f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}"
-            )
-        return [times[i * len(times) // steps] for i in range(steps)]
 
-    def evaluations(self, role: str, steps: int) -> int:
-        return steps if role == "student" or self.settings.guidance_scale == 1 else 2 * steps
+class Shared:
+    """Samples that several losses of a micro-batch use: made without gradient for the first, dropped by the last."""
 
-    def generate(
-        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
-    ) -> Tensor:
-        if role == "student":
+    def __init__(self, make: Callable[[], Tensor], uses: int):
+        self._make, self._left = make, uses
+        self._value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The samples; at most ``uses`` times."""
+        assert self._left, "taken more often than announced"
+        if self._value is None:
             with torch.no_grad():
-                return self._rollout(noise, text, self.sampling_times(steps), random)
-        times = euler_times(steps, self.settings.shift)
-        return euler_sample(self.roles[role], noise, text, null_text, times=times, scale=self.settings.guidance_scale)
+                self._value = self._make()
+        self._left -= 1
+        value = self._value
+        if not self._left:
+            self._value = None
+        return value
+
+
+def distribution_matching(
+    sample: Tensor,
+    t: Tensor,
+    noise: Tensor,
+    *,
+    batch: Batch,
+    teacher: Role,
+    fake: Role,
+    scale: float,
+    observations: Observations,
+) -> Tensor:
+    """``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
+
+    Args:
+        sample: ``x_G`` ``(B, C, T, H, W)``.
+        t: ``(B,)`` times at which the scores are compared.
+        noise: fresh, in the shape of ``sample``.
+        batch: its captions.
+        teacher: the real score, guided by ``scale``.
+        fake: the score of the student's samples, from the caption alone.
+        scale: ``w``.
+        observations: gets ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
+    """
+    with torch.no_grad():
+        x_t = add_noise(sample, noise, t)
+        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.text, batch.null_like_text(), scale), t)
+        estimate = denoise(x_t, fake.velocity(x_t, t, batch.text), t)
+        # Per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
+        q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
+        g = (estimate - real) / per_sample(q, sample)
+        observations.add("dmd_gradient", per_sample_norm(g))
+        observations.add("dmd_normaliser", q)
+        target = sample - g
+    return 0.5 * (sample - target).square().mean()

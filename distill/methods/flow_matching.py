@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, Method, euler_sample
-from distill.schedules import add_noise, euler_times, shift_time
+from distill.methods.base import Batch, Loss, Method
+from distill.methods.sampling import check_sampler, guided_sample
+from distill.schedules import add_noise, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+
+TIMES = ("uniform", "logit_normal")
 
 
 @dataclass(kw_only=True)
@@ -20,25 +24,29 @@ class FlowMatchingSettings:
 
     name: str = "flow_matching"
     time: str = "logit_normal"
-    """Distribution of t before the shift: ``uniform`` or ``logit_normal``."""
+    """Distribution of t before the shift: ``uniform`` (with a ``shift`` above 1: the shifted times at which Wan is
+    sampled) or ``logit_normal``."""
     logit_mean: float = 0.0
     """Mean of logit(t), for ``logit_normal``."""
     logit_std: float = 1.0
     """Standard deviation of logit(t), for ``logit_normal``; > 0."""
     shift: float = 1.0
-    """Time shift of training and sampling; Wan: 3 at 480p, 5 at 720p. > 0."""
+    """Time shift of training and sampling, more noise above 1; Wan: 3 at 480p, 5 at 720p. > 0."""
     caption_dropout: float = 0.1
     """Probability of training a sample on the empty caption, for guidance; 0 to 1."""
     guidance_scale: float = 5.0
     """``w`` of ``u + w (c - u)`` when sampling; 1 is none."""
+    sampler: str = "euler"
+    """``euler``, or ``unipc``, which Wan's pipelines use."""
 
     def __post_init__(self) -> None:
-        if self.time not in ("uniform", "logit_normal"):
-            raise UserError(f"method.time={self.time} is unknown; use uniform or logit_normal")
+        if self.time not in TIMES:
+            raise UserError(f"method.time={self.time} is unknown; use {' or '.join(TIMES)}")
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"method.caption_dropout={self.caption_dropout} must be between 0 and 1")
         if self.shift <= 0 or self.logit_std <= 0:
             raise UserError(f"method.shift={self.shift} and method.logit_std={self.logit_std} must be above 0")
+        check_sampler("sampler", self.sampler)
 
 
 class FlowMatching(Method):
@@ -56,20 +64,12 @@ class FlowMatching(Method):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         x0 = batch.latents
-        t = self._time(random, x0)
+        t = draw_time(self.settings, random, "flow_matching/time", x0.dtype)
         noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         text = torch.where(dropped.view(-1, 1, 1), batch.null_like_text(), batch.text)
         v = self.roles["student"].velocity(add_noise(x0, noise, t), t, text)
         return (v - (noise - x0)).square().mean()
-
-    def _time(self, random: StepRandom, x0: Tensor) -> Tensor:
-        if self.settings.time == "uniform":
-            t = random.uniform("flow_matching/time", x0.dtype)
-        else:
-            z = random.normal("flow_matching/time", (), x0.dtype)
-            t = torch.sigmoid(self.settings.logit_mean + self.settings.logit_std * z)
-        return shift_time(t, self.settings.shift)
 
     def evaluations(self, role: str, steps: int) -> int:
         return steps if self.settings.guidance_scale == 1 else 2 * steps
@@ -77,5 +77,29 @@ class FlowMatching(Method):
     def generate(
         self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
     ) -> Tensor:
-        times = euler_times(steps, self.settings.shift)
-        return euler_sample(self.roles[role], noise, text, null_text, times=times, scale=self.settings.guidance_scale)
+        return guided_sample(
+            self.roles[role],
+            noise,
+            text,
+            null_text,
+            sampler=self.settings.sampler,
+            steps=steps,
+            shift=self.settings.shift,
+            scale=self.settings.guidance_scale,
+        )
+
+
+def draw_time(settings: Any, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
+    """Times ``(B,)`` as ``settings`` say by ``time``, ``logit_mean``, ``logit_std`` (Esser et al. 2024) and ``shift``.
+
+    Args:
+        settings: :class:`FlowMatchingSettings`, or others with these fields.
+        random: the step's streams.
+        purpose: of the draw.
+        dtype: of the times, fp32 or better.
+    """
+    if settings.time == "uniform":
+        t = random.uniform(purpose, dtype)
+    else:
+        t = torch.sigmoid(settings.logit_mean + settings.logit_std * random.normal(purpose, (), dtype))
+    return shift_time(t, settings.shift)

@@ -1,0 +1,91 @@
+"""Discrete consistency distillation (Song et al. 2023, arXiv:2303.01469, algorithm 2), for rectified flows.
+
+On a grid of times from 1 to 0, the student's sample from a node is trained towards its sample from the next node, which
+one Euler step of the teacher leads to. The optimum is the map of the Euler sampler on that grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.observations import observe_by_time, observe_latents, per_sample_mean
+from distill.schedules import add_noise, denoise, euler_times, per_sample
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+
+TARGETS = ("student", "ema")
+
+
+@dataclass(kw_only=True)
+class DcmSettings(FewStepSettings):
+    """``method=dcm``."""
+
+    name: str = "dcm"
+    grid_steps: int = 48
+    """``K``: Euler steps of the teacher from noise to data, spaced by ``shift``; at least 1."""
+    target: str = "student"
+    """Whose sample at the next node is the target: the ``student``'s own, or that of its average (``ema``)."""
+    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
+    """The student's times when it is sampled, after any shift: descending from 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grid_steps < 1:
+            raise UserError(f"method.grid_steps={self.grid_steps} must be at least 1")
+        if self.target not in TARGETS:
+            raise UserError(f"method.target={self.target} is unknown; use {' or '.join(TARGETS)}")
+        check_step_list(list(self.step_list))
+
+    def student_times(self) -> list[float]:
+        return list(self.step_list)
+
+
+class Dcm(FewStepMethod):
+    """``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``; the student trains at every step."""
+
+    required_roles = ("teacher", "student")
+    trained_roles = ("student",)
+    first_role = "teacher"
+    settings: DcmSettings
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        if config.method.target == "ema" and not config.student.ema.enabled:
+            raise UserError("method.target=ema needs student.ema.enabled=true; or use method.target=student")
+
+    def trained_role(self, step: int) -> str:
+        return "student"
+
+    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
+        yield Loss("dcm", lambda: self._loss(batch, random), 1.0)
+
+    def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
+        settings, student = self.settings, self.roles["student"]
+        # In fp64: a draw just below 1 would be rounded up to 1, beyond the last node.
+        node = (settings.grid_steps * random.uniform("dcm/node", torch.float64)).long()
+        grid = torch.tensor(
+            euler_times(settings.grid_steps, settings.shift), dtype=batch.dtype, device=batch.latents.device
+        )
+        t, next_t = grid[node], grid[node + 1]
+        x = add_noise(batch.latents, random.normal("dcm/noise", batch.shape, batch.dtype), t)
+        with torch.no_grad():
+            scale = settings.guidance_scale
+            v = guided_velocity(self.roles["teacher"], x, t, batch.text, batch.null_like_text(), scale)
+            next_x = x + per_sample(next_t - t, x) * v
+            with self.student_average() if settings.target == "ema" else nullcontext():
+                # At t = 0, behind the last node, this is next_x itself.
+                target = denoise(next_x, student.velocity(next_x, next_t, batch.text), next_t)
+        prediction = denoise(x, student.velocity(x, t, batch.text), t)
+        errors = per_sample_mean((prediction - target).square())
+        observe_by_time(self.observations, "loss", errors, t)
+        observe_latents(self.observations, "prediction", prediction)
+        observe_latents(self.observations, "data", batch.latents)
+        return errors.mean()

@@ -1,0 +1,100 @@
+"""What the methods share whose student takes few steps: its samplers, the teacher's, and the settings of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from diffusers import SchedulerMixin
+from torch import Tensor
+
+from distill.methods.base import Method
+from distill.methods.sampling import check_sampler, guided_sample, rollout
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from models.scheduler import renoising_scheduler
+
+
+@dataclass(kw_only=True)
+class FewStepSettings:
+    """Settings of every method that distils a teacher."""
+
+    guidance_scale: float = 5.0
+    """``w`` of ``u + w (c - u)`` on the teacher; 1 is none."""
+    shift: float = 5.0
+    """Shift of the teacher's sampler, and of the times that the method draws where it says so. > 0."""
+    teacher_sampler: str = "euler"
+    """How the teacher is sampled for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
+
+    def __post_init__(self) -> None:
+        if self.shift <= 0:
+            raise UserError(f"method.shift={self.shift} must be above 0")
+        check_sampler("teacher_sampler", self.teacher_sampler)
+
+    def student_times(self) -> list[float]:
+        """Rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
+        raise NotImplementedError
+
+
+def check_step_list(times: list[float]) -> None:
+    """Rectified-flow times of a student.
+
+    Raises:
+        UserError: not descending from 1, or not above 0.
+    """
+    if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
+        raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
+
+
+def spread(times: list[float], steps: int) -> list[float]:
+    """``steps`` of ``times``, the first always, spread evenly over the list.
+
+    Raises:
+        UserError: more steps than there are times.
+    """
+    if not 1 <= steps <= len(times):
+        raise UserError(f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}")
+    return [times[i * len(times) // steps] for i in range(steps)]
+
+
+class FewStepMethod(Method):
+    """A student that is sampled by denoising and re-noising at :meth:`FewStepSettings.student_times`."""
+
+    settings: FewStepSettings
+
+    def sampling_times(self, steps: int) -> list[float]:
+        """The student's times for ``steps`` at most as many as it was trained for."""
+        return spread(self.settings.student_times(), steps)
+
+    def scheduler(self) -> SchedulerMixin:
+        """With it, a plain diffusers pipeline samples the student as :meth:`generate` does at its full number of steps.
+
+        Raises:
+            UserError: diffusers has no scheduler for the student's times, or no network like the student's.
+        """
+        if self.additions(self.settings).get("student"):
+            raise UserError(
+                f"method={self.settings.name}: diffusers has neither a network nor a scheduler for this student;"
+                " sample it with python -m distill.sample"
+            )
+        return renoising_scheduler(self.settings.student_times())
+
+    def evaluations(self, role: str, steps: int) -> int:
+        return steps if role == "student" or self.settings.guidance_scale == 1 else 2 * steps
+
+    @torch.no_grad()
+    def generate(
+        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
+    ) -> Tensor:
+        if role == "student":
+            return rollout(self.roles[role], noise, text, self.sampling_times(steps), random, "sample/renoise")
+        return guided_sample(
+            self.roles[role],
+            noise,
+            text,
+            null_text,
+            sampler=self.settings.teacher_sampler,
+            steps=steps,
+            shift=self.settings.shift,
+            scale=self.settings.guidance_scale,
+        )

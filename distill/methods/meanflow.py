@@ -1,0 +1,166 @@
+"""MeanFlow (Geng et al. 2025, arXiv:2505.13447): a student that predicts the mean velocity over an interval.
+
+``u(x_t, r, t) = (x_t - x_r) / (t - r)`` along a trajectory ``dx_t/dt = v``; so ``u = v - (t - r) du/dt`` (eq. 6 there),
+which is what the student is trained towards. Its network gets the second time ``r`` by the addition ``second_time``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.derivatives import MODES, check_exact, directional_derivative
+from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.flow_matching import TIMES, draw_time
+from distill.observations import observe_latents, per_sample_mean, per_sample_norm
+from distill.schedules import add_noise, denoise, per_sample
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from models.additions import Chosen
+from models.second_time import NAME
+
+VELOCITIES = ("teacher", "data")
+
+
+@dataclass(kw_only=True)
+class MeanFlowSettings(FewStepSettings):
+    """``method=meanflow``. Both times are shifted by ``shift``."""
+
+    name: str = "meanflow"
+    velocity: str = "teacher"
+    """``v`` of the target: the ``teacher``'s, guided, or that of the ``data``, ``e - x0``, without any teacher."""
+    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
+    """Times at which the student's intervals begin, after any shift: descending from 1. The last one ends at 0."""
+    time: str = "logit_normal"
+    """Distribution of both times before the shift: ``uniform`` or ``logit_normal``."""
+    logit_mean: float = -0.4
+    """Mean of logit(t), for ``logit_normal``."""
+    logit_std: float = 1.0
+    """Standard deviation of logit(t), for ``logit_normal``; > 0."""
+    interval_ratio: float = 0.25
+    """Probability of a sample with r < t; the others train the velocity at r = t. 0 to 1."""
+    warmup: int = 0
+    """Student updates with r = t in all samples, which need no derivative."""
+    weight_power: float = 1.0
+    """``p`` of a sample's weight ``1 / (error + c)^p``, where the error is its mean square; 0 for equal weights."""
+    weight_floor: float = 1e-3
+    """``c`` of that weight; > 0."""
+    jvp: str = "exact"
+    """How du/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
+    jvp_step: float = 1e-4
+    """Step of ``finite_difference`` in t, both ways; > 0. Below, the rounding of fp32 times (diffusers casts them)
+    grows, above, the error of the fast time embedding: the default is the best on the quickstart's teacher, .2% off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, choices in (("velocity", VELOCITIES), ("time", TIMES), ("jvp", MODES)):
+            if getattr(self, key) not in choices:
+                raise UserError(f"method.{key}={getattr(self, key)} is unknown; use {' or '.join(choices)}")
+        for key in ("logit_std", "weight_floor", "jvp_step"):
+            if not getattr(self, key) > 0:
+                raise UserError(f"method.{key}={getattr(self, key)} must be above 0")
+        for key in ("warmup", "weight_power"):
+            if getattr(self, key) < 0:
+                raise UserError(f"method.{key}={getattr(self, key)} must be at least 0")
+        if not 0 <= self.interval_ratio <= 1:
+            raise UserError(f"method.interval_ratio={self.interval_ratio} must be between 0 and 1")
+        if self.velocity == "data" and self.guidance_scale != 1:
+            raise UserError(
+                f"method.guidance_scale={self.guidance_scale} is for a teacher, and method.velocity=data has none;"
+                " use method.guidance_scale=1"
+            )
+        check_step_list(list(self.step_list))
+
+    def student_times(self) -> list[float]:
+        return list(self.step_list)
+
+
+class MeanFlow(FewStepMethod):
+    """``mean w (u(x_t, r, t) - sg(v - (t - r) du/dt))^2``; the student trains at every step."""
+
+    required_roles = ("teacher", "student")
+    trained_roles = ("student",)
+    settings: MeanFlowSettings
+
+    @classmethod
+    def roles_needed(cls, settings: MeanFlowSettings) -> tuple[str, ...]:
+        return ("student",) if settings.velocity == "data" else cls.required_roles
+
+    @classmethod
+    def additions(cls, settings: MeanFlowSettings) -> dict[str, Chosen]:
+        return {"student": (NAME,)}
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        check_exact(config)
+
+    def trained_role(self, step: int) -> str:
+        return "student"
+
+    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
+        yield Loss("meanflow", lambda: self._loss(step, batch, random), 1.0)
+
+    def _loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
+        settings, student = self.settings, self.roles["student"]
+        # Decided by the step alone: the derivative is a forward more.
+        instant = step < settings.warmup or settings.interval_ratio == 0
+        t, r = self._times(random, batch, instant)
+        noise = random.normal("meanflow/noise", batch.shape, batch.dtype)
+        x = add_noise(batch.latents, noise, t)
+        target = velocity = self._velocity(batch, noise, x, t)
+        if not instant:
+            derivative = directional_derivative(
+                lambda x, t: student.velocity(x, t, batch.text, r),
+                (x, t),
+                (velocity, torch.ones_like(t)),
+                mode=settings.jvp,
+                step=settings.jvp_step,
+            )
+            target = velocity - per_sample(t - r, x) * derivative
+            self.observations.add("jvp_norm", per_sample_norm(derivative), where=r < t)
+        prediction = student.velocity(x, t, batch.text, r)
+        errors = per_sample_mean((prediction - target).square())
+        # The loss itself says little: with p = 1 every sample's is below 1 by construction.
+        self.observations.add("error/instant", errors, where=r == t)
+        self.observations.add("error/interval", errors, where=r < t)
+        observe_latents(self.observations, "prediction", denoise(x, prediction, t))
+        observe_latents(self.observations, "data", batch.latents)
+        weights = (errors.detach() + settings.weight_floor).pow(-settings.weight_power)
+        return (weights * errors).mean()
+
+    def _times(self, random: StepRandom, batch: Batch, instant: bool) -> tuple[Tensor, Tensor]:
+        """``t`` and ``r <= t`` ``(B,)``: the greater and the lesser of two draws (section 4.3)."""
+        one, other = (
+            draw_time(self.settings, random, purpose, batch.dtype)
+            for purpose in ("meanflow/time", "meanflow/second_time")
+        )
+        t, r = torch.maximum(one, other), torch.minimum(one, other)
+        if instant:
+            return t, t
+        return t, torch.where(random.uniform("meanflow/interval") < self.settings.interval_ratio, r, t)
+
+    @torch.no_grad()
+    def _velocity(self, batch: Batch, noise: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        if self.settings.velocity == "data":
+            return noise - batch.latents
+        scale = self.settings.guidance_scale
+        return guided_velocity(self.roles["teacher"], x, t, batch.text, batch.null_like_text(), scale)
+
+    @torch.no_grad()
+    def generate(
+        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
+    ) -> Tensor:
+        """As for the other methods; the student steps ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
+        if role != "student":
+            return super().generate(role, noise, text, null_text, steps, random)
+        x = noise
+        for time, next_time in pairwise([*self.sampling_times(steps), 0.0]):
+            t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
+            x = x - (time - next_time) * self.roles[role].velocity(x, t, text, r)
+        return x

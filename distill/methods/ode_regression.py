@@ -1,0 +1,134 @@
+"""Regression on a teacher's trajectories (knowledge distillation, Luhman & Luhman 2021, arXiv:2101.02388).
+
+With the states on the way as further inputs, as CausVid starts its student (Yin et al. 2025, arXiv:2412.07772, section
+4.3). The trajectories are made before, by ``python -m distill.trajectories``; training needs no teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.data import ClipDataset
+from distill.data.trajectories import TrajectoryClips, TrajectoryFolder
+from distill.methods.base import Batch, Loss
+from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.sampling import euler_sample
+from distill.observations import observe_latents, per_sample_mean
+from distill.schedules import denoise, euler_times
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from models.role import Role
+
+
+@dataclass(kw_only=True)
+class OdeRegressionSettings(FewStepSettings):
+    """``method=ode_regression``."""
+
+    name: str = "ode_regression"
+    trajectories: str | None = None
+    """Folder of the trajectories, which ``python -m distill.trajectories`` writes; one that all nodes share."""
+    num_trajectories: int = 4096
+    """How many to make, and to train on; at least 1."""
+    teacher_steps: int = 50
+    """Euler steps of a trajectory, spaced by ``shift``; the times of ``step_list`` are put in between. At least 1."""
+    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
+    """The student's times, after any shift: descending from 1. Trajectories hold the states at these."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("num_trajectories", "teacher_steps"):
+            if getattr(self, key) < 1:
+                raise UserError(f"method.{key}={getattr(self, key)} must be at least 1")
+        check_step_list(list(self.step_list))
+
+    def student_times(self) -> list[float]:
+        return list(self.step_list)
+
+
+class OdeRegression(FewStepMethod):
+    """``mean (x0_theta(x_t, t) - x0)^2`` with x_t on the teacher's trajectory to x0; t of the step list, per sample."""
+
+    required_roles = ("student",)
+    trained_roles = ("student",)
+    settings: OdeRegressionSettings
+
+    @classmethod
+    def needs_latents(cls, settings: OdeRegressionSettings) -> bool:
+        return False
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        if config.method.trajectories is None:
+            raise UserError(
+                "method.trajectories is not set; give a folder, and fill it with python -m distill.trajectories and the"
+                " same settings"
+            )
+
+    @classmethod
+    def check_files(cls, config: Any) -> None:
+        folder = TrajectoryFolder(config.method.trajectories)
+        given = trajectory_settings(config)
+        folder.check({key: value for key, value in given.items() if value is not None})  # no teacher: any teacher's
+        folder.check_complete(config.method.num_trajectories)
+
+    def training_data(self, data: ClipDataset) -> ClipDataset:
+        return TrajectoryClips(TrajectoryFolder(self.settings.trajectories), self.settings.num_trajectories, data)
+
+    def trained_role(self, step: int) -> str:
+        return "student"
+
+    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
+        yield Loss("ode_regression", lambda: self._loss(batch, random), 1.0)
+
+    def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
+        times = self.settings.student_times()
+        # In fp64: a draw just below 1 would be rounded up to 1, beyond the last state.
+        which = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
+        t = torch.tensor(times, dtype=batch.dtype, device=which.device)[which]
+        x = batch.trajectory[torch.arange(len(which), device=which.device), which]
+        prediction = denoise(x, self.roles["student"].velocity(x, t, batch.text), t)
+        errors = per_sample_mean((prediction - batch.latents).square())
+        for i, time in enumerate(times):
+            self.observations.add(f"loss/t{time:.4f}", errors, where=which == i)
+        observe_latents(self.observations, "prediction", prediction)
+        observe_latents(self.observations, "data", batch.latents)
+        return errors.mean()
+
+
+def trajectory_settings(config: Any) -> dict[str, Any]:
+    """What of ``config`` decides a trajectory, by setting, and matters to the student that trains on it."""
+    names = {
+        "method": ("step_list", "teacher_steps", "guidance_scale", "shift"),
+        "data": ("name", "num_frames", "height", "width", "negative_prompt"),
+        "teacher": ("checkpoint",),
+    }
+    return {f"{group}.{key}": getattr(getattr(config, group), key) for group, keys in names.items() for key in keys}
+
+
+def trajectory(
+    teacher: Role, noise: Tensor, text: Tensor, null_text: Tensor, settings: OdeRegressionSettings
+) -> tuple[Tensor, Tensor]:
+    """The teacher's states at the times of ``step_list``, the first of which is the noise, and where they lead.
+
+    Args:
+        teacher: the network.
+        noise: ``(B, C, T, H, W)``.
+        text, null_text: ``(B, L, D)``.
+        settings: times, steps and guidance.
+
+    Returns:
+        ``(B, K, C, T, H, W)`` and ``(B, C, T, H, W)``.
+    """
+    times = sorted({*euler_times(settings.teacher_steps, settings.shift), *settings.step_list}, reverse=True)
+    x, states = noise, []
+    for start, end in pairwise([*settings.step_list, 0.0]):
+        states.append(x)
+        part = [time for time in times if end <= time <= start]
+        x = euler_sample(teacher, x, text, null_text, times=part, scale=settings.guidance_scale)
+    return torch.stack(states, dim=1), x

@@ -1,0 +1,145 @@
+"""rCM: score-regularised continuous-time consistency (Zheng et al. 2025, arXiv:2510.08431).
+
+The forward divergence of sCM, on data, keeps the modes; the reverse divergence of DMD, on the student's own samples,
+sharpens them. Where the paper's ``p_D`` draws a time, ``u`` uniform is shifted as a rectified-flow time:
+``s u / (1 + (s - 1) u)``, the same state as TrigFlow's at ``atan`` of its noise-to-signal ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distill.methods.base import Batch, Loss
+from distill.methods.dmd2 import distribution_matching
+from distill.methods.sampling import rollout
+from distill.methods.scm import Scm, ScmSettings
+from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
+from distill.schedules import add_noise, shift_time, shift_times
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+
+ROLLOUTS = ("random", "fixed")
+
+
+@dataclass(kw_only=True)
+class RcmSettings(ScmSettings):
+    """``method=rcm``. ``shift`` is also that of ``p_D``: of the score's times and of a random rollout's."""
+
+    name: str = "rcm"
+    consistency_steps: int = 1000
+    """Steps at first with the consistency loss alone; rCM: 1000 for Wan 1.3B, 0 for 14B."""
+    student_every: int = 5
+    """After those, the student trains at every so manyth step, the fake score at the others; rCM: 5, 10 for 14B."""
+    consistency_weight: float | None = None
+    """Weight of the consistency loss beside DMD's 1; null for the published ratio, 50 / sqrt(elements of a sample)."""
+    rollout: str = "random"
+    """Times of the rollouts after the first: ``random`` (drawn from ``p_D``, none above the last) or ``fixed``
+    (``mid_times``)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.consistency_steps < 0:
+            raise UserError(f"method.consistency_steps={self.consistency_steps} must be at least 0")
+        if self.student_every < 2:
+            raise UserError(
+                f"method.student_every={self.student_every} leaves no step to the fake score; use 2 or more,"
+                " or method=scm"
+            )
+        if self.consistency_weight is not None and self.consistency_weight <= 0:
+            raise UserError(
+                f"method.consistency_weight={self.consistency_weight} must be above 0, or null for the published ratio"
+            )
+        if self.rollout not in ROLLOUTS:
+            raise UserError(f"method.rollout={self.rollout} is unknown; use {' or '.join(ROLLOUTS)}")
+
+
+class Rcm(Scm):
+    """The student alone for ``consistency_steps``; then the student, with both losses, and the fake score in turn."""
+
+    required_roles = ("teacher", "student", "fake")
+    trained_roles = ("student", "fake")
+    first_role = "student"
+    settings: RcmSettings
+
+    def trained_role(self, step: int) -> str:
+        joint = step - self.settings.consistency_steps
+        return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"
+
+    def student_updates(self, step: int) -> int:
+        joint = max(0, step - self.settings.consistency_steps)
+        return min(step, self.settings.consistency_steps) + math.ceil(joint / self.settings.student_every)
+
+    def rollout_steps(self, step: int) -> int:
+        """Steps of the rollout: 1 to as many as the student's sampler has, in turn with the role's own updates.
+
+        By ``step`` some roles would never see some lengths.
+        """
+        turns, turn = divmod(step - self.settings.consistency_steps, self.settings.student_every)
+        updates = turns if turn == 0 else turns * (self.settings.student_every - 1) + turn - 1
+        return updates % len(self.settings.student_times()) + 1
+
+    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
+        if self.trained_role(step) == "fake":
+            yield Loss("fake_score", lambda: self._fake_loss(step, batch, random), 1.0)
+            return
+        weight = self.settings.consistency_weight
+        if weight is None:
+            # Theirs is 100 to 1 between sums over elements, with a g of norm 1 and no 1/2 in DMD's.
+            weight = 50 / math.prod(batch.shape) ** 0.5
+        yield Loss("scm", lambda: self._consistency_loss(step, batch, random, weight), weight)
+        if step >= self.settings.consistency_steps:
+            yield Loss("dmd", lambda: self._dmd_loss(step, batch, random), 1.0)
+
+    def _rollout_times(self, step: int, random: StepRandom) -> list[float]:
+        """Rectified-flow times, the same for all samples of the step."""
+        steps = self.rollout_steps(step)
+        if self.settings.rollout == "fixed":
+            return [1.0, *self.settings.student_times()[1:steps]]
+        times = [1.0]
+        for k in range(1, steps):
+            (drawn,) = shift_times([random.shared_uniform(f"rcm/rollout_time_{k}")], self.settings.shift)
+            times.append(min(drawn, times[-1]))
+        return times
+
+    def _sample(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
+        """``x_G``, with a gradient through its last step where gradients are enabled."""
+        noise = random.normal("rcm/noise", batch.shape, batch.dtype)
+        return rollout(self.roles["student"], noise, batch.text, times, random, "rcm/renoise")
+
+    def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
+        times = self._rollout_times(step, random)
+        sample = self._sample(batch, times, random)
+        observe_latents(self.observations, "sample", sample)
+        observe_latents(self.observations, "data", batch.latents)
+        loss = distribution_matching(
+            sample,
+            shift_time(random.uniform("rcm/score_time", batch.dtype), self.settings.shift),
+            random.normal("rcm/score_noise", batch.shape, batch.dtype),
+            batch=batch,
+            teacher=self.roles["teacher"],
+            fake=self.roles["fake"],
+            scale=self.settings.guidance_scale,
+            observations=self.observations,
+        )
+        # On F, as the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
+        (gradient,) = torch.autograd.grad(loss, sample, retain_graph=True)
+        sin = times[-1] / math.hypot(times[-1], 1 - times[-1])
+        self.observations.add("output_gradient/dmd", sin * sample.numel() * per_sample_norm(gradient))
+        return loss
+
+    def _fake_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
+        """Squared error of x0 over ``sin^2 t``, which is that of F, on the student's samples, without guidance."""
+        with torch.no_grad():
+            sample = self._sample(batch, self._rollout_times(step, random), random)
+        t = shift_time(random.uniform("rcm/fake_time", batch.dtype), self.settings.shift)
+        noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
+        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text)
+        # F is linear in v, with the factor 1 / (cos + sin), whose square is t^2 + (1 - t)^2 at the flow time t.
+        errors = (t.square() + (1 - t).square()) * per_sample_mean((v - (noise - sample)).square())
+        observe_by_time(self.observations, "loss", errors, t)
+        return errors.mean()

@@ -1,0 +1,172 @@
+"""sCM: continuous-time consistency distillation (Lu & Song 2024, arXiv:2410.11081), as rCM uses it (arXiv:2510.08431).
+
+The student's field ``F`` gives ``f(x_t, t) = cos(t) x_t - sin(t) F(x_t, t)``, which is to be the same all along a
+trajectory of the teacher. Its derivative along the trajectory, the *tangent*, needs ``dF/dt`` there: one forward-mode
+pass. Times are TrigFlow's, in [0, pi/2].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.derivatives import MODES, check_exact, directional_derivative
+from distill.methods.base import Batch, Loss
+from distill.methods.few_step import FewStepMethod, FewStepSettings
+from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
+from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
+from distill.schedules import per_sample
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+
+TANGENTS = ("lu_song", "rcm")
+
+
+@dataclass(kw_only=True)
+class ScmSettings(FewStepSettings):
+    """``method=scm``."""
+
+    name: str = "scm"
+    time_mean: float = 0.7
+    """Mean of ``log tan t``; rCM: .7 for Wan 1.3B, 1.5 for 14B."""
+    time_std: float = 1.6
+    """Standard deviation of ``log tan t``; > 0."""
+    tangent_warmup: int = 1000
+    """Student updates over which the unstable part of the tangent grows from 0 to its full size; 0 for none."""
+    tangent: str = "lu_song"
+    """``lu_song`` as published, or ``rcm``: a later revision of rCM's, whose derivative of F is not warmed up."""
+    jvp: str = "exact"
+    """How dF/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
+    jvp_step: float = 2e-4
+    """Step of ``finite_difference`` in TrigFlow's time, both ways; > 0. Below, the rounding of fp32 times (diffusers
+    casts them) grows, above, the time embedding's frequencies: the default is where the error is least, about .1%."""
+    sigma_max: float = 80.0
+    """The student's sampler begins at ``atan(sigma_max)``; rCM: 80 for Wan 1.3B, 200 for 14B. > 0."""
+    mid_times: list[float] = field(default_factory=lambda: [1.5, 1.4, 1.0])
+    """TrigFlow times of its further steps, descending; of fewer steps, the first ones."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("time_std", "jvp_step", "sigma_max"):
+            if not getattr(self, key) > 0:
+                raise UserError(f"method.{key}={getattr(self, key)} must be above 0")
+        if self.tangent_warmup < 0:
+            raise UserError(f"method.tangent_warmup={self.tangent_warmup} must be at least 0")
+        for key, choices in (("tangent", TANGENTS), ("jvp", MODES)):
+            if getattr(self, key) not in choices:
+                raise UserError(f"method.{key}={getattr(self, key)} is unknown; use {' or '.join(choices)}")
+        times = [math.atan(self.sigma_max), *self.mid_times]
+        if times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
+            raise UserError(
+                f"method.mid_times={list(self.mid_times)} must descend from below"
+                f" atan(method.sigma_max) = {times[0]:.4f} and stay above 0"
+            )
+
+    def student_times(self) -> list[float]:
+        return [flow_time_of(t) for t in (math.atan(self.sigma_max), *self.mid_times)]
+
+
+class Scm(FewStepMethod):
+    """The student trains at every step."""
+
+    required_roles = ("teacher", "student")
+    trained_roles = ("student",)
+    first_role = "teacher"
+    settings: ScmSettings
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        check_exact(config)
+
+    def trained_role(self, step: int) -> str:
+        return "student"
+
+    def student_updates(self, step: int) -> int:
+        """Updates of the student before ``step``."""
+        return step
+
+    def sampling_times(self, steps: int) -> list[float]:
+        """The first ``steps`` of the student's times, as in rCM's sampler.
+
+        Raises:
+            UserError: more steps than there are times.
+        """
+        times = self.settings.student_times()
+        if not 1 <= steps <= len(times):
+            raise UserError(
+                f"the student has {len(times)} times; sample with 1 to {len(times)} steps, not {steps},"
+                " or add to method.mid_times"
+            )
+        return times[:steps]
+
+    def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
+        yield Loss("scm", lambda: self._consistency_loss(step, batch, random), 1.0)
+
+    def _consistency_loss(self, step: int, batch: Batch, random: StepRandom, weight: float = 1.0) -> Tensor:
+        """``mean (F - sg(F) - g)^2``; ``weight``, the loss's own, is for what is observed alone."""
+        settings, student = self.settings, self.roles["student"]
+        z = random.normal("scm/time", (), batch.dtype)
+        t = torch.atan(torch.exp(settings.time_mean + settings.time_std * z))
+        x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
+        with torch.no_grad():
+            teacher = trig_field(
+                self.roles["teacher"], x, t, batch.text, batch.null_like_text(), settings.guidance_scale
+            )
+        # Scaled afterwards: a finite difference would take too small a step where cos t sin t is small.
+        derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
+            lambda x, t: trig_field(student, x, t, batch.text),
+            (x, t),
+            (teacher, torch.ones_like(t)),
+            mode=settings.jvp,
+            step=settings.jvp_step,
+        )
+        prediction = trig_field(student, x, t, batch.text)
+        warmup = settings.tangent_warmup
+        r = min(1.0, self.student_updates(step) / warmup) if warmup else 1.0
+        raw = consistency_tangent(prediction.detach(), teacher, derivative, x, t, r, form=settings.tangent)
+        g = normalise_tangent(raw)
+        errors = per_sample_mean((prediction - prediction.detach() - g).square())
+        self.observations.add("tangent_norm", per_sample_norm(raw))
+        self.observations.add("jvp_norm", per_sample_norm(derivative))
+        self.observations.add("output_gradient/scm", 2 * weight * per_sample_norm(g))
+        observe_by_time(self.observations, "loss", errors, flow_time(t))
+        observe_latents(self.observations, "prediction", trig_denoise(x, prediction, t))
+        observe_latents(self.observations, "data", batch.latents)
+        return errors.mean()
+
+
+def consistency_tangent(
+    prediction: Tensor, teacher: Tensor, derivative: Tensor, x: Tensor, t: Tensor, r: float, *, form: str
+) -> Tensor:
+    """``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), before normalisation.
+
+    Args:
+        prediction: the student's ``F``, without a graph, ``(B, C, T, H, W)``.
+        teacher: the teacher's ``F_T``, guided.
+        derivative: ``J = cos t sin t dF/dt`` along the trajectory.
+        x: ``x_t``.
+        t: TrigFlow times ``(B,)``.
+        r: warm-up, in [0, 1] (section 4.2 there).
+        form: one of ``TANGENTS``; the same at ``r = 1``.
+    """
+    t = per_sample(t, x)
+    cos, sin = torch.cos(t), torch.sin(t)
+    if form == "rcm":
+        scale = cos * torch.sqrt(1 - (r * sin).square())
+        return -scale * (prediction - teacher) - (r * cos * sin * x + derivative)
+    assert form == "lu_song", form
+    return -cos.square() * (prediction - teacher) - r * (cos * sin * x + derivative)
+
+
+def normalise_tangent(g: Tensor) -> Tensor:
+    """``sqrt(N) g / (||g|| + .1)`` with the norm of each sample over its N elements (Lu & Song 2024, section 4.2).
+
+    The root keeps the gradient of a mean from shrinking with the resolution, below Adam's epsilon in the end.
+    """
+    norm = g.flatten(1).norm(dim=1)
+    return g * per_sample(g[0].numel() ** 0.5 / (norm + 0.1), g)

@@ -1,0 +1,140 @@
+"""Make the trajectories that ``method=ode_regression`` trains on, with the settings of the training:
+
+``torchrun --nproc-per-node N -m distill.trajectories experiment=NAME method.trajectories=FOLDER key=value ...``
+
+``method.num_trajectories`` of them; those that are there already stay. Trajectory i starts from the noise of ``seed``
+and i, towards the i-th caption of the data set.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from distill.config import Config, compose_config
+from distill.data import ClipDataset, build_dataset
+from distill.data.trajectories import TrajectoryFolder
+from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
+from distill.setup import plan_run
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import choose_allocator, choose_device, process_group, rank
+from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.reduce import all_gather_objects, together
+from fsdp_cp.rng import StepRandom
+from models.load import build_roles
+from models.role import Role
+
+log = logging.getLogger(__name__)
+
+
+class _TeacherAlone(OdeRegression):
+    """As the method itself, with the roles that its trajectories take."""
+
+    required_roles = ("teacher",)
+    trained_roles = ()
+    first_role = "teacher"
+
+    @classmethod
+    def check_files(cls, config: Any) -> None:
+        """The files are what is to be made."""
+
+
+def _write(folder: TrajectoryFolder, trajectories: Iterable[tuple[int, Tensor, Tensor, str]]) -> None:
+    for each in trajectories:
+        folder.write(*each)
+
+
+def write_trajectories(
+    config: Config, *, teacher: Role, data: ClipDataset, mesh: Mesh, device: torch.device, batch: int
+) -> int:
+    """Write what is missing of ``config.method.num_trajectories``; how many that was. Called by all ranks.
+
+    Args:
+        config: of ``method=ode_regression``.
+        teacher: the network.
+        data: captions and their embeddings.
+        mesh: trajectories are spread over ``mesh.dp``.
+        device: this rank's device.
+        batch: trajectories at a time on a data-parallel rank.
+
+    Raises:
+        UserError: a folder that holds trajectories of other settings, or cannot be written.
+    """
+    settings, folder = config.method, TrajectoryFolder(config.method.trajectories)
+    about = trajectory_settings(config) | {"teacher.precision": config.teacher.precision, "seed": config.seed}
+    together(lambda: folder.begin(about) if rank() == 0 else None)
+    shape = (len(settings.step_list), *data.latent_shape)
+    # One rank's answer: the ranks must run as many forwards, and need not see a new file at the same moment.
+    missing = all_gather_objects(folder.missing(settings.num_trajectories, shape) if rank() == 0 else None)[0]
+    null_text = data.null_text.to(device)
+    chunk = batch * mesh.dp_size
+    for start in tqdm(range(0, len(missing), chunk), desc="trajectories", disable=rank() != 0, smoothing=0.05):
+        first = start + mesh.dp_rank * batch
+        # The last ones are filled up by repeating one, which is not written.
+        mine = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
+        items = [data[i % len(data)] for i in mine]
+        random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
+        noise = random.normal("trajectories/noise", data.latent_shape)
+        text = torch.stack([item["text"] for item in items]).to(device)
+        states, latents = trajectory(teacher, noise, text, null_text.expand_as(text), settings)
+        made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
+        written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
+        together(partial(_write, folder, written))
+    return len(missing)
+
+
+def run(overrides: list[str]) -> None:
+    """Compose the settings, check them, build mesh, data and teacher, and write."""
+    config = compose_config(overrides)
+    if config.method.name != "ode_regression":
+        raise UserError(f"method={config.method.name} takes no trajectories; use method=ode_regression")
+    for other in (config.student, config.fake):
+        other.checkpoint = other.architecture = None  # the plan would say that they are not used
+    device = choose_device(config.device)
+    choose_allocator(device, config.cuda_allocator)
+    plan = plan_run(config, _TeacherAlone)
+    with process_group(device):
+        mesh = build_mesh(**plan.mesh_settings, heads=plan.heads, device_type=device.type)
+        data = build_dataset(config.data, seed=config.seed, device=device, run_dir=plan.run_dir)
+        roles = build_roles(
+            plan.roles,
+            trained=(),
+            mesh=mesh,
+            device=device,
+            latent_shape=data.latent_shape,
+            text_shape=data.text_shape,
+            seed=config.seed,
+        )
+        written = write_trajectories(
+            config, teacher=roles["teacher"], data=data, mesh=mesh, device=device, batch=plan.micro
+        )
+    total = config.method.num_trajectories
+    log.info("%d trajectories in %s, %d of them made now", total, config.method.trajectories, written)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line for a user's mistake."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    try:
+        run(arguments)
+    except UserError as error:
+        if rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

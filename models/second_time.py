@@ -1,0 +1,88 @@
+"""The second time of MeanFlow (Geng et al. 2025, arXiv:2505.13447, section 4.3), beside a network made for one time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdp_cp.mesh import Mesh
+from models.additions import Addition
+
+NAME = "second_time"
+RATES = (0.25, 32.0)
+"""Least and greatest rate of the embedding, in radians over an interval of 1. Slow, unlike Wan's own (up to 1000): the
+derivative in time, which MeanFlow's target is made of, grows with them (Lu & Song 2024, section 4.1)."""
+
+
+class _ZeroLinear(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class SecondTime(Addition):
+    """Adds an embedding of the interval ``t - r`` to the network's own of ``t``, as MeanFlow's networks do.
+
+    ``W2 silu(W1 f(t - r))`` with ``f(d) = (cos(w d) - 1, sin(w d))`` and no biases. At first ``W2 = 0``: the student is
+    the teacher for every r. At ``r = t`` the embedding is zero whatever the weights: there the student is the plain
+    network for ever, with an instantaneous velocity that any sampler of the plain network can follow.
+
+    It computes in fp32 under bf16, as the time embedder that it is added to.
+    """
+
+    full_precision = True
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__(config)
+        self.rates = config["freq_dim"] // 2
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        self.linear_1 = nn.Linear(2 * self.rates, width, bias=False)
+        self.linear_2 = _ZeroLinear(width, width, bias=False)
+        self.interval: Tensor | None = None
+        """``t - r`` of the call that is running."""
+
+    def attach(self, network: nn.Module, mesh: Mesh) -> None:
+        network.condition_embedder.time_embedder.register_forward_hook(self._add)
+
+    def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor:
+        if self.interval is None:
+            raise RuntimeError("this network has a second time, and was called without one; use Role.velocity(r=...)")
+        return embedding + self(self.interval)
+
+    def forward(self, interval: Tensor) -> Tensor:
+        """The embedding ``(B, dim)`` of ``t - r`` ``(B,)``, which is fp32 or better and may be dual."""
+        low, high = torch.tensor(RATES, dtype=torch.float64).log2().tolist()
+        rates = torch.logspace(low, high, self.rates, base=2.0, dtype=interval.dtype, device=interval.device)
+        angles = interval[:, None] * rates
+        features = torch.cat([angles.cos() - 1, angles.sin()], dim=1)
+        return self.linear_2(F.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
+
+
+@contextmanager
+def second_time(network: nn.Module, t: Tensor, r: Tensor | None) -> Iterator[None]:
+    """Calls of ``network`` inside the context are for the times ``(r, t)``.
+
+    Args:
+        network: with or without the addition.
+        t: ``(B,)`` in [0, 1].
+        r: ``(B,)``, at most ``t``; ``None`` for a network without the addition.
+
+    Raises:
+        RuntimeError: a second time for a network that has none, or none for one that has.
+    """
+    additions = getattr(network, "additions", {})
+    addition = additions[NAME] if NAME in additions else None
+    if addition is None:
+        if r is not None:
+            raise RuntimeError("a second time was given to a network without the addition second_time")
+        yield
+        return
+    addition.interval = None if r is None else t - r
+    try:
+        yield
+    finally:
+        addition.interval = None  # the next call must bring its own
