@@ -15,21 +15,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from distill.config import Config, OptimizerSettings, OptimSettings
 from distill.data.order import clip_at
-from distill.methods import Batch, build_method
+from distill.methods import METHODS, Batch, build_method
 from distill.methods.dmd2 import Dmd2Settings
 from distill.trainer import Trainer
+from fsdp_cp.initialise import initialise
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.shard_settings import ShardSettings
+from models.additions import attach_additions
 from models.load import build_role, plan_role
 from models.role import Role
 from models.wan import Wan
@@ -65,6 +69,13 @@ class Setup:
     activation_checkpointing: bool = False
     batch_size: int = BATCH
     micro_batch_size: int = 1
+    latent_shape: tuple[int, int, int, int] = LATENT_SHAPE
+    method: Any = field(
+        default_factory=lambda: Dmd2Settings(
+            fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0
+        )
+    )
+    """Settings of the method; DMD2 in miniature by default."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of how a role is sharded, by role; under ``all`` those of every role."""
 
@@ -94,11 +105,12 @@ class Trace:
 class RandomClips:
     """An in-memory data set of random latents and text embeddings."""
 
-    latent_shape, text_shape, fps, fingerprint = LATENT_SHAPE, TEXT_SHAPE, 8.0, "random"
+    text_shape, fps, fingerprint = TEXT_SHAPE, 8.0, "random"
 
-    def __init__(self) -> None:
+    def __init__(self, latent_shape: tuple[int, int, int, int] = LATENT_SHAPE) -> None:
         generator = torch.Generator().manual_seed(7)
-        self.latents = torch.randn(32, *LATENT_SHAPE, generator=generator)
+        self.latent_shape = latent_shape
+        self.latents = torch.randn(32, *latent_shape, generator=generator)
         self.text = torch.randn(32, *TEXT_SHAPE, generator=generator)
         self.null_text = torch.randn(*TEXT_SHAPE, generator=generator)
 
@@ -122,16 +134,14 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def make_config(setup: Setup, folder: Path) -> Config:
-    """DMD2 in miniature: 3 rollout steps, guidance, clipping that bites."""
+    """In miniature, with clipping that bites."""
     settings = OptimizerSettings(lr=1e-4, betas=[0.0, 0.99], weight_decay=0.01)
     return Config(
         steps=setup.steps,
         batch_size=setup.batch_size,
         seed=3,
         run_dir=str(folder / "run"),
-        method=Dmd2Settings(
-            fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0
-        ),
+        method=setup.method,
         optim=OptimSettings(student=settings, fake=settings, clip=0.5),
         data=None,
     )
@@ -167,18 +177,23 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
     """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
     mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp)
     device = torch.device("cpu")
-    roles = {}
-    for name in ("teacher", "student", "fake"):
-        plan = plan_role(name, checkpoint=str(folder / name), sharding=setup.sharding(name))
+    method, roles = METHODS[config.method.name][0], {}
+    for name in method.roles_needed(config.method):
+        plan = plan_role(
+            name,
+            checkpoint=str(folder / name),
+            sharding=setup.sharding(name),
+            additions=method.additions(config.method).get(name, ()),
+        )
         roles[name] = build_role(
             plan,
             mesh=mesh,
             device=device,
-            trainable=name != "teacher",
-            latent_shape=LATENT_SHAPE,
+            trainable=name in method.trained_roles,
+            latent_shape=setup.latent_shape,
             text_shape=TEXT_SHAPE,
         )
-    data = RandomClips()
+    data = RandomClips(setup.latent_shape)
     if setup.precision == "fp64":
         data.latents, data.text, data.null_text = data.latents.double(), data.text.double(), data.null_text.double()
     return RecordingTrainer(
@@ -203,25 +218,56 @@ def sharded_trace(setup: Setup, folder: Path) -> Trace:
     return make_trainer(setup, folder, make_config(setup, folder)).record()
 
 
+_ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
+"""All that an addition asks of a mesh whose tokens are not split."""
+
+
 class _PlainRole(Role):
     """A diffusers network called directly."""
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
-        return self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text).sample
+    def _outputs(self, x: Tensor, t: Tensor, text: Tensor, depth: float = 1.0) -> tuple[Tensor, ...]:
+        return self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)
+
+
+class _WrittenOut(WanAttnProcessor):
+    """diffusers' processor with attention as the formula has it: torch's own on the CPU has no forward-mode AD."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(keys)), attn.to_v(keys)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        if rotary_emb is not None:
+            q, k = (self._rotate(x, *rotary_emb) for x in (q, k))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+        return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Pairs of neighbours as complex numbers, times ``cos + i sin``."""
+        turn = torch.complex(cos[..., 0::2], sin[..., 1::2])
+        pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
 
 
 def oracle_trace(setup: Setup, folder: Path) -> Trace:
     """The same steps with plain networks, one process, the whole batch at once."""
     dtype = torch.float64 if setup.precision == "fp64" else torch.float32
-    roles = {}
-    for name in ("teacher", "student", "fake"):
-        network = WanTransformer3DModel.from_pretrained(folder / name).requires_grad_(name != "teacher")
+    config = make_config(setup, folder)
+    kind, roles = METHODS[config.method.name][0], {}
+    for name in kind.roles_needed(config.method):
+        trainable = name in kind.trained_roles
+        network = WanTransformer3DModel.from_pretrained(folder / name).requires_grad_(trainable)
+        network.set_attn_processor(_WrittenOut())
+        chosen = kind.additions(config.method).get(name, ())
+        if chosen:
+            attach_additions(network, chosen, network.config, _ONE_RANK)
+            initialise(network.additions, seed=0)
         torch.nn.Module.to(network, dtype)
         roles[name] = _PlainRole(
-            name=name, family=Wan, config={}, network=network, trainable=name != "teacher", precision="fp32",
+            name=name, family=Wan, config={}, network=network, trainable=trainable, precision="fp32",
             tokens=0, text_tokens=0,
         )  # fmt: skip
-    config = make_config(setup, folder)
     method = build_method(config.method, roles)
     settings = config.optim.student
     optimizers = {
@@ -231,9 +277,9 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             betas=tuple(settings.betas),
             weight_decay=settings.weight_decay,
         )
-        for name in ("student", "fake")
+        for name in kind.trained_roles
     }
-    data, trace = RandomClips(), Trace()
+    data, trace = RandomClips(setup.latent_shape), Trace()
     for step in range(setup.steps):
         size = setup.batch_size
         indices = [clip_at(config.seed, len(data), step * size + i) for i in range(size)]
@@ -245,6 +291,8 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         name = method.trained_role(step)
         parameters = dict(roles[name].network.named_parameters())
         total = 0.0
+        for role in roles.values():  # another role's loss may have gone through it
+            role.network.zero_grad()
         for loss in method.losses(step, batch, StepRandom(seed=config.seed, step=step, positions=range(size))):
             value = loss.weight * loss.closure()
             value.backward()

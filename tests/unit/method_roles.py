@@ -37,12 +37,19 @@ class Recorder(nn.Module):
     def __init__(self):
         super().__init__()
         self.calls: list[Call] = []
+        self.logit_calls: list[Call] = []
 
     def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         v = self.formula(x, t, text)
         self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled()))
         return v
+
+    def logits(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
+        d = self.judge(x, t, text)
+        self.logit_calls.append(Call(x, t, text, d.detach(), torch.is_grad_enabled()))
+        return d
 
 
 class Net(Recorder):
@@ -58,6 +65,17 @@ class Net(Recorder):
     def formula(self, x, t, text):
         moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))
         return moved * (1 + self.time * wide(t)) + wide((text * self.caption).mean((1, 2)))
+
+
+class Judge(Net):
+    """With a discriminator that shares ``mix`` and ``caption`` with it."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.head = nn.Parameter(normal(*SHAPE, seed=seed))
+
+    def judge(self, x, t, text):
+        return (self.formula(x, t, text) * self.head).flatten(1).mean(1) * 5
 
 
 class Painter(Recorder):
@@ -119,10 +137,11 @@ def dmd2(student=None, teacher=None, fake=None, **settings) -> Dmd2:
     return build_method(settings, roles)
 
 
-def run_loss(method, step, positions=range(4)) -> Tensor:
+def run_loss(method, step, positions=range(4), batch=None) -> Tensor:
     for role in method.roles.values():
         role.calls.clear()
-    (loss,) = method.losses(step, make_batch(positions), random_at(step, positions))
+        role.logit_calls.clear()
+    (loss,) = method.losses(step, batch or make_batch(positions), random_at(step, positions))
     assert loss.weight == 1.0
     assert not any(role.calls for role in method.roles.values()), "losses are lazy: listing them must run nothing"
     return loss.closure()

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from distill.checks import check, micro_batch_size
 from distill.config import CONFIGS, Config, RoleSettings, compose_config, load_config
 from distill.data import MovingShapesSettings, VideoFolderSettings
-from distill.methods.dmd2 import Dmd2Settings
+from distill.methods import METHODS
 from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.shard_settings import ShardSettings
@@ -33,7 +33,7 @@ def refusal(*overrides: str) -> str:
 def test_every_experiment_composes(experiment):
     config = compose_config([f"experiment={experiment}"])
     assert type(config) is Config and config.run_dir == f"runs/{experiment}"
-    assert isinstance(config.method, (Dmd2Settings, FlowMatchingSettings))
+    assert type(config.method) is METHODS[config.method.name][1]
     assert isinstance(config.data, (MovingShapesSettings, VideoFolderSettings))
     assert config.steps >= 1 and config.batch_size >= 1
 

@@ -1,0 +1,277 @@
+"""Do the methods distil? ``python -m benchmarks.distillation`` trains a student per method and seed and measures it.
+
+From the shipped teacher on moving shapes, by the recipes ``experiment=quickstart_METHOD`` (``quickstart`` for dmd2),
+one process a run, as many runs at a time as there are cores. Every method may spend the same floating-point operations
+on training. Started again it goes on where it was stopped; ``--quick`` shows in five minutes that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from distill.config import Config, compose_config, load_config
+from distill.data import build_dataset
+from distill.evaluate import REFERENCE_CLIPS, SAMPLE_SEED
+from distill.measures import HIGHER_IS_BETTER, Measure, diversity, measure, worse_by
+from distill.media import contact_sheet
+from distill.methods import METHODS, build_method
+from distill.sampling import generate, sample_captions
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import process_group
+from fsdp_cp.mesh import build_mesh
+from models.load import build_role, plan_role
+from models.role import Role
+
+ROOT = Path(__file__).resolve().parent.parent
+DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression")
+"""In the order of the table; dmd2 and rcm are the ones that have something to show."""
+STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (1, 2, 4, 8, 50)
+FULL = 50
+CLIPS = 256
+PICTURED = 4
+COUNTS_FROM, CLOSED, KEPT = 3.0, 0.8, 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One student."""
+
+    method: str
+    seed: int
+    folder: Path
+    scale: float
+    """Share of the recipe's steps."""
+
+    def overrides(self) -> list[str]:
+        """What ``train.py`` is told."""
+        recipe = ["experiment=quickstart" + ("" if self.method == "dmd2" else f"_{self.method}")]
+        steps = max(2, round(compose_config(recipe).steps * self.scale))
+        own = [f"seed={self.seed}", f"steps={steps}", f"run_dir={self.folder}", "device=cpu", "mesh.cp=1"]
+        if self.method == "ode_regression":
+            own.append(f"method.trajectories={self.folder}/trajectories")
+        return [*recipe, *own, "sample.every=0", "sample.report_clips=0", "sample.prompts=1", "sample.teacher_steps=[]"]
+
+    def train(self) -> None:
+        """Train to the end, or go on with what was stopped; nothing for a run that has ended.
+
+        Raises:
+            RuntimeError: a run that failed, with the end of its log.
+        """
+        if (self.folder / "finished").exists():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for command in self._commands():
+            with (self.folder / "log").open("a") as log:
+                code = subprocess.run(
+                    command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+                ).returncode
+            if code:
+                raise RuntimeError(
+                    f"{' '.join(command)} ended with {code}:\n{(self.folder / 'log').read_text()[-2000:]}"
+                )
+        (self.folder / "finished").touch()
+
+    def _commands(self) -> list[list[str]]:
+        train = [sys.executable, "train.py", *self.overrides()]
+        if self.method != "ode_regression":
+            return [train]
+        return [[sys.executable, "-m", "distill.trajectories", *self.overrides()], train]
+
+    def gigaflops(self) -> float:
+        """What its training took, from its metrics."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return sum(json.loads(line)["perf/flops"] for line in lines) / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    steps: int
+    measures: dict[str, Measure]
+
+
+def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
+    """uint8 ``(n, T, H, W, 3)`` of the network in ``folder``, in the sampler of the configuration's method."""
+    device = torch.device("cpu")
+    data = build_dataset(config.data, seed=0, device=device, run_dir=Path(config.run_dir))
+    with process_group(device):
+        additions = METHODS[config.method.name][0].additions(config.method).get(role_name, ())
+        plan = plan_role(role_name, checkpoint=str(folder), additions=additions)
+        mesh = build_mesh(heads=plan.family.heads(plan.config), device_type="cpu")
+        role: Role = build_role(
+            plan, mesh=mesh, device=device, trainable=False, latent_shape=data.latent_shape, text_shape=data.text_shape
+        )
+        latents = generate(
+            build_method(config.method, {role_name: role}),
+            role_name,
+            steps=steps,
+            captions=captions,
+            data=data,
+            mesh=mesh,
+            device=device,
+            seed=SAMPLE_SEED,
+            batch=64,
+        )
+    return data.decode(latents).numpy()
+
+
+def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Path) -> Row:
+    """Caption accuracy, feature distances and diversity of ``CLIPS`` clips; from ``cache`` if it is there."""
+    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
+    captions = sample_captions(data, CLIPS)
+    if not cache.exists():
+        clips = clips_of(config, role_name, folder, steps, captions)
+        heldout = data.heldout()
+        found = measure(clips, captions, heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy())
+        found |= diversity(clips, captions)
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        np.save(cache.with_suffix(".npy"), clips[: 2 * PICTURED : 2])
+        cache.write_text(json.dumps({name: asdict(value) for name, value in found.items()}))
+    values = {name: Measure(**value) for name, value in json.loads(cache.read_text()).items()}
+    return Row(name=role_name, steps=steps, measures=values)
+
+
+def over_seeds(rows: Sequence[Row], name: str) -> Row:
+    """The mean of several students; its standard error has what each was measured to and how much they differ."""
+    combined = {}
+    for key in rows[0].measures:
+        values = np.array([row.measures[key].value for row in rows])
+        errors = np.array([row.measures[key].standard_error for row in rows])
+        between = values.std(ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
+        # What each is measured to is in the difference between them already; few of them may agree by chance.
+        within = math.sqrt((errors**2).sum()) / len(rows)
+        combined[key] = Measure(float(values.mean()), float(max(between, within)))
+    return Row(name=name, steps=rows[0].steps, measures=combined)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown; one line per row."""
+    keys = list(rows[0].measures)
+    lines = ["| | " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|---" * (len(keys) + 1) + "|"]
+    for row in rows:
+        cells = (f"{m.value:.3f} ± {m.standard_error:.3f}" for m in row.measures.values())
+        lines.append(f"| {row.name}, {row.steps} step{'s' * (row.steps > 1)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def closed(teacher: Row, full: Row, student: Row, key: str) -> float:
+    """Which share of what the teacher loses by taking so few steps the student wins back; 1 is all of it."""
+    lost = teacher.measures[key].value - full.measures[key].value
+    return (teacher.measures[key].value - student.measures[key].value) / lost
+
+
+def judge(method: str, teachers: dict[int, Row], students: dict[int, Row]) -> tuple[bool, list[str]]:
+    """The two demands on a method's students: the share that they close, and caption accuracy at 4 steps."""
+    full, good, lines = teachers[FULL], True, []
+    for steps, student in students.items():
+        teacher = teachers[steps]
+        for key in HIGHER_IS_BETTER:
+            worse = worse_by(teacher.measures[key], full.measures[key], key)
+            if worse < COUNTS_FROM:
+                continue
+            share = closed(teacher, full, student, key)
+            good &= share >= CLOSED
+            lines.append(
+                f"| {method}, {steps} steps | {key.replace('_', ' ')} | {worse:.1f} | {share:.0%} |"
+                f" {'yes' if share >= CLOSED else '**no**'} |"
+            )
+    for key in ("colour_accuracy", "motion_accuracy"):
+        share = students[4].measures[key].value / full.measures[key].value
+        good &= share >= KEPT
+        lines.append(
+            f"| {method}, 4 steps | {key.replace('_', ' ')}, share of the teacher's at {FULL} | | {share:.1%} |"
+            f" {'yes' if share >= KEPT else '**no**'} |"
+        )
+    return good, lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=list(DISTILLING), choices=DISTILLING, metavar="METHOD")
+    parser.add_argument("--seeds", type=int, default=3, help="students per method")
+    parser.add_argument("--out", type=Path, default=Path("runs/distillation"), help="runs and measures; kept")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--quick", action="store_true", help="one seed, a fiftieth of the steps, dmd2 and rcm alone")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.methods, args.seeds, args.out = ["dmd2", "rcm"], 1, args.out.with_name(args.out.name + "_quick")
+    scale = 0.02 if args.quick else 1.0
+    out = args.out.resolve()
+    runs = [
+        Run(method=method, seed=seed, folder=out / method / str(seed), scale=scale)
+        for seed in range(args.seeds)
+        for method in args.methods
+    ]
+    with ThreadPoolExecutor(args.workers) as pool:
+        for run, _ in zip(runs, pool.map(Run.train, runs), strict=True):
+            print(f"{run.method}, seed {run.seed}: trained", file=sys.stderr, flush=True)
+    torch.set_num_threads(args.workers)
+
+    config = compose_config(["experiment=quickstart", f"run_dir={out}"])
+    source = ROOT / config.teacher.checkpoint
+    teachers = {n: measured(config, "teacher", source, n, out / f"teacher_{n}.json") for n in TEACHER_STEPS}
+    students: dict[str, dict[int, Row]] = {}
+    for method in args.methods:
+        seeds = [run for run in runs if run.method == method]
+        students[method] = {}
+        for n in STUDENT_STEPS:
+            rows = [
+                measured(
+                    load_config(run.folder / "config.yaml"),
+                    "student",
+                    run.folder / "export" / "student",
+                    n,
+                    run.folder / f"student_{n}.json",
+                )
+                for run in seeds
+            ]
+            students[method][n] = over_seeds(rows, method)
+    print(table([*teachers.values(), *(row for rows in students.values() for row in rows.values())]))
+    print("\n| method | GFLOP of training, mean over seeds |\n|---|---|")
+    for method in args.methods:
+        spent = [run.gigaflops() for run in runs if run.method == method]
+        print(f"| {method} | {np.mean(spent):,.0f} |")
+    print("\n| | measure | teacher worse than at 50 steps, SE | closed | at least 80 % (accuracy: 95 %) |")
+    print("|---|---|---|---|---|")
+    good = True
+    for method in args.methods:
+        fine, lines = judge(method, teachers, students[method])
+        good &= fine or method not in ("dmd2", "rcm")
+        print("\n".join(lines))
+    picture(out, runs)
+    print(f"\npicture: {out / 'distillation.png'}")
+    return 0 if good or args.quick else 1
+
+
+def picture(out: Path, runs: Sequence[Run]) -> None:
+    """The same captions and noise from the teacher and from each method's first student."""
+    config = compose_config(["experiment=quickstart", f"run_dir={out}"])
+    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=out)
+    captions = sample_captions(data, CLIPS)[: 2 * PICTURED : 2]
+    rows = [(f"teacher, {n} steps", np.load(out / f"teacher_{n}.npy")) for n in (50, 4, 1)]
+    for run in runs:
+        if run.seed == 0:
+            rows += [(f"{run.method}, {n} steps", np.load(run.folder / f"student_{n}.npy")) for n in (4, 1)]
+    contact_sheet(out / "distillation.png", rows, captions=captions)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,269 @@
+"""dmd2's GAN head on every mesh: the same addition on plain networks in one process is the oracle."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from benchmarks.parity import (
+    ARCHITECTURE,
+    LATENT_SHAPE,
+    MESHES,
+    TEXT_SHAPE,
+    Setup,
+    compare,
+    make_config,
+    make_trainer,
+    oracle_trace,
+    trace_on_ranks,
+    write_checkpoints,
+)
+from distill.methods.dmd2 import Dmd2Settings
+from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.fsdp_state import fsdp_modules, gathered_units, has_gradients, param_groups
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.sharding_memory import ShardingMemory
+
+METHOD = Dmd2Settings(
+    fake_updates_per_student_update=1,
+    step_list=[1.0, 0.8, 0.5],
+    guidance_scale=3.0,
+    shift=2.0,
+    # Far larger than published: each term must show in every gradient.
+    gan_weight_student=0.5,
+    gan_weight_head=0.5,
+    gan_r1_weight=20.0,
+    gan_r1_sigma=0.3,
+)
+UNEVEN = (4, 3, 6, 10)  # 45 tokens, which neither 2 nor 4 ranks divide
+
+
+def gan(**changes) -> Setup:
+    return Setup(**{"method": METHOD, "steps": 4} | changes)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Ranks by world size, started when first used."""
+    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gan")
+    write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoints):
+    return oracle_trace(gan(), checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("dp_shard", "cp"), [sizes if sizes in ((1, 2), (2, 2)) else pytest.param(*sizes, marks=slow) for sizes in MESHES]
+)
+def test_every_mesh_is_one_process(pools, checkpoints, oracle, dp_shard, cp):
+    setup = gan(dp_shard=dp_shard, cp=cp)
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    assert trace.roles == ["student", "fake"] * 2
+    heads = [any(name.startswith("additions.gan_head.") for name in gradients) for gradients in trace.gradients]
+    assert heads == [False, True] * 2
+    difference = compare(trace, oracle)
+    assert difference.largest < 1e-5, difference
+
+
+def test_the_gan_is_felt(checkpoints, oracle):
+    """Or the comparisons above would say nothing of it: each term changes the gradients it should."""
+    plain = replace(METHOD, gan_weight_student=1e-9)
+    no_r1 = replace(METHOD, gan_r1_weight=0.0)
+    for method, step in ((plain, 0), (no_r1, 1)):
+        other = oracle_trace(gan(method=method, steps=step + 1), checkpoints)
+        ours, theirs = oracle.gradients[step], other.gradients[step]
+        moved = {name: ((g - theirs[name]).norm() / g.norm()).item() for name, g in ours.items()}
+        # The last block and what follows it are behind the head, whose last bias cancels in R1's difference.
+        behind = {"blocks.2", "proj_out", "scale_shift_table", "additions.gan_head.out.bias"} if step else set()
+        for name, share in moved.items():
+            assert share > 1e-3 or any(name.startswith(prefix) for prefix in behind), (step, name, share)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_uneven_tokens(pools, checkpoints, cp):
+    setup = gan(cp=cp, latent_shape=UNEVEN, steps=2)
+    difference = compare(trace_on_ranks(setup, checkpoints, pools[cp]), oracle_trace(setup, checkpoints))
+    assert difference.largest < 1e-5, difference
+
+
+@slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_checkpointing": True},
+        {"micro_batch_size": 2},
+        {"changes": {"all": {"strategy": "optim_grads"}}},
+        {"changes": {"all": {"strategy": "optim"}}},
+        {"changes": {"all": {"strategy": "no_shard"}}},
+        {"changes": {"all": {"keep_gathered": True}}},
+    ],
+    ids=str,
+)
+def test_whatever_the_sharding(pools, checkpoints, oracle, changes):
+    difference = compare(trace_on_ranks(gan(dp_shard=1, cp=2, **changes), checkpoints, pools[2]), oracle)
+    assert difference.largest < 1e-5, difference
+
+
+def test_replicas(pools, checkpoints, oracle):
+    setup = gan(dp_replicate=2, cp=2, changes={"fake": {"reduce_unused": True}})
+    assert compare(trace_on_ranks(setup, checkpoints, pools[4]), oracle).largest < 1e-5
+
+
+def test_another_block(pools, checkpoints):
+    setup = gan(cp=2, method=replace(METHOD, gan_block=0), steps=2)
+    oracle = oracle_trace(setup, checkpoints)
+    assert compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle).largest < 1e-5
+    middle = oracle_trace(gan(steps=2), checkpoints)
+    assert abs(oracle.losses[1] - middle.losses[1]) > 1e-4
+
+
+def _student_step(folder, setup):
+    """What the fake score's network holds while the student trains through it, and behind that."""
+    config = make_config(setup, folder)
+    trainer = make_trainer(setup, folder, config)
+    data = trainer._steps_of_data()
+    fake = trainer.roles["fake"]
+    for _ in range(2):  # the fake score's own step too: its gradients are seen where they are
+        trainer._train_step(data)
+    before = {name: w.full_tensor().clone() for name, w in fake.weights().items()}
+    with ShardingMemory(fake.network) as memory:
+        assert trainer.method.trained_role(trainer.step) == "student"
+        trainer._train_step(data)
+        frozen = memory.peak_gradients
+        after = {name: w.full_tensor().clone() for name, w in fake.weights().items()}
+        state = (
+            has_gradients(fake.network),
+            any(p.grad is not None for p in fake.parameters()),
+            all(p.requires_grad for p in fake.parameters()) and fake.trainable,
+            bool(gathered_units(fake.network)),
+        )
+        memory.reset_peak()
+        trainer._train_step(data)
+        trained = memory.peak_gradients
+    reduced = {group._reduce_dtype for unit in fsdp_modules(fake.network) for group in param_groups(unit)}
+    return frozen, trained, state, all(torch.equal(before[n], after[n]) for n in before), reduced
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_the_fake_score_gets_no_gradient_from_the_student(pools, checkpoints, strategy, precision):
+    setup = gan(dp_shard=1, cp=2, precision=precision, changes={"all": {"strategy": strategy}})
+    for frozen, trained, state, same, reduced in pools[2].run(_student_step, checkpoints, setup):
+        assert frozen == 0 and trained > 0, "none is allocated"
+        assert state == (False, False, True, False) and same
+        assert reduced <= {torch.float32, None}
+
+
+def _broken(folder, setup):
+    """A student step that breaks off inside the fake score's backward, and then the same step again."""
+    config = make_config(setup, folder)
+    trainer, fresh = (make_trainer(setup, folder, config) for _ in range(2))
+    data = next(trainer._steps_of_data())
+
+    def refuse(*_):
+        raise ZeroDivisionError
+
+    first = trainer.roles["fake"].network.blocks[0]
+    handle = first.register_full_backward_pre_hook(refuse)
+    with pytest.raises(ZeroDivisionError):
+        trainer._train_step(iter([data]))
+    handle.remove()
+    fake = trainer.roles["fake"]
+    whole = all(p.requires_grad and p.grad is None for p in fake.parameters()) and fake.trainable
+    trainer.method.observations.drain()
+    again = [trainer._train_step(iter([data])), trainer._train_step(iter([data]))]
+    clean = [fresh._train_step(iter([data])), fresh._train_step(iter([data]))]
+    keys = ("student/loss", "student/grad_norm", "fake/loss", "fake/grad_norm")
+    return whole, [[m[k] for k in keys if k in m] for m in again], [[m[k] for k in keys if k in m] for m in clean]
+
+
+def test_a_student_step_that_broke_off_leaves_the_fake_score_trainable(pools, checkpoints):
+    for whole, again, clean in pools[2].run(_broken, checkpoints, gan(dp_shard=1, cp=2)):
+        assert whole and again == clean and all(math.isfinite(x) for step in again for x in step)
+
+
+def _in_bf16(folder, setup):
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    seen = []
+    head = trainer.roles["fake"].network.additions["gan_head"]
+    head.register_forward_hook(
+        lambda module, args, output: seen.append((module.out.weight.dtype, args[0].dtype, output.dtype))
+    )
+    trace = trainer.record()
+    masters = {w.dtype for n, w in trainer.roles["fake"].weights().items() if n.startswith("additions.")}
+    return set(seen), masters, trace.losses, trace.gradients[1]
+
+
+def test_the_head_computes_in_fp32_under_bf16(pools, checkpoints, oracle):
+    """Its R1 penalty is a difference of nearly equal logits."""
+    for seen, masters, losses, gradients in pools[2].run(_in_bf16, checkpoints, gan(cp=2, precision="bf16")):
+        assert seen == {(torch.float32, torch.bfloat16, torch.float32)} and masters == {torch.float32}
+        assert losses[:2] == pytest.approx(oracle.losses[:2], rel=0.03)
+        for name, gradient in gradients.items():
+            if name.startswith("additions."):
+                assert (gradient - oracle.gradients[1][name]).norm() < 0.1 * oracle.gradients[1][name].norm(), name
+
+
+def _resumed(folder, run_dir, setup, first, last):
+    config = make_config(setup, folder)
+    config.run_dir, config.steps = str(run_dir), last
+    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
+    trainer = make_trainer(setup, folder, config, resume_from)
+    trace = trainer.record()
+    trainer._save()
+    names = [n for n in trainer._tensors()["fake"]["adamw"] if n.startswith("additions.")]
+    return trace.losses, {n: w for n, w in trace.weights["fake"].items() if n.startswith("additions.")}, names
+
+
+@slow
+def test_a_resumed_run_keeps_the_head(pools, checkpoints, tmp_path):
+    straight, stopped, setup = tmp_path / "straight", tmp_path / "stopped", gan(cp=2)
+    losses, head, moments = pools[2].run(_resumed, checkpoints, straight, setup, 0, 4)[0]
+    pools[2].run(_resumed, checkpoints, stopped, setup, 0, 2)
+    resumed, restored, _ = pools[2].run(_resumed, checkpoints, stopped, setup, 2, 4)[0]
+    assert set(moments) == set(head) and len(head) == 4
+    assert resumed == losses[2:] and all(torch.equal(head[n], restored[n]) for n in head)
+
+
+def _logits(folder, setup):
+    """D of the role, and D written out from the features of the block that it reads."""
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    role, kept = trainer.roles["fake"], []
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, *LATENT_SHAPE, generator=generator)
+    text, t = torch.randn(2, *TEXT_SHAPE, generator=generator), torch.tensor([0.2, 0.7])
+    middle = role.network.blocks[(ARCHITECTURE["num_layers"] - 1) // 2]
+    handle = middle.register_forward_hook(lambda _m, _a, out: kept.append(out.detach().clone()))
+    with torch.no_grad():
+        d, v = role.logits(x, t, text), role.velocity(x, t, text)
+    handle.remove()
+    weights = {n.removeprefix("additions.gan_head."): w for n, w in role.weights().items() if "gan_head" in n}
+    full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
+    h = kept[0]
+    h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    hidden = h @ full["hidden.weight"].T + full["hidden.bias"]
+    logits = (hidden * hidden.sigmoid()) @ full["out.weight"].T + full["out.bias"]
+    return d, logits.mean((1, 2)), v.shape
+
+
+def test_logits_are_the_mean_over_tokens_of_a_small_network(pools, checkpoints):
+    ((d, written_out, shape),) = pools[1].run(_logits, checkpoints, gan())
+    torch.testing.assert_close(d, written_out, rtol=1e-5, atol=1e-6)
+    assert shape == (2, *LATENT_SHAPE) and d.shape == (2,) and abs(d[0] - d[1]) > 1e-4

@@ -1,0 +1,61 @@
+"""Every method on every mesh equals plain diffusers networks in one process, over five steps.
+
+DMD2 is in test_parity.py, with a GAN in test_gan_head.py, ode_regression in test_trajectories.py.
+"""
+
+import pytest
+
+from benchmarks.parity import Setup, compare, oracle_trace, trace_on_ranks, write_checkpoints
+from distill.methods.dcm import DcmSettings
+from distill.methods.flow_matching import FlowMatchingSettings
+from distill.methods.meanflow import MeanFlowSettings
+from distill.methods.rcm import RcmSettings
+from distill.methods.scm import ScmSettings
+from fsdp_cp.local_ranks import RankPool
+
+FEW = [1.0, 0.8, 0.5]
+METHODS = {
+    "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
+    "scm": ScmSettings(tangent_warmup=3, guidance_scale=3.0),
+    "rcm": RcmSettings(
+        tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
+    ),
+    "meanflow": MeanFlowSettings(warmup=1, interval_ratio=0.8, guidance_scale=3.0, step_list=FEW),
+    "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),
+}  # fmt: skip
+slow = pytest.mark.slow
+MESHES = (pytest.param(1, 1, marks=slow), pytest.param(2, 1, marks=slow), (1, 2), (2, 2))
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("methods")
+    write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def method(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoints, method):
+    return oracle_trace(Setup(steps=5, method=METHODS[method]), checkpoints)
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
+def test_five_steps(pools, checkpoints, method, oracle, dp_shard, cp):
+    setup = Setup(dp_shard=dp_shard, cp=cp, steps=5, method=METHODS[method])
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    difference = compare(trace, oracle)
+    assert difference.largest < 1e-5, difference
+    assert all(norm > 1e-3 for norm in trace.norms), "nothing to compare"

@@ -1,0 +1,363 @@
+"""The second time of a network: nothing at first and at r = t; derivatives and gradients on every mesh; its files."""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.autograd import forward_ad
+
+from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
+from distill.config import Config, SampleSettings, StudentSettings
+from distill.data import MovingShapesSettings
+from distill.derivatives import directional_derivative
+from distill.methods.meanflow import MeanFlowSettings
+from distill.sample import main as sample_command
+from fsdp_cp import build_mesh, checkpoint
+from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import RankPool
+from models.export import export_weights
+from models.load import build_role, plan_role
+from tests.distributed.test_wan_jvp import WrittenOut
+
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+WIDTH = ARCHITECTURE["num_attention_heads"] * ARCHITECTURE["attention_head_dim"]
+RATES = ARCHITECTURE["freq_dim"] // 2
+W1, W2 = (f"additions.second_time.linear_{i}.weight" for i in (1, 2))
+BATCH = 2
+ROOT = Path(__file__).parents[2]
+
+
+def _normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _trained(folder, **tensors):
+    """The student's folder with a second time that does something."""
+    folder = shutil.copytree(folder / "student", folder / "with_second_time", dirs_exist_ok=True)
+    weights = {W1: _normal(WIDTH, 2 * RATES, seed=1).float(), W2: 0.3 * _normal(WIDTH, WIDTH, seed=2).float()}
+    save_file(weights | tensors, folder / "additions.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoints(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoints):
+    return _trained(checkpoints)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = {size: RankPool(size) for size in (1, 2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@lru_cache  # each has process groups, with threads of their own
+def _mesh(dp_shard, cp):
+    return build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
+
+
+def _role(path, mesh, *, additions=("second_time",), precision="fp32"):
+    plan = plan_role("student", checkpoint=str(path), additions=additions)
+    return build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=True,
+        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+    )  # fmt: skip
+
+
+def _sample(dtype=torch.float32):
+    """x, t, r and text of the global batch; r is t in the first sample."""
+    t = torch.tensor([0.4, 0.9])
+    x, text = _normal(BATCH, *LATENT_SHAPE, seed=3), _normal(BATCH, *TEXT_SHAPE, seed=4)
+    return tuple(tensor.to(dtype) for tensor in (x, t, torch.tensor([0.4, 0.15]), text))
+
+
+def _mine(mesh):
+    samples = BATCH // mesh.dp_size
+    return slice(mesh.dp_rank * samples, (mesh.dp_rank + 1) * samples)
+
+
+class Embedder(nn.Module):
+    """diffusers' time embedder and the second time's embedding, as the docstring has it; weights are the module's."""
+
+    def __init__(self, embedder, weights):
+        super().__init__()
+        self.embedder, self.interval = embedder, None
+        self.w1, self.w2 = nn.Parameter(weights[W1].clone()), nn.Parameter(weights[W2].clone())
+
+    def forward(self, projected):
+        angles = self.interval[:, None] * 2 ** torch.linspace(-2, 5, RATES, dtype=self.interval.dtype)
+        hidden = torch.cat([torch.cos(angles) - 1, torch.sin(angles)], 1) @ self.w1.T
+        return self.embedder(projected) + (hidden * torch.sigmoid(hidden)) @ self.w2.T
+
+
+def _plain(folder, dtype):
+    network = WanTransformer3DModel.from_pretrained(folder)
+    embedder = Embedder(network.condition_embedder.time_embedder, load_file(folder / "additions.safetensors"))
+    network.condition_embedder.time_embedder = embedder
+    for block in network.blocks:
+        block.attn1.set_processor(WrittenOut())
+        block.attn2.set_processor(WrittenOut())
+    nn.Module.to(network, dtype)
+
+    def velocity(x, t, r, text):
+        embedder.interval = t - r
+        return network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
+
+    return network, velocity
+
+
+def _relative(ours, truth):
+    return ((ours - truth).norm() / truth.norm()).item()
+
+
+# ---------------------------------------------------------------- at the start, and at r = t
+
+
+def _start(checkpoints, trained, dp_shard, cp):
+    mesh = _mesh(dp_shard, cp)
+    plain, fresh, role = (
+        _role(path, mesh, additions=additions)
+        for path, additions in (
+            (checkpoints / "student", ()),
+            (checkpoints / "student", ("second_time",)),
+            (trained, ("second_time",)),
+        )
+    )
+    x, t, r, text = (tensor[_mine(mesh)] for tensor in _sample())
+    with torch.no_grad():
+        truth = plain.velocity(x, t, text)
+        same = torch.equal(fresh.velocity(x, t, text, r), truth)
+        at_t = torch.equal(role.velocity(x, t, text, t), truth)
+        apart = [_relative(a, b) for a, b in zip(role.velocity(x, t, text, r), truth, strict=True)]
+    first = fresh.weights()[W1].full_tensor()
+    return mesh.dp_rank, same, at_t, apart, first
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
+def test_it_is_the_plain_network_at_the_start_and_at_r_equal_t(pools, checkpoints, trained, dp_shard, cp):
+    ranks = pools[dp_shard * cp].run(_start, checkpoints, trained, dp_shard, cp)
+    for dp_rank, same, at_t, apart, first in ranks:
+        assert same and at_t
+        wanted = [0, 1][_slice(dp_rank, dp_shard)]
+        assert [difference > 1e-2 for difference in apart] == [bool(i) for i in wanted], "r = t in the first sample"
+        assert first.norm() > 0.1 and torch.equal(first, ranks[0][-1])
+
+
+def _slice(dp_rank, dp_size):
+    return slice(dp_rank * BATCH // dp_size, (dp_rank + 1) * BATCH // dp_size)
+
+
+# ---------------------------------------------------------------- derivatives
+
+
+def _jvp(trained, dp_shard, cp):
+    mesh = _mesh(dp_shard, cp)
+    role = _role(trained, mesh, precision="fp64")
+    x, t, r, text = (tensor[_mine(mesh)] for tensor in _sample(torch.float64))
+    dx = _normal(BATCH, *LATENT_SHAPE, seed=9)[_mine(mesh)]
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = forward_ad.make_dual(x, dx), forward_ad.make_dual(t, torch.ones_like(t))
+        out = forward_ad.unpack_dual(role.velocity(*duals, text, r))
+    return mesh.dp_rank, out.primal, out.tangent, role.network.additions["second_time"].interval
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
+def test_jvp_along_v_0_1(pools, trained, dp_shard, cp):
+    """In fp64 as far as diffusers computes in it: its time projection and norms are in fp32."""
+    _, velocity = _plain(trained, torch.float64)
+    x, t, r, text = _sample(torch.float64)
+    tangents = (_normal(BATCH, *LATENT_SHAPE, seed=9), torch.ones_like(t))
+    out, tangent = torch.func.jvp(lambda x, t: velocity(x, t, r, text), (x, t), tangents)
+    for dp_rank, ours, our_tangent, left in pools[dp_shard * cp].run(_jvp, trained, dp_shard, cp):
+        mine = _slice(dp_rank, dp_shard)
+        assert _relative(ours, out[mine]) < 1e-6 and _relative(our_tangent, tangent[mine]) < 1e-6
+        assert left is None
+    still = torch.func.jvp(lambda x, t: velocity(x, t, r + (t - t.detach()), text), (x, t), tangents)[1]
+    assert _relative(still, tangent) > 1e-3, "the interval grows with t"
+
+
+def _by_differences(trained):
+    role = _role(trained, _mesh(1, 1))
+    x, t, r, text = _sample()
+    tangents = (_normal(BATCH, *LATENT_SHAPE, seed=9).float(), torch.ones_like(t))
+    return [
+        directional_derivative(
+            lambda x, t: role.velocity(x, t, text, r), (x, t), tangents, mode=mode, step=MeanFlowSettings().jvp_step
+        )
+        for mode in ("exact", "finite_difference")
+    ]
+
+
+def test_the_default_step_survives_fp32_times(pools, trained):
+    ((exact, difference),) = pools[1].run(_by_differences, trained)
+    assert 0 < _relative(difference, exact) < 1e-2
+
+
+def _gradients(trained, dp_shard, cp):
+    mesh = _mesh(dp_shard, cp)
+    role = _role(trained, mesh)
+    x, t, r, text = (tensor[_mine(mesh)] for tensor in _sample())
+    target = _normal(BATCH, *LATENT_SHAPE, seed=5).float()[_mine(mesh)]
+    ((role.velocity(x, t, text, r) - target).square().mean() * len(x) / BATCH).backward()
+    return {name: p.grad.full_tensor() for name, p in role.network.named_parameters()}
+
+
+@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
+def test_gradients(pools, trained, dp_shard, cp):
+    network, velocity = _plain(trained, torch.float32)
+    x, t, r, text = _sample()
+    (velocity(x, t, r, text) - _normal(BATCH, *LATENT_SHAPE, seed=5).float()).square().mean().backward()
+    names = {".time_embedder.w1": W1, ".time_embedder.w2": W2}
+    truth = {}
+    for name, parameter in network.named_parameters():
+        ours = next(
+            (new for end, new in names.items() if name.endswith(end)), name.replace("embedder.embedder", "embedder")
+        )
+        truth[ours] = parameter.grad
+    for gradients in pools[dp_shard * cp].run(_gradients, trained, dp_shard, cp):
+        assert gradients.keys() == truth.keys()
+        for name, gradient in gradients.items():
+            assert _relative(gradient, truth[name]) < 1e-5, name
+        assert gradients[W1].norm() > 1e-6 and gradients[W2].norm() > 1e-6
+
+
+# ---------------------------------------------------------------- dtypes, mistakes
+
+
+def _dtypes(trained):
+    role = _role(trained, _mesh(1, 2), precision="bf16")
+    addition, seen = role.network.additions["second_time"], {}
+    addition.register_forward_hook(
+        lambda module, args, out: seen.update(
+            interval=args[0].dtype, weight=module.linear_1.weight.dtype, embedding=out.dtype
+        )
+    )
+    role.network.condition_embedder.time_proj.register_forward_pre_hook(
+        lambda module, args: seen.update(projected=args[0].dtype)
+    )
+    x, t, r, text = _sample()
+    role.velocity(x, t, text, r).square().mean().backward()
+    return seen, addition.linear_2.weight.grad.dtype
+
+
+def test_it_computes_in_fp32_under_bf16(pools, trained):
+    for seen, gradient in pools[2].run(_dtypes, trained):
+        assert seen == dict.fromkeys(("interval", "weight", "embedding"), torch.float32) | {"projected": torch.bfloat16}
+        assert gradient == torch.float32
+
+
+def _mistakes(checkpoints, trained):
+    role, plain = _role(trained, _mesh(1, 1)), _role(checkpoints / "student", _mesh(1, 1), additions=())
+    x, t, r, text = _sample()
+    found = []
+
+    def expect(call):
+        try:
+            call()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with torch.no_grad():
+        role.velocity(x, t, text, r)
+        expect(lambda: role.velocity(x, t, text))
+        expect(lambda: role.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text))
+        expect(lambda: plain.velocity(x, t, text, r))
+        expect(lambda: role.velocity(x[:, :2], t, text, r))  # breaks off inside
+        expect(lambda: role.velocity(x, t, text))
+    return found
+
+
+def test_a_stale_or_missing_second_time_is_refused(pools, checkpoints, trained):
+    (found,) = pools[1].run(_mistakes, checkpoints, trained)
+    assert len(found) == 5
+    for i in (0, 1, 4):
+        assert "has a second time, and was called without one" in found[i]
+    assert "given to a network without the addition" in found[2]
+
+
+# ---------------------------------------------------------------- files
+
+
+def _export(trained, out):
+    role = _role(trained, _mesh(2, 1))
+    export_weights(out / "export", role.weights(), role.config, dtype=torch.float32, max_bytes=20_000)
+    checkpoint.save(
+        out / "checkpoints", 7, {"student": {"weights": role.weights()}}, {"configs": {"student": role.config}}, keep=1
+    )
+    again = _role(out / "export", _mesh(2, 1))
+    return {name: (w.full_tensor(), again.weights()[name].full_tensor()) for name, w in role.weights().items()}
+
+
+def test_export_loads_in_diffusers_and_round_trips(pools, trained, tmp_path):
+    for weights in pools[2].run(_export, trained, tmp_path):
+        assert W1 in weights and all(torch.equal(*pair) for pair in weights.values())
+    command = [sys.executable, "-m", "models.export", str(tmp_path), str(tmp_path / "by_command")]
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    truth = WanTransformer3DModel.from_pretrained(trained)
+    for folder in (tmp_path / "export", tmp_path / "by_command"):
+        loaded, info = WanTransformer3DModel.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        for (name, p), (_, q) in zip(loaded.named_parameters(), truth.named_parameters(), strict=True):
+            assert torch.equal(p, q), name
+        ours, theirs = (load_file(path / "additions.safetensors") for path in (folder, trained))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert "second_time" in (folder / "README.md").read_text()
+    assert len(list((tmp_path / "export").glob("diffusion*.safetensors"))) > 1
+    assert "plain pipeline loads the network without them" in done.stderr
+
+
+def test_additions_that_do_not_fit_are_refused_and_unused_ones_named(checkpoints, trained, tmp_path, caplog):
+    plan_role("student", checkpoint=str(trained))
+    assert "its additions second_time are not used" in caplog.text
+    folder = shutil.copytree(trained, tmp_path / "other")
+    save_file({W1: torch.zeros(3, 3), W2: torch.zeros(WIDTH, WIDTH)}, folder / "additions.safetensors")
+    with pytest.raises(UserError, match=r"linear_1\.weight has shape \(3, 3\)"):
+        plan_role("student", checkpoint=str(folder), additions=("second_time",))
+    save_file({W2: torch.zeros(WIDTH, WIDTH)}, folder / "additions.safetensors")
+    with pytest.raises(UserError, match=r"lacks additions\.second_time\.linear_1\.weight"):
+        plan_role("student", checkpoint=str(folder), additions=("second_time",))
+    (folder / "additions.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match=r"additions\.safetensors is not a readable safetensors file"):
+        plan_role("student", checkpoint=str(folder), additions=("second_time",))
+
+
+def test_a_finished_student_is_sampled_with_its_second_time(tmp_path, capsys):
+    run, export = tmp_path / "run", tmp_path / "run" / "export" / "student"
+    config = Config(
+        steps=1, batch_size=1, run_dir=str(run), device="cpu", method=MeanFlowSettings(), data=MovingShapesSettings(),
+        student=StudentSettings(precision="fp32"), sample=SampleSettings(student_steps=[2]),
+    )  # fmt: skip
+    export.parent.mkdir(parents=True)
+    shutil.copytree(ROOT / "assets/quickstart_teacher/transformer", export)
+    OmegaConf.save(OmegaConf.create(asdict(config)), run / "config.yaml")
+
+    def sample(out):
+        return sample_command([str(run), "--count", "1", "--out", str(tmp_path / out)])
+
+    assert sample("none") == 2
+    message = capsys.readouterr().err
+    assert "has no additions.safetensors with second_time" in message and message.count("\n") == 1
+    network = WanTransformer3DModel.load_config(export)
+    width = network["num_attention_heads"] * network["attention_head_dim"]
+    for out, size in (("plain", 0.0), ("with", 1.0)):
+        weights = {W1: _normal(width, network["freq_dim"], seed=1).float(), W2: size * torch.eye(width)}
+        save_file(weights, export / "additions.safetensors")
+        assert sample(out) == 0
+    assert (tmp_path / "plain" / "0.mp4").read_bytes() != (tmp_path / "with" / "0.mp4").read_bytes()

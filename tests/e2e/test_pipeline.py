@@ -1,0 +1,117 @@
+"""A run's export in a plain diffusers pipeline: the same latents as from our own sampler, from a prompt on."""
+
+from functools import partial
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+from distill.config import load_config
+from distill.data import build_dataset
+from distill.methods import build_method
+from distill.methods.sampling import rollout
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.mesh import build_mesh
+from models.load import build_role, plan_role
+from tests.e2e.launch import train
+from tests.tiny_pipeline import build_tiny_pipeline, render_clips
+
+CAPTIONS = ["a green square, drifting", "a red square, drifting"]
+PUBLISHED = [1.0, 0.9375, 0.8333, 0.625]
+RCM = [80 / 81, 0.934, 0.853, 0.609]
+"""Near rCM's times: no diffusers scheduler has them."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A pipeline folder and a run of two steps, sampled after each."""
+    pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
+    build_tiny_pipeline(pipeline)
+    render_clips(clips, 2, frames=24, fps=8, height=72, width=120)
+    train(
+        2, "experiment=quickstart", "data=video_folder", f"data.path={clips}", f"data.encoders={pipeline}",
+        *(f"{role}.checkpoint={pipeline}" for role in ("teacher", "student", "fake")), "optim.student.lr=1e-2",
+        "data.height=32", "data.width=48", "mesh.cp=2", "batch_size=2", "steps=2", "student.ema.enabled=false",
+        f"method.step_list={PUBLISHED}", "method.fake_updates_per_student_update=1",
+        "sample.every=1", "sample.teacher_steps=[2]", "sample.student_steps=[4]", "sample.report_clips=0",
+        f"sample.captions=['{CAPTIONS[0]}','{CAPTIONS[1]}']", f"run_dir={run_dir}",
+    )  # fmt: skip
+    return pipeline, run_dir
+
+
+class TorchDraws:
+    """Fresh noise as a pipeline draws it: its scheduler has no generator, so from torch's global stream."""
+
+    def normal(self, purpose, shape, dtype):
+        return torch.randn(len(CAPTIONS), *shape, dtype=dtype)
+
+
+def our_latents(run_dir, noise, lists):
+    """From the exported student, sharded as in training, by the times of each of ``lists``; and the method's own."""
+    config = load_config(run_dir / "config.yaml")
+    data = build_dataset(config.data, seed=config.seed, device=torch.device("cpu"), run_dir=run_dir)
+    role = build_role(
+        plan_role("student", checkpoint=str(run_dir / "export" / "student")),
+        mesh=build_mesh(cp=1, heads=4),
+        device=torch.device("cpu"),
+        trainable=False,
+        latent_shape=data.latent_shape,
+        text_shape=data.text_shape,
+    )
+    text = data.embed(CAPTIONS)
+    assert noise.shape[1:] == data.latent_shape
+    found = []
+    with torch.no_grad():
+        for times in lists:
+            torch.manual_seed(3)
+            found.append(rollout(role, noise, text, times, TorchDraws(), "renoise"))
+        torch.manual_seed(3)
+        method = build_method(config.method, {"student": role})
+        found.append(method.generate("student", noise, text, data.null_text.expand_as(text), 4, TorchDraws()))
+    return found
+
+
+def off(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_samples_on_the_way_show_the_teacher_once(folders):
+    names = {path.name for path in (folders[1] / "samples").iterdir()}
+    assert names == {
+        *(f"teacher_2steps_{i}.mp4" for i in (0, 1)),
+        *(f"step_0000000{step}_student_4steps_{i}.mp4" for step in (1, 2) for i in (0, 1)),
+        "step_00000001.png", "step_00000002.png",
+    }  # fmt: skip
+
+
+def test_a_plain_pipeline_generates_what_our_sampler_does(folders):
+    base, run_dir = folders
+    export = run_dir / "export"
+    pipeline = WanPipeline.from_pretrained(
+        base,
+        transformer=WanTransformer3DModel.from_pretrained(export / "student"),
+        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(export / "scheduler"),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    shape = (2, 16, 5, 4, 6)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def generate(latents, output_type="latent"):
+        torch.manual_seed(3)
+        return pipeline(
+            CAPTIONS, height=32, width=48, num_frames=17, num_inference_steps=4, guidance_scale=1.0,
+            latents=latents, output_type=output_type, return_dict=False,
+        )[0]  # fmt: skip
+
+    theirs = generate(noise)
+    assert generate(noise, "np").shape == (2, 17, 32, 48, 3)
+    fitted = pipeline.scheduler.sigmas[:-1].tolist()
+    # Times that no scheduler has, as docs/run.md shows; this student's first input is less than noise.
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=RCM)
+    other = generate(RCM[0] * noise)
+    exact, listed, ours_other, method = run_ranks(1, our_latents, run_dir, noise, [fitted, PUBLISHED, RCM])[0]
+    assert off(exact, theirs) < 1e-5
+    assert off(ours_other, other) < 1e-5
+    assert torch.equal(method, listed) and off(listed, theirs) < 1e-3, "the cost of times that are met to 1e-5"
+    assert off(ours_other, theirs) > 1e-2, "the checks above can tell times apart"

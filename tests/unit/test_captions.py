@@ -1,0 +1,170 @@
+"""`data=captions`: captions through the text encoder, and distillation from them alone."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+import train
+from distill.config import compose_config, load_config
+from distill.data import CaptionsSettings, sample_shapes
+from distill.data.captions import Captions, read_captions
+from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.video_folder import VideoFolder
+from fsdp_cp.errors import UserError
+from tests.tiny_pipeline import build_tiny_pipeline, render_clips
+
+SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
+TEXTS = ["a red square", "two green squares", "a red square", "a blue one, drifting"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "captions.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+@pytest.fixture
+def make(tmp_path, tiny, file):
+    def build(**changes):
+        return Captions(**({"path": file, "encoders": tiny, "cache": tmp_path / "cache"} | SIZES | changes))
+
+    return build
+
+
+def test_items_are_the_captions_through_the_text_encoder(make, tiny):
+    data = make(negative_prompt="blurred")
+    encoder = TextEncoder(inspect_encoders(tiny), max_tokens=24, device=torch.device("cpu"), dtype=torch.float32)
+    assert len(data) == 4 and data.captions() == [TEXTS[0], TEXTS[1], TEXTS[3]]
+    assert data.latent_shape == (16, 3, 4, 6) and data.text_shape == (24, 32) and data.fps == 8
+    for i, text in enumerate(TEXTS):
+        item = data[i]
+        assert set(item) == {"text", "caption"} and item["caption"] == text
+        torch.testing.assert_close(item["text"], pad_text(encoder.encode(text), 24), rtol=1e-5, atol=1e-5)
+    assert torch.equal(data.embed(["blurred", TEXTS[1]]), torch.stack([data.null_text, data[1]["text"]]))
+    with pytest.raises(UserError, match="'a cat' has no embedding.*captions.txt, such as 'a red square'"):
+        data.embed(["a cat"])
+    assert data.decode(torch.zeros(2, *data.latent_shape)).shape == (2, 9, 32, 48, 3)
+    data.release()
+
+
+def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_path, monkeypatch):
+    first = make()
+    monkeypatch.setattr(TextEncoder, "__init__", lambda *_, **__: pytest.fail("everything is in the cache"))
+    monkeypatch.setattr(VideoCodec, "__init__", lambda *_, **__: pytest.fail("nothing to decode yet"))
+    again = make()
+    assert again.fingerprint == first.fingerprint and torch.equal(again[3]["text"], first[3]["text"])
+    monkeypatch.undo()
+    videos = render_clips(tmp_path / "videos", 2)
+    folder = VideoFolder(path=videos, encoders=tiny, cache=tmp_path / "cache", **SIZES)
+    assert torch.equal(folder.null_text, first.null_text) and folder.latent_shape == first.latent_shape
+
+
+def test_the_fingerprint_is_of_all_that_decides_a_step(make, file):
+    prints = {make().fingerprint, make(negative_prompt="blurred").fingerprint, make(num_frames=5).fingerprint}
+    file.write_text("\n".join(TEXTS[::-1]))
+    assert len(prints | {make().fingerprint}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "\ufeffone\r\n\r\n  two \nthree"),
+        ("a.csv", 'file_name,caption\nx.mp4,one\ny.mp4,\nz.mp4,"two"\nw.mp4,three\n'),
+        ("a.CSV", '\ufeffcaption\none\n" "\ntwo\nthree\n'),
+    ],
+)
+def test_reading(tmp_path, name, content, caplog):
+    (tmp_path / name).write_bytes(content.encode())
+    with caplog.at_level(logging.WARNING):
+        assert read_captions(tmp_path / name) == ["one", "two", "three"]
+    assert f"1 empty captions of {tmp_path / name} left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.txt", None, "is not a file; give a text file with a caption per line"),
+        ("a.txt", b"\n  \n", "has no caption; add one per line"),
+        ("a.txt", b"caf\xe9", "is not UTF-8 text"),
+        ("a.csv", b"file_name,text\nx.mp4,one\n", r"has no column caption \(found file_name,text\)"),
+        ("a.csv", b"", r"has no column caption \(found nothing\)"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"data.path=.*{name} {message}"):
+        read_captions(tmp_path / name)
+
+
+def test_sizes_that_do_not_fit_are_refused(make):
+    for changes, message in (
+        ({"num_frames": 8}, "data.num_frames=8 does not fit the VAE"),
+        ({"max_text_tokens": 0}, "data.max_text_tokens=0 must be at least 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make(**changes)
+
+
+def test_shapes_without_encoding(tiny):
+    settings = CaptionsSettings(path="captions.txt", encoders=str(tiny), num_frames=9, height=32, width=48)
+    assert sample_shapes(settings) == ((16, 3, 4, 6), (512, 32))
+    with pytest.raises(UserError, match="data.path is not set; data=captions needs a file there"):
+        sample_shapes(CaptionsSettings(encoders=str(tiny)))
+    with pytest.raises(UserError, match="data.encoders is not set; data=captions needs a folder there"):
+        sample_shapes(CaptionsSettings(path="captions.txt"))
+
+
+QUIET = ["data=captions", "sample.report_clips=0"]
+
+
+@pytest.mark.parametrize("overrides", [["experiment=quickstart_teacher"], ["method.gan_weight_student=0.01"]])
+def test_methods_that_need_clips_refuse_captions(overrides):
+    with pytest.raises(UserError, match="trains on real clips, and data=captions has none; use data=video_folder"):
+        compose_config([*QUIET, *overrides])
+    assert compose_config(["data=video_folder", *overrides]).data.name == "video_folder"
+
+
+def test_there_is_nothing_to_report_against():
+    with pytest.raises(UserError, match="sample.report_clips=8 compares with real clips.*use sample.report_clips=0"):
+        compose_config(["data=captions", "sample.report_clips=8"])
+
+
+def test_distilling_from_captions_alone(tmp_path, tiny, file):
+    """train.py from the file to clips of its captions; no video is anywhere."""
+    train.run(
+        [
+            *QUIET,
+            "device=cpu",
+            "mesh.cp=1",
+            f"run_dir={tmp_path / 'run'}",
+            f"teacher.checkpoint={tiny}",
+            f"data.path={file}",
+            f"data.encoders={tiny}",
+            *(f"data.{key}={value}" for key, value in SIZES.items()),
+            "steps=2",
+            "batch_size=2",
+            "checkpoint.every=0",
+            "method.fake_updates_per_student_update=1",
+            "method.step_list=[1.0,0.5]",
+            "method.rollout=full",
+            "sample.every=0",
+            "sample.prompts=2",
+            "sample.student_steps=[2]",
+            "sample.teacher_steps=[]",
+        ]
+    )
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["student/loss"] > 0 and records[1]["fake/loss"] > 0
+    assert not any("data_" in key for record in records for key in record)
+    assert len(list((tmp_path / "run" / "samples").glob("*.mp4"))) == 2
+    config = load_config(tmp_path / "run" / "config.yaml")
+    assert isinstance(config.data, CaptionsSettings) and config.data.path == str(file)

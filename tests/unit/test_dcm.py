@@ -1,0 +1,197 @@
+"""dcm in fp64 against the formulas, and against the map of its own Euler grid."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from distill.config import Config, EmaSettings, StudentSettings
+from distill.methods import METHODS, build_method
+from distill.methods.dcm import Dcm, DcmSettings
+from distill.schedules import euler_times, per_sample
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from tests.unit.analytic import PROBLEMS, make_batch, normal
+
+STEPS, SHIFT = 6, 3.0
+
+
+class EulerMap(nn.Module):
+    """``x0`` is where Euler's method on the grid leads from a node; parameters of 0 take part in it."""
+
+    def __init__(self, teacher, steps=STEPS):
+        super().__init__()
+        self.teacher, self.grid = teacher, euler_times(steps, SHIFT)
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def velocity(self, x, t, text):
+        y = x
+        for time, following in zip(self.grid, self.grid[1:], strict=False):
+            started = per_sample(t >= time - 1e-9, x)
+            v = self.teacher.velocity(y, torch.full_like(t, time), text)
+            y = torch.where(started, y + (following - time) * v, y)
+        return (1 + self.scale) * (x - y) / per_sample(t.clamp_min(1e-3), x) + self.offset
+
+
+class Net(nn.Module):
+    """Nonlinear, depends on time and caption; notes its calls."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.mix, self.time = nn.Parameter(normal(2, 2, seed=seed)), nn.Parameter(normal(1, seed=seed + 1))
+        self.calls = []
+
+    def velocity(self, x, t, text):
+        self.calls.append((x, t, text, torch.is_grad_enabled()))
+        moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))
+        return moved * (1 + self.time * per_sample(t, x)) + per_sample(text.mean((1, 2)), x)
+
+
+def dcm(student, teacher, **settings) -> Dcm:
+    chosen = {"grid_steps": STEPS, "shift": SHIFT, "guidance_scale": 1.0} | settings
+    return build_method(DcmSettings(**chosen), {"teacher": teacher, "student": student})
+
+
+def run_loss(method, problem=PROBLEMS[0], step=0, positions=range(6), null=0.0, caption=0.0):
+    positions = list(positions)
+    batch = make_batch(problem, max(positions) + 1)
+    batch = type(batch)(
+        latents=batch.latents[positions], text=batch.text[positions] + caption, null_text=batch.null_text + null
+    )
+    (loss,) = method.losses(step, batch, StepRandom(seed=5, step=step, positions=positions))
+    return loss.closure(), batch
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=["gaussian", "mixture"])
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_the_map_of_the_euler_grid_leaves_no_gradient(problem, steps):
+    student = EulerMap(problem, steps)
+    method = dcm(student, problem, grid_steps=steps)
+    for step in range(4):
+        run_loss(method, problem, step)[0].backward()
+    assert student.scale.grad.abs() < 1e-10 and student.offset.grad.abs() < 1e-10
+    other = EulerMap(problem, steps + 1)
+    run_loss(dcm(other, problem, grid_steps=steps), problem)[0].backward()
+    assert other.scale.grad.abs() > 1e-4, "another grid's map is not the optimum"
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_loss_and_gradient_by_the_formula(scale):
+    student, teacher = Net(1), Net(7)
+    method = dcm(student, teacher, guidance_scale=scale)
+    loss, batch = run_loss(method, null=0.3, caption=0.8)
+    loss.backward()
+    ours = [p.grad.clone() for p in student.parameters()]
+    (target_call, call) = student.calls
+    x, t, _, with_grad = call
+    next_x, next_t, _, target_with_grad = target_call
+    assert with_grad and not target_with_grad
+    grid = torch.tensor(euler_times(STEPS, SHIFT), dtype=torch.float64)
+    node = (t[:, None] - grid).abs().argmin(1)
+    assert torch.equal(t, grid[node]) and torch.equal(next_t, grid[node + 1])
+    null = batch.null_like_text()
+    c, u = teacher.velocity(x, t, batch.text), teacher.velocity(x, t, null)
+    followed = x + per_sample(next_t - t, x) * (u + scale * (c - u))
+    assert (next_x - followed).norm() < 1e-12 * followed.norm()
+    student.zero_grad()
+    target = (followed - per_sample(next_t, x) * student.velocity(followed, next_t, batch.text)).detach()
+    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.text)
+    truth = ((prediction - target) ** 2).sum() / prediction.numel()
+    truth.backward()
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
+    for found, parameter in zip(ours, student.parameters(), strict=True):
+        assert (found - parameter.grad).norm() < 1e-12 * parameter.grad.norm()
+    noise = (x - (1 - per_sample(t, x)) * batch.latents) / per_sample(t, x)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+
+
+def test_behind_the_last_node_the_target_is_the_teachers_sample():
+    student = Net(1)
+    run_loss(dcm(student, PROBLEMS[0], grid_steps=1))
+    (next_x, next_t, _, _), (x, t, _, _) = student.calls
+    assert (t == 1).all() and (next_t == 0).all()
+    loss, _ = run_loss(dcm(student, PROBLEMS[0], grid_steps=1))
+    prediction = x - student.velocity(x, t, torch.zeros(6, 1, 2, dtype=torch.float64))
+    assert loss.item() == pytest.approx((prediction - next_x).square().mean().item(), rel=1e-12)
+
+
+def test_nodes_are_uniform_and_each_samples_own():
+    student = Net(1)
+    run_loss(dcm(student, Net(7)), positions=range(1200))
+    grid = torch.tensor(euler_times(STEPS, SHIFT), dtype=torch.float64)
+    node = (student.calls[-1][1][:, None] - grid).abs().argmin(1)
+    counts = torch.bincount(node, minlength=STEPS + 1)
+    assert counts[STEPS] == 0
+    assert stats.chisquare(counts[:STEPS].numpy()).pvalue > 1e-3
+
+
+def test_the_target_may_be_the_average():
+    student, inside = Net(1), []
+    method = dcm(student, Net(7), target="ema")
+
+    @contextmanager
+    def average():
+        kept = student.time.data.clone()
+        student.time.data += 0.5
+        inside.append(len(student.calls))
+        yield
+        inside.append(len(student.calls))
+        student.time.data = kept
+
+    method.student_average = average
+    loss, batch = run_loss(method)
+    assert inside == [0, 1], "the target alone"
+    (next_x, next_t, _, _), (x, t, _, _) = student.calls
+    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.text)
+    student.time.data += 0.5
+    target = next_x - per_sample(next_t, x) * student.velocity(next_x, next_t, batch.text)
+    assert loss.item() == pytest.approx((prediction - target).square().mean().item(), rel=1e-12)
+
+
+def test_a_mean_over_samples():
+    method = dcm(Net(1), Net(7))
+    whole = run_loss(method)[0].item()
+    parts = [run_loss(method, positions=p)[0].item() * len(p) / 6 for p in ([0, 4], [1, 2, 3], [5])]
+    assert sum(parts) == pytest.approx(whole, rel=1e-12)
+
+
+def test_what_is_observed():
+    method = dcm(Net(1), Net(7))
+    run_loss(method)
+    seen = method.observations.drain()
+    assert {"loss/t0.00", "loss/t0.75", "prediction_std/0", "data_motion"} <= seen.keys()
+    assert sum(count for name, (_, count) in seen.items() if name.startswith("loss/")) == 6
+
+
+def test_roles():
+    assert METHODS["dcm"] == (Dcm, DcmSettings)
+    assert Dcm.roles_needed(DcmSettings()) == ("teacher", "student")
+    assert DcmSettings().grid_steps == 48 and DcmSettings().shift == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"grid_steps": 0}, "method.grid_steps=0 must be at least 1"),
+        ({"target": "teacher"}, "method.target=teacher is unknown; use student or ema"),
+        ({"step_list": [1.0, 1.0]}, "method.step_list=[1.0, 1.0] must descend"),
+        ({"shift": -1.0}, "method.shift=-1.0 must be above 0"),
+    ],
+)
+def test_settings_are_refused_by_name(settings, words):
+    with pytest.raises(UserError) as caught:
+        DcmSettings(**settings)
+    assert words in str(caught.value)
+
+
+def test_an_average_that_is_not_kept_is_refused():
+    def config(enabled):
+        student = StudentSettings(ema=EmaSettings(enabled=enabled))
+        return Config(steps=1, batch_size=1, student=student, method=DcmSettings(target="ema"), data=None)
+
+    with pytest.raises(UserError, match="method.target=ema needs student.ema.enabled=true"):
+        Dcm.check(config(False))
+    Dcm.check(config(True))

@@ -1,0 +1,65 @@
+"""The spread of clips of one caption, against the scenes that were rendered."""
+
+import numpy as np
+import pytest
+from scipy.ndimage import gaussian_filter
+
+from distill.data.moving_shapes import CAPTIONS, draw_scene, render
+from distill.measures import diversity
+from fsdp_cp.errors import UserError
+
+CHOSEN = CAPTIONS[:6]
+EACH = 40
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    rng = np.random.default_rng(5)
+    return [draw_scene(c, rng, num_frames=6, height=16, width=16) for c in CHOSEN for _ in range(EACH)]
+
+
+def clips_of(scenes):
+    rendered = np.stack([render(scene, height=16, width=16) for scene in scenes])
+    return (rendered * 255).round().astype(np.uint8).transpose(0, 2, 3, 4, 1)
+
+
+ASKED = [caption for caption in CHOSEN for _ in range(EACH)]
+
+
+def true_spread(scenes):
+    position, phase = [], []
+    for start in range(0, len(scenes), EACH):
+        group = scenes[start : start + EACH]
+        centres = np.array([scene.centres[scene.visible].mean(0) for scene in group]) / 16
+        radii = [(s.radii[s.visible][0], s.radii[s.visible][-1], np.ptp(s.centres[s.visible, 1])) for s in group]
+        position.append(np.var(centres, axis=0, ddof=1).mean())
+        phase.append(np.var(np.array(radii) / 16, axis=0, ddof=1).mean())
+    return np.sqrt(np.mean(position)), np.sqrt(np.mean(phase))
+
+
+def test_it_measures_the_spread_of_the_scenes(scenes):
+    found = diversity(clips_of(scenes), ASKED)
+    position, phase = true_spread(scenes)
+    assert found["spread/position"].value == pytest.approx(position, rel=0.03)
+    assert found["spread/phase"].value == pytest.approx(phase, rel=0.06)
+
+
+def test_copies_of_one_clip_have_none_and_fewer_kinds_have_less(scenes):
+    copies = [scenes[i - i % EACH] for i in range(len(scenes))]
+    assert all(m.value < 1e-9 for m in diversity(clips_of(copies), ASKED).values())
+    pairs = [scenes[i - i % EACH + i % 2] for i in range(len(scenes))]
+    for name, measure in diversity(clips_of(pairs), ASKED).items():
+        assert 1e-3 < measure.value < diversity(clips_of(scenes), ASKED)[name].value
+
+
+def test_differences_between_captions_do_not_count(scenes):
+    clips = clips_of([scenes[i - i % EACH] for i in range(len(scenes))])
+    assert diversity(clips, ["one"] * len(clips))["spread/phase"].value > 0.01
+    assert diversity(clips, ASKED)["spread/phase"].value < 1e-9
+
+
+def test_clips_that_nobody_understands_have_no_spread(scenes):
+    blurred = gaussian_filter(clips_of(scenes[:8]).astype(float), (0, 0, 2, 2, 0)).astype(np.uint8)
+    assert all(np.isnan(m.value) for m in diversity(blurred, ["one"] * 8).values())
+    with pytest.raises(UserError, match="3 captions for 8 clips"):
+        diversity(blurred, ["one"] * 3)

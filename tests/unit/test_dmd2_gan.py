@@ -1,0 +1,276 @@
+"""dmd2's GAN, its rollout settings and its operation without clips, in fp64 against ALGORITHMS."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+
+from distill.config import compose_config
+from distill.methods.dmd2 import Dmd2, Dmd2Settings, Shared
+from distill.setup import plan_run
+from fsdp_cp.errors import UserError
+from tests.unit.method_roles import (
+    SHAPE,
+    TEXT,
+    Judge,
+    N,
+    Painter,
+    close,
+    dmd2,
+    gradients,
+    make_batch,
+    normal,
+    random_at,
+    run_loss,
+    student_sample,
+    unshifted,
+    wide,
+)
+
+B = 4
+
+
+def gan(student=None, **settings):
+    return dmd2(student, fake=Judge(22), **{"gan_weight_student": 0.7, "gan_weight_head": 0.3, **settings})
+
+
+def head_losses(method, step=1):
+    """The losses of a fake step by name, none of which has run."""
+    losses = {loss.name: loss for loss in method.losses(step, make_batch(), random_at(step))}
+    assert list(losses) == ["gan", "fake_score"], "the last loss must reach every block"
+    assert losses["gan"].weight == method.settings.gan_weight_head and losses["fake_score"].weight == 1.0
+    assert not any(role.calls or role.logit_calls for role in method.roles.values()), "losses are lazy"
+    return losses
+
+
+def softplus(x):
+    return torch.log(1 + torch.exp(x))
+
+
+# ---------------------------------------------------------------- the student
+
+
+def test_student_gradient_is_dmd_plus_the_gradient_of_softplus():
+    theta = normal(B, *SHAPE, seed=9)
+    method = gan(Painter(theta))
+    loss = run_loss(method, 0)
+    loss.backward()
+    plain = dmd2(Painter(theta), fake=Judge(22))
+    alone = run_loss(plain, 0)
+    alone.backward()
+    fake, (call,) = method.roles["fake"], method.roles["fake"].logit_calls
+    assert call.with_grad and torch.equal(call.text, make_batch().text)
+    x = call.x.detach().requires_grad_()
+    d = fake.judge(x, call.t, call.text)
+    (towards,) = torch.autograd.grad(d.sum(), x)
+    expected = 0.7 / B * wide(-torch.sigmoid(-d)) * towards * wide(1 - call.t)
+    assert close(method.roles["student"].theta.grad - plain.roles["student"].theta.grad, expected.detach(), 1e-10)
+    assert expected.norm() > 1e-3 * plain.roles["student"].theta.grad.norm()
+    assert close(loss - alone, 0.7 * softplus(-d).sum() / B, 1e-10)
+
+
+def test_student_is_judged_at_its_own_time_and_noise():
+    theta = normal(B, *SHAPE, seed=9)
+    method = gan(Painter(theta))
+    run_loss(method, 0)
+    (score,), (call,) = method.roles["fake"].calls, method.roles["fake"].logit_calls
+    noises = [((c.x - (1 - wide(c.t)) * theta) / wide(c.t)).flatten().detach() for c in (score, call)]
+    assert stats.kstest(noises[1].numpy(), "norm").pvalue > 1e-3
+    assert abs(torch.corrcoef(torch.stack(noises))[0, 1]) < 0.25
+    assert len({*score.t.tolist(), *call.t.tolist()}) == 2 * B
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_judged_times_are_uniform_in_their_range_before_the_shift(step):
+    method = gan(shift=4.0, min_time=0.1, max_time=0.7, step_list=[1.0])
+    positions = range(1500)
+    batch = replace(
+        make_batch(),
+        latents=torch.zeros(1500, *SHAPE, dtype=torch.float64),
+        text=torch.ones(1500, *TEXT, dtype=torch.float64),
+    )
+    next(iter(method.losses(step, batch, random_at(step, positions)))).closure()
+    t = unshifted(method.roles["fake"].logit_calls[0].t, 4.0)[:1500]
+    assert 0.1 <= t.min() and t.max() <= 0.7
+    assert stats.kstest(t.numpy(), "uniform", (0.1, 0.6)).pvalue > 1e-3
+
+
+def test_each_term_of_the_student_is_observed():
+    method = gan()
+    loss = run_loss(method, 0).item()
+    observed = {name: total / count for name, (total, count) in method.observations.drain().items()}
+    assert loss == pytest.approx(observed["dmd"] + 0.7 * observed["gan"], rel=1e-12)
+
+
+def test_the_fake_score_is_frozen_while_the_student_trains_through_it():
+    method = gan(fake_updates_per_student_update=2)
+    assert [method.frozen_roles(step) for step in range(4)] == [("fake",), (), (), ("fake",)]
+    assert not any(dmd2().frozen_roles(step) for step in range(4)), "nothing passes through it without a GAN"
+
+
+# ---------------------------------------------------------------- the head
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_head_loss_and_its_gradient(weight):
+    theta = normal(B, *SHAPE, seed=9)
+    method = gan(Painter(theta), gan_r1_weight=weight, gan_r1_sigma=0.05)
+    fake = method.roles["fake"]
+    loss = head_losses(method)["gan"].closure()
+    loss.backward()
+    ours = gradients(fake)
+    fake.zero_grad()
+    (call,) = fake.logit_calls
+    assert len(call.x) == (3 if weight else 2) * B and not call.x.requires_grad
+    d = fake.judge(call.x, call.t, call.text)
+    expected = softplus(d[:B]).sum() / B + softplus(-d[B : 2 * B]).sum() / B
+    if weight:
+        r1 = (d[B : 2 * B] - d[2 * B :]).square()
+        expected = expected + weight * r1.sum() / B
+        assert (r1 > 1e-6).all()
+    assert close(loss, expected, 1e-12)
+    expected.backward()
+    assert ours.keys() == {"mix", "time", "caption", "head"}, "it trains the network under the head too"
+    for name, gradient in gradients(fake).items():
+        assert close(ours[name], gradient, 1e-10), name
+    assert not gradients(method.roles["student"]) and not method.roles["teacher"].calls
+
+
+def test_what_the_head_is_shown():
+    """Samples and clips at one time each, with noise of their own; the disturbed clips differ by sigma e."""
+    theta = normal(B, *SHAPE, seed=9)
+    method = gan(Painter(theta), gan_r1_weight=1.0, gan_r1_sigma=0.05)
+    losses = head_losses(method)
+    for loss in losses.values():
+        loss.closure()
+    (call,), (score,) = method.roles["fake"].logit_calls, method.roles["fake"].calls
+    student, real, disturbed = call.x.chunk(3)
+    t = call.t[:B]
+    assert torch.equal(call.t, t.repeat(3)) and torch.equal(call.text, make_batch().text.repeat(3, 1, 1))
+    noises = [
+        (student - (1 - wide(t)) * theta) / wide(t),
+        (real - (1 - wide(t)) * make_batch().latents) / wide(t),
+        (disturbed - real) / 0.05,
+        (score.x - (1 - wide(score.t)) * theta) / wide(score.t),
+    ]
+    noises = [noise.detach().flatten() for noise in noises]
+    for noise in noises:
+        assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-3
+    assert (torch.corrcoef(torch.stack(noises)) - torch.eye(4)).abs().max() < 0.25
+
+
+def test_both_losses_share_one_rollout_and_drop_it():
+    method = gan(rollout="full")
+    losses = head_losses(method)
+    losses["gan"].closure()
+    assert len(method.roles["student"].calls) == 3
+    sample = student_sample(method)
+    losses["fake_score"].closure()
+    assert len(method.roles["student"].calls) == 3, "a rollout is expensive: not twice"
+    assert not any(call.with_grad for call in method.roles["student"].calls)
+    call = method.roles["fake"].calls[-1]
+    noise = (call.x - (1 - wide(call.t)) * sample) / wide(call.t)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    made = []
+    shared = Shared(lambda: made.append(0) or torch.ones(3, requires_grad=True) * 2, uses=2)
+    first = shared.take()
+    assert not first.requires_grad and shared.take() is first and len(made) == 1 and shared._value is None
+
+
+def test_fake_score_loss_is_the_one_without_a_gan():
+    method, plain = gan(), dmd2(fake=Judge(22))
+    assert torch.equal(head_losses(method)["fake_score"].closure(), run_loss(plain, 1))
+
+
+def test_without_a_gan_there_is_no_head():
+    assert Dmd2.additions(Dmd2Settings()) == {} and not Dmd2.needs_latents(Dmd2Settings())
+    settings = Dmd2Settings(gan_weight_student=1e-3, gan_block=3)
+    assert Dmd2.additions(settings) == {"fake": {"gan_head": {"block": 3}}} and Dmd2.needs_latents(settings)
+    method = dmd2(fake=Judge(22))
+    for step in (0, 1):
+        run_loss(method, step)
+        assert not method.roles["fake"].logit_calls
+
+
+# ---------------------------------------------------------------- rollouts and captions
+
+
+@pytest.mark.parametrize("step", [0, 1, 6, 7])
+def test_a_full_rollout_takes_all_steps_with_gradient_through_the_last(step):
+    method = dmd2(rollout="full")
+    run_loss(method, step)
+    calls = method.roles["student"].calls
+    assert [call.t[0].item() for call in calls] == [1.0, 0.8, 0.5]
+    assert [call.with_grad for call in calls] == [False, False, method.trained_role(step) == "student"]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_captions_are_enough(step):
+    method = dmd2()
+    batch = make_batch()
+    with_clips = run_loss(method, step, batch=batch)
+    seen = method.observations.drain().keys()
+    without = run_loss(method, step, batch=replace(batch, latents=None, latent_shape=SHAPE))
+    assert torch.equal(with_clips, without) and without.isfinite()
+    assert method.observations.drain().keys() == {name for name in seen if not name.startswith("data_")}
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout": "fixed"}, "method.rollout=fixed is unknown; use random or full"),
+        ({"gan_weight_student": -1.0}, "method.gan_weight_student=-1.0 must be at least 0"),
+        ({"gan_weight_head": 0.0}, "method.gan_weight_head=0.0 must be above 0; .* method.gan_weight_student=0"),
+        ({"gan_r1_weight": float("nan")}, "method.gan_r1_weight=nan must be at least 0"),
+        ({"gan_r1_sigma": 0.0}, "method.gan_r1_sigma=0.0 must be above 0"),
+        ({"gan_block": -1}, "method.gan_block=-1 must be at least 0, or null"),
+    ],
+)
+def test_settings_are_checked(changes, message):
+    with pytest.raises(UserError, match=message):
+        Dmd2Settings(**changes)
+
+
+def test_replicas_need_unused_parameters_reduced():
+    """One loss uses the head, the other the blocks behind it."""
+    overrides = ["method.gan_weight_student=0.001", "mesh.dp_replicate=2"]
+    with pytest.raises(UserError, match="mesh.dp_replicate=2 needs fake.reduce_unused=true"):
+        compose_config(overrides)
+    for fine in ("fake.reduce_unused=true", "fake.strategy=optim", "fake.replicate=false"):
+        compose_config([*overrides, fine])
+
+
+def test_gradient_weights_of_a_sample_do_not_depend_on_the_others():
+    theta = normal(B, *SHAPE, seed=9)
+    other = theta.clone()
+    other[2] *= 50
+    grads = []
+    for value in (theta, other):
+        method = gan(Painter(value))
+        run_loss(method, 0).backward()
+        grads.append(method.roles["student"].theta.grad * N)
+    for i in (0, 1, 3):
+        assert close(grads[1][i], grads[0][i])
+
+
+# ---------------------------------------------------------------- the plan of a run
+
+PLAN = ["mesh.cp=1", "method.gan_weight_student=0.001"]
+
+
+def test_a_rate_of_the_heads_own():
+    scaled = "optim.fake.lr_scale={additions.gan_head.*: 10}"
+    fake = {role.name: role for role in plan_run(compose_config([*PLAN, scaled])).roles}["fake"]
+    assert dict(fake.additions) == {"gan_head": {"block": None}}
+    with pytest.raises(UserError, match="optim.fake.lr_scale: 'additions.gan_head.*' matches no parameter"):
+        plan_run(compose_config([PLAN[0], scaled]))
+
+
+def test_a_block_that_is_not_there_is_refused_before_anything_is_built():
+    with pytest.raises(UserError, match="method.gan_block=4, but the network has 4 blocks; use 0 to 3, or null"):
+        plan_run(compose_config([*PLAN, "method.gan_block=4"]))
+    plan_run(compose_config([*PLAN, "method.gan_block=3"]))

@@ -1,0 +1,320 @@
+"""meanflow in fp64 against the formulas, and against data whose mean velocities are known in closed form."""
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from distill.config import Config, EmaSettings, StudentSettings
+from distill.methods import METHODS, build_method
+from distill.methods.meanflow import MeanFlow, MeanFlowSettings
+from distill.schedules import per_sample
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from tests.unit.analytic import PROBLEMS, Gaussian, Mixture, make_batch, normal
+
+IDS = ["gaussian", "mixture"]
+
+
+class ExactMean(nn.Module):
+    """``u(x_t, r, t)`` of ``problem``, the velocity at r = t; parameters of 0 take part in it."""
+
+    def __init__(self, problem):
+        super().__init__()
+        self.problem = problem
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
+
+    def velocity(self, x, t, text, r=None):
+        instant = r == t
+        interval = per_sample(torch.where(instant, 1.0, t - r), x)
+        u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
+        u = torch.where(per_sample(instant, x), self.problem.velocity(x, t, text), u)
+        return (1 + self.scale) * u + self.offset
+
+
+class SmallNet(nn.Module):
+    """The velocity of ``problem`` plus a network of each element and both times, zero at first. Notes its calls."""
+
+    def __init__(self, problem, width=32, seed=0, zero=True):
+        super().__init__()
+        self.problem, self.calls = problem, []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.body = nn.Sequential(
+                nn.Linear(4, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1)
+            ).double()
+        if zero:
+            nn.init.zeros_(self.body[-1].weight)
+            nn.init.zeros_(self.body[-1].bias)
+
+    def velocity(self, x, t, text, r=None):
+        assert r.shape == t.shape == (len(x),) and (r <= t).all()
+        self.calls.append((x, t, r, torch.is_grad_enabled()))
+        rows = torch.stack([x, *(per_sample(time, x).expand_as(x) for time in (t, r, t * r))], -1)
+        return self.problem.velocity(x, t, text) + self.body(rows)[..., 0]
+
+
+def meanflow(student, teacher=None, **settings) -> MeanFlow:
+    chosen = {"guidance_scale": 1.0, "shift": 1.0, "interval_ratio": 0.5, "weight_power": 0.0} | settings
+    return build_method(MeanFlowSettings(**chosen), {"teacher": teacher, "student": student})
+
+
+def run_loss(method, step=0, count=6, problem=PROBLEMS[0], positions=None):
+    positions = list(range(count)) if positions is None else positions
+    batch = make_batch(problem, count)
+    rows = {name: getattr(batch, name)[positions] for name in ("latents", "text")}
+    batch = type(batch)(**rows, null_text=batch.null_text)
+    random = StepRandom(seed=5, step=step, positions=positions)
+    (loss,) = method.losses(step, batch, random)
+    return loss.closure(), batch
+
+
+# ---------------------------------------------------------------- known answers
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=IDS)
+def test_exact_mean_velocities_leave_no_gradient(problem, power):
+    student = ExactMean(problem)
+    method = meanflow(student, problem, warmup=3, interval_ratio=1.0, shift=2.0, weight_power=power, weight_floor=1.0)
+    for step in (2, 3, 4):
+        loss, _ = run_loss(method, step, problem=problem)
+        loss.backward()
+    for parameter in student.parameters():
+        assert parameter.grad.abs().max() < 1e-8
+    assert method.observations.drain()["jvp_norm"][0] > 1, "the derivative is not zero there"
+
+
+def test_a_wrong_mean_velocity_has_a_gradient():
+    """The test above can fail: the teacher's velocity is not the mean velocity."""
+
+    class Velocity(ExactMean):
+        def velocity(self, x, t, text, r=None):
+            return (1 + self.scale) * self.problem.velocity(x, t, text) + self.offset
+
+    student = Velocity(PROBLEMS[0])
+    loss, _ = run_loss(meanflow(student, PROBLEMS[0], interval_ratio=1.0))
+    loss.backward()
+    assert student.scale.grad.abs() > 1e-3
+
+
+def test_a_student_converges_to_the_flow_map():
+    problem = Mixture(shape=(1, 1, 1, 1), weights=(0.4, 0.6), means=(-1.0, 1.0), stds=(0.5, 0.6))
+    student = SmallNet(problem, width=48)
+    method = meanflow(student, problem, interval_ratio=1.0, time="uniform")
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    noise = normal(512, 1, 1, 1, 1, seed=3)
+    zero = torch.zeros(512, dtype=torch.float64)
+    truth = problem.flow_map(noise, zero + 1, zero)
+
+    def error(steps):
+        text = torch.zeros(512, 1, 2)
+        sample = method.generate("student", noise, text, text, steps, StepRandom(seed=0, step=0, positions=range(512)))
+        return (sample - truth).norm() / truth.norm()
+
+    before = error(1)
+    for step in range(400):
+        batch = make_batch(problem, 256, seed=step)
+        student.calls.clear()
+        random = BatchRandom(step)
+        (loss,) = method.losses(step, batch, random)
+        optimizer.zero_grad()
+        loss.closure().backward()
+        optimizer.step()
+        schedule.step()
+    assert before > 0.9, "one Euler step of the teacher is far from its flow map"
+    assert error(1) < 0.15
+    assert error(4) < 0.15
+
+
+class BatchRandom(StepRandom):
+    """Draws of 256 samples at once: a stream for each would take most of the test's time."""
+
+    def __init__(self, step):
+        super().__init__(seed=1, step=step, positions=range(1))
+
+    def normal(self, purpose, shape, dtype=torch.float32):
+        return torch.randn(256, *shape, generator=self._sample(purpose, 0), dtype=dtype)
+
+    def uniform(self, purpose, dtype=torch.float32):
+        return torch.rand(256, generator=self._sample(purpose, 0), dtype=dtype)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=IDS)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_exact_mean_velocities_sample_the_flow_map_in_any_number_of_steps(problem, steps):
+    method = meanflow(ExactMean(problem), problem, step_list=[1.0, 0.7, 0.2])
+    noise = normal(5, *problem.shape, seed=8)
+    text = torch.zeros(5, 1, 2)
+    sample = method.generate("student", noise, text, text, steps, StepRandom(seed=0, step=0, positions=range(5)))
+    truth = problem.flow_map(noise, torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64))
+    assert (sample - truth).norm() < 1e-9 * truth.norm()
+    assert method.evaluations("student", steps) == steps
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def reference(method, batch, v, power, floor):
+    """The loss of the last step by torch.func and the paper's formulas, at the inputs that the student was given."""
+    student = method.roles["student"]
+    x, t, r, with_grad = student.calls[-1]
+    assert with_grad
+    _, derivative = torch.func.jvp(lambda x, t: student.velocity(x, t, batch.text, r), (x, t), (v, torch.ones_like(t)))
+    target = (v - per_sample(t - r, x) * derivative).detach()
+    total = 0.0
+    for u, wanted in zip(student.velocity(x, t, batch.text, r), target, strict=True):
+        error = ((u - wanted) ** 2).sum() / u.numel()
+        total = total + error / (error.detach() + floor) ** power
+    return total / len(x)
+
+
+@pytest.mark.parametrize("velocity", ["teacher", "data"])
+@pytest.mark.parametrize("power", [0.0, 1.0, 0.75])
+def test_gradient_equals_a_dense_reference(velocity, power):
+    problem = PROBLEMS[0]
+    student = SmallNet(problem, zero=False)
+    method = meanflow(student, Mixture(), velocity=velocity, shift=3.0, weight_power=power, weight_floor=0.02)
+    loss, batch = run_loss(method)
+    loss.backward()
+    ours = [p.grad.clone() for p in student.parameters()]
+    x, t, _, _ = student.calls[-1]
+    noise = (x - (1 - per_sample(t, x)) * batch.latents) / per_sample(t, x)
+    v = noise - batch.latents if velocity == "data" else Mixture().velocity(x, t, batch.text)
+    truth = reference(method, batch, v, power, 0.02)
+    student.zero_grad()
+    truth.backward()
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-10)
+    for found, parameter in zip(ours, student.parameters(), strict=True):
+        assert (found - parameter.grad).norm() < 1e-9 * parameter.grad.norm()
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+
+
+def test_the_velocity_is_the_teachers_with_guidance():
+    class Captioned(nn.Module):
+        def velocity(self, x, t, text):
+            return per_sample(text[:, 0, 0], x) * torch.ones_like(x)
+
+    student = SmallNet(PROBLEMS[0], zero=False)
+    method = meanflow(student, Captioned(), guidance_scale=3.0)
+    batch = make_batch(PROBLEMS[0], 6)
+    rows = {"latents": batch.latents, "text": batch.text + 2, "null_text": batch.null_text + 0.5}
+    batch = type(batch)(**rows)
+    (loss,) = method.losses(0, batch, StepRandom(seed=5, step=0, positions=range(6)))
+    loss = loss.closure()
+    x = student.calls[-1][0]
+    v = torch.full_like(x, 0.5 + 3.0 * (2 - 0.5))
+    assert loss.item() == pytest.approx(reference(method, batch, v, 0.0, 1e-3).item(), rel=1e-10)
+
+
+def test_finite_difference_is_near_the_exact_derivative():
+    losses = []
+    for mode in ("exact", "finite_difference"):
+        method = meanflow(SmallNet(PROBLEMS[1], zero=False), PROBLEMS[1], interval_ratio=1.0, jvp=mode)
+        losses.append(run_loss(method, problem=PROBLEMS[1])[0].item())
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_warm_up_trains_the_velocity_alone_and_costs_no_derivative():
+    student = SmallNet(PROBLEMS[0], zero=False)
+    method = meanflow(student, Mixture(), warmup=3, interval_ratio=1.0)
+    for step in range(5):
+        student.calls.clear()
+        run_loss(method, step)
+        assert len(student.calls) == (1 if step < 3 else 2)
+        _, t, r, _ = student.calls[-1]
+        assert (r == t).all() if step < 3 else (r < t).all()
+
+
+def test_a_mean_over_samples():
+    student = SmallNet(PROBLEMS[0], zero=False)
+    method = meanflow(student, Mixture(), weight_power=1.0)
+    whole = run_loss(method)[0].item()
+    parts = [run_loss(method, positions=p)[0].item() * len(p) / 6 for p in ([0, 4], [1, 2, 3], [5])]
+    assert sum(parts) == pytest.approx(whole, rel=1e-12)
+
+
+def test_what_is_observed():
+    method = meanflow(SmallNet(PROBLEMS[0], zero=False), Mixture())
+    run_loss(method)
+    seen = method.observations.drain()
+    assert {"jvp_norm", "error/instant", "error/interval", "prediction_std/0", "data_motion"} <= seen.keys()
+    assert seen["error/instant"][1] + seen["error/interval"][1] == 6
+    assert seen["jvp_norm"][1] == seen["error/interval"][1] > 0
+
+
+# ---------------------------------------------------------------- times
+
+
+@pytest.mark.parametrize("time", ["uniform", "logit_normal"])
+@pytest.mark.parametrize("ratio", [0.25, 1.0])
+def test_times_are_the_greater_and_the_lesser_of_two_draws(time, ratio):
+    problem, count = Mixture(shape=(1, 1, 1, 1)), 3000
+    student = SmallNet(problem)
+    method = meanflow(student, problem, time=time, interval_ratio=ratio, shift=3.0, logit_mean=0.4, logit_std=0.7)
+    run_loss(method, count=count, problem=problem)
+    _, t, r, _ = student.calls[-1]
+    interval = r < t
+    assert abs(interval.double().mean() - ratio) < 0.03
+    assert (r[~interval] == t[~interval]).all()
+    share = {}
+    for name, shifted in (("t", t), ("r", r[interval])):
+        u = shifted / (3 - 2 * shifted)
+        share[name] = u if time == "uniform" else torch.special.ndtr((torch.logit(u) - 0.4) / 0.7)
+    assert stats.kstest((share["t"] ** 2).numpy(), "uniform").pvalue > 1e-3
+    assert stats.kstest((1 - (1 - share["r"]) ** 2).numpy(), "uniform").pvalue > 1e-3
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_roles_and_additions():
+    assert METHODS["meanflow"][0] is MeanFlow
+    assert MeanFlow.roles_needed(MeanFlowSettings()) == ("teacher", "student")
+    assert MeanFlow.roles_needed(MeanFlowSettings(velocity="data", guidance_scale=1.0)) == ("student",)
+    assert MeanFlow.additions(MeanFlowSettings()) == {"student": ("second_time",)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"velocity": "fake"}, "method.velocity=fake is unknown; use teacher or data"),
+        ({"velocity": "data"}, "method.guidance_scale=5.0"),
+        ({"time": "normal"}, "method.time=normal is unknown; use uniform or logit_normal"),
+        ({"jvp": "reverse"}, "method.jvp=reverse is unknown; use exact or finite_difference"),
+        ({"jvp_step": 0.0}, "method.jvp_step=0.0 must be above 0"),
+        ({"logit_std": 0.0}, "method.logit_std=0.0 must be above 0"),
+        ({"weight_floor": 0.0}, "method.weight_floor=0.0 must be above 0"),
+        ({"weight_power": -1.0}, "method.weight_power=-1.0 must be at least 0"),
+        ({"warmup": -1}, "method.warmup=-1 must be at least 0"),
+        ({"interval_ratio": 1.5}, "method.interval_ratio=1.5 must be between 0 and 1"),
+        ({"shift": 0.0}, "method.shift=0.0 must be above 0"),
+        ({"step_list": [0.9, 0.5]}, "method.step_list=[0.9, 0.5] must descend from 1.0"),
+    ],
+)
+def test_settings_are_refused_by_name(settings, words):
+    with pytest.raises(UserError) as caught:
+        MeanFlowSettings(**settings)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_compiled_blocks_have_no_exact_derivative():
+    def config(**settings):
+        student = StudentSettings(compile=True, precision="fp32", ema=EmaSettings())
+        return Config(steps=1, batch_size=1, student=student, method=MeanFlowSettings(**settings), data=None)
+
+    with pytest.raises(UserError, match="student.compile=true"):
+        MeanFlow.check(config())
+    MeanFlow.check(config(jvp="finite_difference"))
+
+
+def test_a_gaussian_is_not_its_own_mean_velocity():
+    """The problems' flow maps are curved, so that mean and instantaneous velocities differ."""
+    problem = Gaussian()
+    x, t = normal(4, *problem.shape, seed=4), torch.full((4,), 0.9, dtype=torch.float64)
+    u = ExactMean(problem).velocity(x, t, None, torch.full_like(t, 0.1))
+    v = problem.velocity(x, t, None)
+    assert (u - v).norm() > 0.05 * v.norm()

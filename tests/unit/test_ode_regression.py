@@ -1,0 +1,244 @@
+"""ode_regression: its loss by the formula, its trajectories against Euler's method, its folder against mistakes."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy import stats
+
+from distill.data.trajectories import TrajectoryClips, TrajectoryFolder
+from distill.methods import METHODS, build_method
+from distill.methods.base import Batch
+from distill.methods.ode_regression import (
+    OdeRegression,
+    OdeRegressionSettings,
+    trajectory,
+    trajectory_settings,
+)
+from distill.schedules import euler_times
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from tests.unit.analytic import Gaussian
+from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal
+
+TIMES = [1.0, 0.8, 0.5]
+
+
+def ode_regression(student=None, **settings) -> OdeRegression:
+    chosen = {"step_list": TIMES, "guidance_scale": 2.5, "shift": 3.0, "trajectories": "none"} | settings
+    return build_method(OdeRegressionSettings(**chosen), {"student": student or Net(5)})
+
+
+def make_batch(count=6, positions=None):
+    positions = list(range(count)) if positions is None else positions
+    return Batch(
+        latents=normal(count, *SHAPE, seed=1)[positions],
+        text=normal(count, *TEXT, seed=2)[positions],
+        null_text=normal(*TEXT, seed=3),
+        trajectory=normal(count, len(TIMES), *SHAPE, seed=4)[positions],
+    )
+
+
+def run_loss(method, step=0, count=6, positions=None):
+    batch = make_batch(count, positions)
+    random = StepRandom(seed=5, step=step, positions=list(range(count)) if positions is None else positions)
+    (loss,) = method.losses(step, batch, random)
+    return loss.closure(), batch
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def test_loss_and_gradient_by_the_formula():
+    method = ode_regression()
+    student = method.roles["student"]
+    loss, batch = run_loss(method)
+    loss.backward()
+    ours = gradients(student)
+    student.zero_grad()
+    (call,) = student.calls
+    total = 0.0
+    for i, t in enumerate(call.t.tolist()):
+        state = batch.trajectory[i, TIMES.index(t)]
+        assert torch.equal(call.x[i], state)
+        v = student.formula(state[None], call.t[i : i + 1], batch.text[i : i + 1])[0]
+        total = total + ((state - t * v - batch.latents[i]) ** 2).sum()
+    truth = total / batch.latents.numel()
+    truth.backward()
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
+    for name, gradient in gradients(student).items():
+        assert close(ours[name], gradient), name
+    assert torch.equal(call.text, batch.text), "the guidance is in the trajectories"
+
+
+def test_states_are_drawn_evenly_for_each_sample():
+    method = ode_regression()
+    run_loss(method, count=1200)
+    t = method.roles["student"].calls[-1].t
+    counts = [(t == time).sum().item() for time in TIMES]
+    assert sum(counts) == 1200
+    assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_a_mean_over_samples():
+    method = ode_regression()
+    whole = run_loss(method)[0].item()
+    parts = [run_loss(method, positions=p)[0].item() * len(p) / 6 for p in ([0, 4], [1, 2, 3], [5])]
+    assert sum(parts) == pytest.approx(whole, rel=1e-12)
+
+
+def test_what_is_observed():
+    method = ode_regression()
+    run_loss(method)
+    seen = method.observations.drain()
+    assert sum(seen[f"loss/t{time:.4f}"][1] for time in TIMES) == 6
+    assert {"prediction_std/0", "data_motion"} <= seen.keys()
+
+
+# ---------------------------------------------------------------- trajectories
+
+
+def test_a_trajectory_is_eulers_on_a_grid_with_the_step_list_in_it():
+    teacher = Net(8)
+    settings = OdeRegressionSettings(step_list=TIMES, teacher_steps=7, shift=3.0, guidance_scale=2.5)
+    noise, text, null = normal(2, *SHAPE, seed=1), normal(2, *TEXT, seed=2), normal(2, *TEXT, seed=3)
+    states, latents = trajectory(teacher, noise, text, null, settings)
+    grid = sorted({*euler_times(7, 3.0), *TIMES}, reverse=True)
+    x, wanted = noise, {}
+    for t, following in zip(grid, grid[1:], strict=False):
+        wanted[t] = x
+        at = torch.full((2,), t, dtype=torch.float64)
+        c, u = teacher.formula(x, at, text), teacher.formula(x, at, null)
+        x = x + (following - t) * (u + 2.5 * (c - u))
+    assert states.shape == (2, 3, *SHAPE) and close(latents, x)
+    for k, time in enumerate(TIMES):
+        assert close(states[:, k], wanted[time])
+    assert torch.equal(states[:, 0], noise)
+
+
+def test_fine_trajectories_are_on_the_flow_map():
+    problem = Gaussian()
+    settings = OdeRegressionSettings(step_list=TIMES, teacher_steps=400, shift=1.0, guidance_scale=1.0)
+    noise, text = normal(3, *problem.shape, seed=1), torch.zeros(3, 1, 2, dtype=torch.float64)
+    states, latents = trajectory(problem, noise, text, text, settings)
+    one = torch.ones(3, dtype=torch.float64)
+    for state, time in zip((*states.unbind(1), latents), (*TIMES, 0.0), strict=True):
+        truth = problem.flow_map(noise, one, one * time)
+        assert (state - truth).norm() < 5e-3 * truth.norm()
+
+
+# ---------------------------------------------------------------- the folder
+
+
+ABOUT = {"method.step_list": TIMES, "method.shift": 3.0, "data.negative_prompt": ""}
+
+
+class Captioned:
+    """A data set of captions."""
+
+    latent_shape, text_shape, fingerprint, fps = SHAPE, TEXT, "captions", 8.0
+
+    def __len__(self):
+        return 2
+
+    def embed(self, captions):
+        return torch.stack([torch.full(TEXT, float(len(caption))) for caption in captions])
+
+
+def filled(path, count=3):
+    folder = TrajectoryFolder(str(path))
+    folder.begin(ABOUT)
+    for i in range(count):
+        folder.write(i, normal(len(TIMES), *SHAPE, seed=i), normal(*SHAPE, seed=50 + i), "x" * i)
+    return folder
+
+
+def test_what_was_written_is_read(tmp_path):
+    folder = filled(tmp_path / "new")
+    clips = TrajectoryClips(folder, 3, Captioned())
+    assert len(clips) == 3 and clips.fps == 8.0 and clips.fingerprint != "captions"
+    item = clips[2]
+    assert torch.equal(item["trajectory"], normal(len(TIMES), *SHAPE, seed=2).float())
+    assert torch.equal(item["latents"], normal(*SHAPE, seed=52).float())
+    assert item["caption"] == "xx" and (item["text"] == 2).all()
+    assert [p.name for p in tmp_path.rglob("*.tmp")] == []
+
+
+def test_missing_and_damaged_trajectories_are_made_again(tmp_path):
+    folder, shape = filled(tmp_path, 4), (len(TIMES), *SHAPE)
+    assert folder.missing(4, shape) == []
+    folder.file(1).unlink()
+    folder.file(2).write_bytes(folder.file(2).read_bytes()[:100])
+    assert folder.missing(5, shape) == [1, 2, 4]
+    assert folder.missing(2, (2, *SHAPE)) == [0, 1]
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    folder = filled(tmp_path)
+    folder.check(ABOUT)
+    folder.begin(ABOUT)
+    for check in (folder.check, folder.begin):
+        with pytest.raises(UserError, match=r"was made with method\.shift=3\.0, not 5\.0; use that"):
+            check(ABOUT | {"method.shift": 5.0})
+    with pytest.raises(UserError, match=r"made with seed=None, not 1"):
+        folder.begin(ABOUT | {"seed": 1})
+
+
+def test_a_folder_without_trajectories_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no trajectories; make them with python -m distill.trajectories"):
+        TrajectoryFolder(str(tmp_path)).check(ABOUT)
+    folder = filled(tmp_path, 3)
+    folder.check_complete(3)
+    with pytest.raises(UserError, match=r"lacks 00000003\.safetensors of method\.num_trajectories=4"):
+        folder.check_complete(4)
+
+
+def test_training_checks_the_folder_before_anything_is_built(tmp_path):
+    settings = OdeRegressionSettings(trajectories=str(tmp_path), num_trajectories=2)
+    data = SimpleNamespace(name="moving_shapes", num_frames=6, height=16, width=16, negative_prompt="")
+    config = SimpleNamespace(method=settings, data=data, teacher=SimpleNamespace(checkpoint="a/teacher"))
+    with pytest.raises(UserError, match="holds no trajectories"):
+        OdeRegression.check_files(config)
+    folder = TrajectoryFolder(str(tmp_path))
+    folder.begin(trajectory_settings(config) | {"seed": 4})
+    with pytest.raises(UserError, match=r"lacks 00000000\.safetensors"):
+        OdeRegression.check_files(config)
+    for i in range(2):
+        folder.write(i, normal(4, *SHAPE, seed=i), normal(*SHAPE, seed=i), "")
+    OdeRegression.check_files(config)
+    for group, key, value in (("data", "negative_prompt", "ugly"), ("data", "height", 32), ("method", "shift", 2.0)):
+        changed = SimpleNamespace(**vars(config))
+        other = getattr(config, group)
+        other = replace(other, shift=2.0) if group == "method" else SimpleNamespace(**vars(other) | {key: value})
+        setattr(changed, group, other)
+        with pytest.raises(UserError, match=rf"was made with {group}\.{key}="):
+            OdeRegression.check_files(changed)
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_roles_and_data():
+    assert METHODS["ode_regression"] == (OdeRegression, OdeRegressionSettings)
+    assert OdeRegression.roles_needed(OdeRegressionSettings()) == ("student",)
+    assert not OdeRegression.needs_latents(OdeRegressionSettings()), "captions are enough"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_trajectories": 0}, "method.num_trajectories=0 must be at least 1"),
+        ({"teacher_steps": 0}, "method.teacher_steps=0 must be at least 1"),
+        ({"step_list": [1.0, 0.0]}, "method.step_list=[1.0, 0.0] must descend from 1.0 and stay above 0"),
+    ],
+)
+def test_settings_are_refused_by_name(settings, words):
+    with pytest.raises(UserError) as caught:
+        OdeRegressionSettings(**settings)
+    assert words in str(caught.value)
+
+
+def test_a_folder_that_is_not_set_is_refused():
+    with pytest.raises(UserError, match="method.trajectories is not set"):
+        OdeRegression.check(SimpleNamespace(method=OdeRegressionSettings()))

@@ -1,0 +1,313 @@
+"""rcm in fp64: its schedule, its rollouts, both losses of the student and the fake score's."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy import stats
+
+from distill.methods import METHODS, Batch, build_method
+from distill.methods.rcm import RcmSettings
+from distill.methods.scm import ScmSettings
+from fsdp_cp.errors import UserError
+from tests.unit import analytic
+from tests.unit.analytic import TO_LEARN, ExactStudent, SmallNet, flow_map_error, train
+from tests.unit.method_roles import (
+    SHAPE,
+    TEXT,
+    N,
+    Net,
+    Painter,
+    Recorder,
+    close,
+    gradients,
+    make_batch,
+    normal,
+    random_at,
+    student_sample,
+    unshifted,
+    wide,
+)
+from tests.unit.test_dmd2 import dmd_direction
+
+FIXED = [math.tan(t) / (1 + math.tan(t)) for t in (1.5, 1.4, 1.0)]
+
+
+def rcm(student=None, teacher=None, fake=None, **settings):
+    settings = {"consistency_steps": 3, "student_every": 3, "tangent_warmup": 0, "guidance_scale": 2.5, **settings}
+    roles = {"teacher": teacher or Net(20), "student": student or Net(21), "fake": fake or Net(22)}
+    return build_method(RcmSettings(**settings), roles)
+
+
+def closures(method, step, positions=range(4)):
+    for role in method.roles.values():
+        role.calls.clear()
+        role.zero_grad()
+    losses = list(method.losses(step, make_batch(positions), random_at(step, positions)))
+    assert not any(role.calls for role in method.roles.values()), "losses are lazy: listing them must run nothing"
+    return {loss.name: loss for loss in losses}
+
+
+def step_of(method, role, length):
+    """A step after the first ones at which ``role`` trains on rollouts of ``length``."""
+    steps = range(method.settings.consistency_steps, 100)
+    return next(s for s in steps if method.trained_role(s) == role and method.rollout_steps(s) == length)
+
+
+# ---------------------------------------------------------------- schedule
+
+
+@pytest.mark.parametrize(("first", "every"), [(0, 2), (3, 3), (7, 5), (7, 10)])
+def test_whose_turn_it_is(first, every):
+    method = rcm(consistency_steps=first, student_every=every)
+    roles = [method.trained_role(step) for step in range(first + 4 * every)]
+    assert roles == ["student"] * first + (["student"] + ["fake"] * (every - 1)) * 4
+    for step, role in enumerate(roles):
+        expected = {"fake_score"} if role == "fake" else {"scm"} if step < first else {"scm", "dmd"}
+        assert closures(method, step).keys() == expected
+        if role == "student":
+            assert method.student_updates(step) == roles[:step].count("student")
+
+
+@pytest.mark.parametrize("every", [2, 3, 5, 10])
+def test_each_role_sees_every_length_in_turn(every):
+    method = rcm(consistency_steps=7, student_every=every)
+    for role in ("student", "fake"):
+        steps = [step for step in range(7, 7 + 12 * every) if method.trained_role(step) == role]
+        assert [method.rollout_steps(step) for step in steps[:12]] == [1, 2, 3, 4] * 3
+        for step in steps[:4]:
+            for positions in ([0, 1], [3]):
+                losses = closures(method, step, positions)
+                losses["dmd" if role == "student" else "fake_score"].closure()
+                assert len(method.roles["student"].calls) == method.rollout_steps(step)
+
+
+def test_weights():
+    losses = closures(rcm(), 3)
+    assert losses["scm"].weight == pytest.approx(50 / math.sqrt(N)) and losses["dmd"].weight == 1.0
+    assert closures(rcm(), 0)["scm"].weight == losses["scm"].weight, "Adam's moments carry over"
+    assert closures(rcm(consistency_weight=0.3), 3)["scm"].weight == 0.3
+    assert closures(rcm(), 4)["fake_score"].weight == 1.0
+
+
+def test_roles():
+    method, settings = METHODS["rcm"]
+    assert method.roles_needed(settings()) == ("teacher", "student", "fake")
+    assert method.trained_roles == ("student", "fake")
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def rollout_times(method, step, positions=range(4)):
+    losses = closures(method, step, positions)
+    losses["dmd" if "dmd" in losses else "fake_score"].closure()
+    calls = method.roles["student"].calls
+    assert all((call.t == call.t[0]).all() for call in calls)
+    return [float(call.t[0]) for call in calls]
+
+
+@pytest.mark.parametrize("role", ["student", "fake"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_rollouts(role, length):
+    """Noise at first, then each estimate with fresh noise on it; a gradient through the student's last step alone."""
+    method = rcm()
+    step = step_of(method, role, length)
+    times = rollout_times(method, step)
+    calls = method.roles["student"].calls
+    assert times[0] == 1.0 and all(a >= b > 0 for a, b in pairwise(times)) and len(times) == length
+    assert times == rollout_times(method, step, [2]), "ranks and micro-batches share the times of a step"
+    rollout_times(method, step)
+    assert [call.with_grad for call in calls] == [False] * (length - 1) + [role == "student"]
+    noises = [calls[0].x]
+    for before, call in pairwise(calls):
+        x0 = before.x - wide(before.t) * before.v
+        noises.append((call.x - (1 - wide(call.t)) * x0) / wide(call.t))
+        assert torch.equal(call.text, make_batch().text)
+    (score,) = method.roles["fake"].calls
+    noises.append((score.x - (1 - wide(score.t)) * student_sample(method)) / wide(score.t))
+    for noise in noises:
+        assert stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > 1e-3
+    together = torch.corrcoef(torch.stack([noise.detach().flatten() for noise in noises]))
+    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is drawn anew"
+
+
+def test_random_times_are_drawn_from_p_d_and_never_rise():
+    """TrigFlow's ``min(atan(r / (1 - r)), t)`` with ``r = 5 u / (1 + 4 u)``: of flow times, ``min(r, t)``."""
+    method = rcm(student_every=2)
+    steps = [s for s in range(3, 3 + 8 * 200) if method.trained_role(s) == "fake" and method.rollout_steps(s) == 4]
+    times = torch.tensor([method._rollout_times(s, random_at(s)) for s in steps], dtype=torch.float64)
+    assert (times[:, 0] == 1).all() and (times.diff(dim=1) <= 0).all()
+    drawn = unshifted(times, 5.0)
+    for k, cdf in ((1, lambda u: u), (2, lambda u: 1 - (1 - u) ** 2), (3, lambda u: 1 - (1 - u) ** 3)):
+        assert stats.kstest(drawn[:, k].numpy(), cdf).pvalue > 1e-3, "the least of k draws"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_fixed_times(length):
+    method = rcm(rollout="fixed")
+    for role in ("student", "fake"):
+        assert rollout_times(method, step_of(method, role, length)) == pytest.approx([1.0, *FIXED[: length - 1]])
+
+
+# ---------------------------------------------------------------- the student's losses
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("rollout", ["random", "fixed"])
+def test_dmd_gradient_on_the_sample(length, rollout):
+    theta = normal(4, *SHAPE, seed=9)
+    method = rcm(Painter(theta), rollout=rollout)
+    step = step_of(method, "student", length)
+    loss = closures(method, step)["dmd"]
+    loss.closure().backward()
+    direction = dmd_direction(method, theta)
+    assert close(method.roles["student"].theta.grad, direction, 1e-10)
+    assert not gradients(method.roles["teacher"]) and not gradients(method.roles["fake"])
+    flow = float(method.roles["student"].calls[-1].t[0])
+    sin = math.sin(math.atan2(flow, 1 - flow))
+    expected = sin * (4 * N * direction).flatten(1).square().mean(1).sqrt().sum()
+    total, count = method.observations.drain()["output_gradient/dmd"]
+    assert count == 4 and total == pytest.approx(float(expected)), "of F: dx_G/dF is -sin t"
+
+
+def test_the_consistency_loss_is_that_of_scm():
+    """With the weight of its own in what is observed, and the student's updates as warm-up."""
+    roles = {"teacher": Net(20), "student": Net(21)}
+    for step, updates in ((2, 2), (3, 3), (6, 4), (9, 5)):
+        method = rcm(tangent_warmup=10)
+        loss = closures(method, step)["scm"]
+        value = loss.closure()
+        single = build_method(ScmSettings(tangent_warmup=10, guidance_scale=2.5), roles)
+        single.student_updates = lambda _, updates=updates: updates
+        (expected,) = single.losses(step, make_batch(), random_at(step))
+        assert torch.equal(value, expected.closure())
+        ours, theirs = (m.observations.drain()["output_gradient/scm"] for m in (method, single))
+        assert ours[0] == pytest.approx(loss.weight * theirs[0])
+
+
+def test_each_loss_has_a_backward_of_its_own():
+    """Their gradients add up, whichever is first."""
+    method = rcm(consistency_weight=0.01)
+    step = step_of(method, "student", 2)
+
+    def gradient(names):
+        losses = closures(method, step)
+        for name in names:
+            (losses[name].weight * losses[name].closure()).backward()
+        return gradients(method.roles["student"])
+
+    both, scm, dmd = gradient(["scm", "dmd"]), gradient(["scm"]), gradient(["dmd"])
+    assert both.keys() == {"mix", "time", "caption"}
+    for name in both:
+        assert close(both[name] - scm[name], dmd[name], 1e-9) and close(both[name] - dmd[name], scm[name], 1e-9)
+
+
+def test_a_step_draws_the_same_again_and_its_losses_do_not_share_noise():
+    first, again = rcm(), rcm()
+    step = step_of(first, "student", 1)
+    for method in (first, again):
+        for loss in closures(method, step).values():
+            loss.closure()
+    for a, b in zip(first.roles["student"].calls, again.roles["student"].calls, strict=True):
+        assert torch.equal(a.x, b.x) and torch.equal(a.t, b.t)
+    consistency, sample = first.roles["student"].calls[1], first.roles["student"].calls[2]
+    assert abs(torch.corrcoef(torch.stack([consistency.x.flatten(), sample.x.flatten()]))[0, 1]) < 0.25
+    score = first.roles["fake"].calls[0]
+    assert not torch.isin(score.t, consistency.t).any()
+
+
+# ---------------------------------------------------------------- the fake score's loss
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_fake_loss_is_the_weighted_error_of_x0(length):
+    """In TrigFlow, where x0 is off by ``sin t`` times the error of F."""
+    theta = normal(4, *SHAPE, seed=9)
+    method = rcm(Painter(theta))
+    loss = closures(method, step_of(method, "fake", length))["fake_score"].closure()
+    (call,) = method.roles["fake"].calls
+    assert call.with_grad and torch.equal(call.text, make_batch().text) and not method.roles["teacher"].calls
+    sin = torch.sin(torch.atan2(call.t, 1 - call.t))
+    x0 = call.x - wide(call.t) * call.v
+    assert close(loss, ((x0 - theta).square() / wide(sin) ** 2).sum() / (4 * N), 1e-10)
+    loss.backward()
+    assert not gradients(method.roles["student"]) and len(gradients(method.roles["fake"])) == 3
+
+
+def test_batches_are_means():
+    for name, step in (("scm", 0), ("dmd", 3), ("fake_score", 4)):
+        method = rcm()
+        losses = {
+            tuple(positions): closures(method, step, positions)[name].closure()
+            for positions in (range(4), [0, 1, 2, 3, 0, 1, 2, 3], [0], [1, 2, 3])
+        }
+        whole, twice, one, three = losses.values()
+        assert close(twice, whole) and close(one / 4 + 3 * three / 4, whole), name
+
+
+@pytest.mark.parametrize(("name", "step"), [("dmd", 3), ("fake_score", 4)])
+def test_times_of_the_score(name, step):
+    """Of the student's DMD loss and of the fake score's own, uniform before the shift."""
+    method, count = rcm(shift=4.0), 1500
+    method.roles["student"] = Painter(normal(count, *SHAPE, seed=1))
+    for role in ("teacher", "fake"):
+        method.roles[role] = Recorder()
+        method.roles[role].formula = lambda x, t, text: x
+    batch = Batch(
+        latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
+        text=torch.ones(count, *TEXT, dtype=torch.float64),
+        null_text=torch.zeros(*TEXT, dtype=torch.float64),
+    )
+    {loss.name: loss for loss in method.losses(step, batch, random_at(step, range(count)))}[name].closure()
+    (call,) = method.roles["fake"].calls
+    assert stats.kstest(unshifted(call.t, 4.0).numpy(), "uniform").pvalue > 1e-3
+
+
+# ---------------------------------------------------------------- problems with a known answer
+
+
+@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
+@pytest.mark.parametrize("problem", analytic.PROBLEMS, ids=lambda problem: type(problem).__name__)
+def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
+    """DMD's with the exact fake score, which is the teacher: the student's samples are data."""
+    student = ExactStudent(problem)
+    settings = RcmSettings(guidance_scale=1.0, tangent_warmup=0, consistency_steps=0, tangent=tangent)
+    method = build_method(settings, {"teacher": problem, "student": student, "fake": problem})
+    largest = {}
+    for loss in method.losses(0, analytic.make_batch(problem, 16), random_at(0, range(16))):
+        student.zero_grad()
+        (loss.weight * loss.closure()).backward()
+        largest[loss.name] = max(p.grad.abs().max() for p in student.parameters())
+    assert largest["scm"] < 1e-8 and largest["dmd"] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("problem", "tolerance"), list(zip(TO_LEARN, (0.05, 0.2), strict=True)), ids=["Gaussian", "Mixture"]
+)
+def test_a_student_converges_to_the_flow_map(problem, tolerance):
+    """The fake score begins as the teacher, too."""
+    student, fake = SmallNet(problem, width=32), SmallNet(problem, width=32, seed=1)
+    assert flow_map_error(problem, student) > 0.6
+    settings = RcmSettings(guidance_scale=1.0, tangent_warmup=0, consistency_steps=300, student_every=2)
+    train(build_method(settings, {"teacher": problem, "student": student, "fake": fake}), problem, 600, 1e-2)
+    assert flow_map_error(problem, student) < tolerance
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"consistency_steps": -1}, r"method\.consistency_steps=-1 must be at least 0"),
+        ({"student_every": 1}, r"method\.student_every=1 leaves no step to the fake score; use 2 or more"),
+        ({"consistency_weight": 0.0}, r"method\.consistency_weight=0\.0 must be above 0, or null"),
+        ({"rollout": "none"}, r"method\.rollout=none is unknown; use random or fixed"),
+        ({"tangent": "none"}, r"method\.tangent=none is unknown; use lu_song or rcm"),
+    ],
+)
+def test_refused_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        RcmSettings(**settings)

@@ -1,0 +1,124 @@
+"""The teacher's samplers: UniPC against diffusers' own pipeline and against the exact flow of a Gaussian."""
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler, WanPipeline
+
+from distill.methods.sampling import euler_sample, guided_sample, unipc_sample
+from distill.schedules import euler_times
+from fsdp_cp.errors import UserError
+from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
+from tests.unit.method_roles import SHAPE, TEXT, Gaussian, Net, dmd2, flow_matching, make_batch, normal, random_at
+
+# ---------------------------------------------------------------- against diffusers
+
+
+class Wan:
+    """A plain diffusers network as a role; ``truncated``: it is told times as diffusers' UniPC loop tells them."""
+
+    def __init__(self, network, *, truncated):
+        self.network, self.truncated = network, truncated
+
+    def velocity(self, x, t, text):
+        t = (1000 * t).floor() if self.truncated else 1000 * t
+        return self.network(hidden_states=x, timestep=t, encoder_hidden_states=text).sample
+
+
+class ExactTimes(UniPCMultistepScheduler):
+    """diffusers' scheduler, but for the truncation of times to integers."""
+
+    def set_timesteps(self, *args, **kwargs):
+        super().set_timesteps(*args, **kwargs)
+        self.timesteps = 1000 * self.sigmas[:-1]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    return WanPipeline.from_pretrained(build_tiny_pipeline(tmp_path_factory.mktemp("pipeline")))
+
+
+@pytest.mark.parametrize(("steps", "shift", "scale"), [(1, 3.0, 3.0), (7, 3.0, 3.0), (12, 5.0, 1.0), (20, 5.0, 5.0)])
+def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
+    noise = torch.randn(2, LATENT_CHANNELS, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    text, null_text = torch.randn(2, 2, 6, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
+    pipeline.set_progress_bar_config(disable=True)
+
+    def theirs(scheduler):
+        pipeline.scheduler = scheduler.from_config(pipeline.scheduler.config, flow_shift=shift)
+        return pipeline(
+            height=32, width=32, num_frames=5, num_inference_steps=steps, guidance_scale=scale, latents=noise,
+            prompt_embeds=text, negative_prompt_embeds=null_text, output_type="latent", return_dict=False,
+        )[0]  # fmt: skip
+
+    def ours(truncated):
+        role = Wan(pipeline.transformer, truncated=truncated)
+        return guided_sample(role, noise, text, null_text, sampler="unipc", steps=steps, shift=shift, scale=scale)
+
+    def off(a, b):
+        return (a - b).norm() / b.norm()
+
+    assert off(ours(False), theirs(ExactTimes)) < 1e-5
+    plain = theirs(UniPCMultistepScheduler)
+    assert off(ours(True), plain) < 1e-5, "the truncation is all that differs from diffusers"
+    assert off(ours(False), plain) > 1e-4, "the check above can tell times apart"
+
+
+# ---------------------------------------------------------------- against the exact flow
+
+
+def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
+    """Relative to the exact flow map ``mean + std * noise``."""
+    text = torch.zeros(2, *TEXT, dtype=torch.float64)
+    text[:, 0, 0] = torch.tensor([0.3, -0.2])
+    noise = normal(2, *SHAPE, seed=4)
+    exact = text[:, 0, 0].view(-1, 1, 1, 1, 1) + std * noise
+    role = Gaussian(std=std)
+    out = guided_sample(role, noise, text, text, sampler=sampler, steps=steps, shift=shift, scale=1.0)
+    assert len(role.calls) == steps and out.dtype == torch.float64 and not out.requires_grad
+    return ((out - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_unipc_converges_to_the_exact_flow_faster_than_euler(shift):
+    euler = [gaussian_errors("euler", steps, shift=shift) for steps in (50, 100, 200)]
+    unipc = [gaussian_errors("unipc", steps, shift=shift) for steps in (50, 100, 200)]
+    for n in range(3):
+        assert unipc[n] < euler[n] / 8
+    for n in range(2):
+        assert 1.8 < euler[n] / euler[n + 1] < 2.2, "first order"
+        assert unipc[n] / unipc[n + 1] > 2.3, "better than first order"
+    assert unipc[2] < 3e-4, "below what truncated times allow"
+
+
+def test_the_network_is_called_at_the_times_of_the_shifted_grid():
+    role, batch = Net(1), make_batch()
+    unipc_sample(role, normal(4, *SHAPE, seed=4), batch.text, batch.null_like_text(), steps=5, shift=3.0, scale=2.0)
+    grid = [1 - i * 0.999 / 5 for i in range(5)]
+    for call, u in zip(role.calls, grid, strict=True):
+        assert (call.t - 3 * u / (1 + 2 * u)).abs().max() < 2e-6 and len(call.x) == 8
+
+
+# ---------------------------------------------------------------- as methods use them
+
+
+@pytest.mark.parametrize("sampler", ["euler", "unipc"])
+def test_methods_sample_with_the_sampler_of_their_settings(sampler):
+    batch, noise = make_batch(), normal(4, *SHAPE, seed=4)
+    for method, role in (
+        (dmd2(teacher_sampler=sampler), "teacher"),
+        (flow_matching(sampler=sampler, shift=3.0, guidance_scale=2.5), "student"),
+    ):
+        out = method.generate(role, noise, batch.text, batch.null_like_text(), 6, random_at(0))
+        network = method.roles[role]
+        arguments = (network, noise, batch.text, batch.null_like_text())
+        if sampler == "euler":
+            expected = euler_sample(*arguments, times=euler_times(6, 3.0), scale=2.5)
+        else:
+            expected = unipc_sample(*arguments, steps=6, shift=3.0, scale=2.5)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("make", "setting"), [(dmd2, "teacher_sampler"), (flow_matching, "sampler")])
+def test_an_unknown_sampler_is_refused_by_name(make, setting):
+    with pytest.raises(UserError, match=rf"method\.{setting}=ddim is unknown; use euler or unipc"):
+        make(**{setting: "ddim"})

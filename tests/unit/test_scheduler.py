@@ -1,0 +1,124 @@
+"""The scheduler that is exported with a student: its times are the trained ones, its update is our re-noising."""
+
+from functools import partial
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from distill.methods.meanflow import MeanFlow, MeanFlowSettings
+from distill.methods.rcm import Rcm, RcmSettings
+from distill.methods.sampling import rollout
+from distill.schedules import shift_times
+from fsdp_cp.errors import UserError
+from models.export import export_scheduler
+from models.scheduler import TOLERANCE, renoising_scheduler
+from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch
+
+PUBLISHED = [1.0, 0.9375, 0.8333, 0.625]
+
+
+def times_of(scheduler, steps):
+    scheduler.set_timesteps(steps)
+    assert scheduler.timesteps.tolist() == pytest.approx([1000 * t for t in scheduler.sigmas[:-1].tolist()])
+    assert scheduler.sigmas[-1] == 0
+    return scheduler.sigmas[:-1].tolist()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("shift", [0.3, 1.0, 3.0, 5.0, 12.0])
+def test_every_shifted_grid_is_met(steps, shift):
+    times = shift_times([1 - i / steps for i in range(steps)], shift)
+    assert times_of(renoising_scheduler(times), steps) == pytest.approx(times, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("times", "within"), [(PUBLISHED, 2e-5), ([1.0, 0.9, 0.75, 0.5], 1e-6), ([1.0, 0.4], 1e-6), ([1.0, 0.9, 0.2], 1e-6)]
+)
+def test_step_lists_are_met(times, within):
+    assert times_of(renoising_scheduler(times), len(times)) == pytest.approx(times, abs=within)
+
+
+@pytest.mark.parametrize("moved", [0.4, 3.0])
+def test_a_list_is_met_within_the_tolerance_or_refused(moved):
+    """The nearest scheduler splits the difference where one time of a grid is off."""
+    times = shift_times([1.0, 0.75, 0.5, 0.25], 5.0)
+    times[1] += moved * TOLERANCE
+    if moved < 1:
+        assert times_of(renoising_scheduler(times), 4) == pytest.approx(times, abs=TOLERANCE)
+    else:
+        with pytest.raises(UserError, match=r"no scheduler for a student with the times 1, 0\.9405, .* off by 0\.00"):
+            renoising_scheduler(times)
+
+
+@pytest.mark.parametrize("times", [[1.0, 0.999, 0.2], [80 / 81, 0.934, 0.853, 0.609], [0.98]])
+def test_other_lists_are_refused_by_name(times):
+    with pytest.raises(UserError, match=f"times {times[0]:.6g}.*docs/run.md") as caught:
+        renoising_scheduler(times)
+    assert "\n" not in str(caught.value)
+
+
+def test_saved_and_loaded_as_a_pipeline_loads_it(tmp_path):
+    folder = tmp_path / "export" / "scheduler"
+    export_scheduler(folder, renoising_scheduler([1.0, 0.4]))
+    export_scheduler(folder, renoising_scheduler(PUBLISHED))
+    loaded = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
+    assert times_of(loaded, 4) == pytest.approx(PUBLISHED, abs=2e-5)
+    export_scheduler(folder, None)
+    assert list(folder.parent.iterdir()) == [], "what an earlier export left would be another student's"
+
+
+class TorchDraws:
+    """Fresh noise as diffusers draws it: from torch's own stream, in order."""
+
+    def normal(self, purpose, shape, dtype):
+        return torch.randn(4, *shape, dtype=torch.float32).to(dtype)
+
+
+def steps_of(scheduler, student, noise, text):
+    """diffusers' loop, in fp64 but for what the scheduler rounds to fp32."""
+    x = noise
+    for t in scheduler.timesteps:
+        v = student.formula(x, (t.double() / 1000).expand(len(x)), text)
+        x = scheduler.step(v, t, x).prev_sample
+    return x
+
+
+@pytest.mark.parametrize("times", [[1.0], [1.0, 0.4], PUBLISHED])
+def test_its_update_is_the_students_re_noising(times):
+    student, text = Net(3), make_batch().text
+    scheduler = renoising_scheduler(times)
+    exact = times_of(scheduler, len(times))
+    torch.manual_seed(5)
+    noise = torch.randn(4, *SHAPE).double()
+    theirs = steps_of(scheduler, student, noise, text)
+
+    def ours(times):
+        torch.manual_seed(5)
+        return rollout(student, torch.randn(4, *SHAPE).double(), text, times, TorchDraws(), "renoise")
+
+    def off(times):
+        return ((ours(times) - theirs).norm() / theirs.norm()).item()
+
+    assert off(exact) < 1e-6
+    assert off(times) < 1e-4, "what it costs that the times are met to 1e-5"
+    if len(times) > 1:
+        assert off([*times[:-1], times[-1] - 0.01]) > 1e-3, "the checks above can tell times apart"
+
+
+def test_a_list_without_a_scheduler_can_be_given_to_a_plain_one():
+    """As docs/run.md shows: the pipeline calls ``set_timesteps(n, device=...)``."""
+    times = [80 / 81, 0.934, 0.853, 0.609]
+    scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    scheduler.set_timesteps = partial(scheduler.set_timesteps, sigmas=times)
+    scheduler.set_timesteps(4, device="cpu")
+    assert scheduler.sigmas.tolist() == pytest.approx([*times, 0.0], abs=1e-7)
+    assert scheduler.timesteps.tolist() == pytest.approx([1000 * t for t in times], abs=1e-3)
+
+
+def test_methods_give_their_students_scheduler():
+    assert times_of(dmd2(step_list=PUBLISHED).scheduler(), 4) == pytest.approx(PUBLISHED, abs=2e-5)
+    with pytest.raises(UserError, match="method=meanflow: diffusers has neither a network nor a scheduler"):
+        MeanFlow(MeanFlowSettings(), {}).scheduler()
+    with pytest.raises(UserError, match=r"no scheduler for a student with the times 0\.987654, 0\.933781"):
+        Rcm(RcmSettings(), {}).scheduler()

@@ -1,0 +1,341 @@
+"""scm in fp64: against a dense reference with ``torch.func``, and on problems whose flow map is known."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from scipy import stats
+
+from distill import derivatives
+from distill.config import CONFIGS, compose_config
+from distill.methods import METHODS, Batch, build_method
+from distill.methods.scm import ScmSettings, consistency_tangent, normalise_tangent
+from fsdp_cp.errors import UserError
+from tests.unit import analytic
+from tests.unit.analytic import PROBLEMS, TO_LEARN, ExactStudent, SmallNet, flow_map_error, normal, train
+from tests.unit.method_roles import SHAPE, TEXT, N, Net, close, gradients, make_batch, random_at, wide
+
+PROBLEM_NAMES = [type(problem).__name__ for problem in PROBLEMS]
+
+
+def scm(teacher=None, student=None, **settings):
+    settings = ScmSettings(**{"tangent_warmup": 0, "guidance_scale": 2.5, **settings})
+    return build_method(settings, {"teacher": teacher or Net(20), "student": student or Net(21)})
+
+
+def run(method, step=3, positions=range(4), batch=None):
+    """The loss, with the gradients that its backward leaves."""
+    (loss,) = method.losses(step, batch or make_batch(positions), random_at(step, positions))
+    assert loss.name == "scm" and loss.weight == 1.0
+    for role in method.roles.values():
+        role.calls.clear()
+        role.zero_grad()
+    assert not any(role.calls for role in method.roles.values()), "losses are lazy: listing them must run nothing"
+    value = loss.closure()
+    value.backward()
+    return value.detach()
+
+
+def noised(call):
+    """TrigFlow state and time of what a role was called with."""
+    t = torch.atan2(call.t, 1 - call.t)
+    return call.x * wide(torch.cos(t) + torch.sin(t)), t
+
+
+# ---------------------------------------------------------------- against a dense reference
+
+
+def reference(method, r):
+    """Loss and gradients by ALGORITHMS, at the state that the student was called with last."""
+    settings, batch, student = method.settings, make_batch(), method.roles["student"]
+    x, t = (value.detach() for value in noised(student.calls[-1]))
+    cos, sin = torch.cos(wide(t)), torch.sin(wide(t))
+
+    def field(formula, x, t):
+        k = torch.cos(wide(t)) + torch.sin(wide(t))
+        return ((torch.cos(wide(t)) - torch.sin(wide(t))) * x + formula(x / k, torch.sin(t) / k.flatten())) / k
+
+    def students(parameters, x, t):
+        def formula(x, t):
+            return torch.func.functional_call(Formula(student), parameters, (x, t, batch.text))
+
+        return field(formula, x, t)
+
+    def guided(x, t):
+        c = method.roles["teacher"].formula(x, t, batch.text)
+        u = method.roles["teacher"].formula(x, t, batch.null_like_text())
+        return u + settings.guidance_scale * (c - u)
+
+    teacher = field(guided, x, t).detach()
+    parameters = {f"net.{name}": p.detach() for name, p in student.named_parameters()}
+    fixed, derivative = torch.func.jvp(
+        lambda x, t: students(parameters, x, t), (x, t), (cos * sin * teacher, (cos * sin).flatten())
+    )
+    if settings.tangent == "lu_song":
+        g = -(cos**2) * (fixed - teacher) - r * cos * sin * x - r * derivative
+    else:
+        g = -cos * (1 - r**2 * sin**2).sqrt() * (fixed - teacher) - (r * cos * sin * x + derivative)
+    norms = torch.stack([sample.square().sum().sqrt() for sample in g])
+    g = math.sqrt(N) * g / (wide(norms) + 0.1)
+
+    def loss(parameters):
+        return (students(parameters, x, t) - fixed - g).square().sum() / (len(x) * N)
+
+    return loss(parameters), torch.func.grad(loss)(parameters), norms, derivative
+
+
+class Formula(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, t, text):
+        return self.net.formula(x, t, text)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
+@pytest.mark.parametrize(
+    ("warmup", "step", "r"), [(0, 3, 1.0), (10, 0, 0.0), (10, 3, 0.3), (10, 10, 1.0), (10, 99, 1.0)]
+)
+def test_loss_and_gradient_equal_the_dense_reference(scale, tangent, warmup, step, r):
+    method = scm(guidance_scale=scale, tangent=tangent, tangent_warmup=warmup)
+    loss = run(method, step)
+    expected, expected_gradients, norms, derivative = reference(method, r)
+    assert close(loss, expected, 1e-10)
+    ours = gradients(method.roles["student"])
+    assert ours.keys() == {"mix", "time", "caption"} and not gradients(method.roles["teacher"])
+    for name, gradient in ours.items():
+        assert close(gradient, expected_gradients[f"net.{name}"], 1e-9), name
+    observed = method.observations.drain()
+    assert observed["tangent_norm"] == pytest.approx((float(norms.sum()) / N**0.5, 4.0))
+    assert observed["jvp_norm"][0] == pytest.approx(float(derivative.flatten(1).square().mean(1).sqrt().sum()))
+    gradient = 2 * norms / (norms + 0.1)
+    assert observed["output_gradient/scm"][0] == pytest.approx(float(gradient.sum()))
+    by_time = [observed[f"loss/t{low:.2f}"] for low in (0, 0.25, 0.5, 0.75)]
+    assert sum(total for total, _ in by_time) == pytest.approx(4 * float(loss)) and sum(n for _, n in by_time) == 4
+
+
+def test_what_runs():
+    """One guided call of the teacher, a dual one of the student and one with a gradient, all at one state."""
+    method = scm()
+    run(method)
+    (teacher,), (dual, last) = method.roles["teacher"].calls, method.roles["student"].calls
+    assert [call.with_grad for call in (teacher, dual, last)] == [False, False, True]
+    batch = make_batch()
+    assert torch.equal(teacher.text, torch.cat([batch.text, batch.null_like_text()]))
+    assert torch.equal(last.text, batch.text)
+    for call in (dual, last):
+        assert torch.equal(torch.cat([call.x, call.x]), teacher.x) and torch.equal(call.t, teacher.t[:4])
+    method = scm(jvp="finite_difference")
+    run(method)
+    assert [call.with_grad for call in method.roles["student"].calls] == [False, False, True]
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+def test_times_and_noise():
+    """``log tan t`` is N(mean, std^2), every sample's own; the noise is standard normal on the data."""
+    method = scm(guidance_scale=1.0, time_mean=-0.3, time_std=1.2)
+    method.roles["teacher"].formula = lambda x, t, text: x
+    count = 1500
+    data = normal(count, *SHAPE, seed=4)
+    batch = Batch(latents=data, text=normal(count, *TEXT, seed=5), null_text=normal(*TEXT, seed=6))
+    (loss,) = method.losses(1, batch, random_at(1, range(count)))
+    loss.closure()
+    x, t = noised(method.roles["teacher"].calls[0])
+    assert stats.kstest(torch.log(torch.tan(t)).numpy(), "norm", (-0.3, 1.2)).pvalue > 1e-3
+    noise = (x - torch.cos(wide(t)) * data) / torch.sin(wide(t))
+    assert stats.kstest(noise[:, 0, 0, 0, 0].numpy(), "norm").pvalue > 1e-3
+    assert stats.kstest(noise[:100].flatten().numpy(), "norm").pvalue > 1e-3
+    assert abs(torch.corrcoef(torch.stack([noise[:, 0, 0, 0, 0], t]))[0, 1]) < 0.1
+
+
+def test_a_step_draws_the_same_again():
+    assert torch.equal(run(scm(), 3), run(scm(), 3)) and not torch.equal(run(scm(), 3), run(scm(), 4))
+
+
+def test_batches_are_means():
+    """Samples drawn twice, or in parts, give the same loss and gradients: nothing is summed or shared."""
+    method = scm()
+    whole, gradient = run(method), gradients(method.roles["student"])
+    twice = run(method, positions=[0, 1, 2, 3, 0, 1, 2, 3])
+    assert close(twice, whole)
+    for name, value in gradients(method.roles["student"]).items():
+        assert close(value, gradient[name], 1e-10)
+    parts = []
+    for part in ([0], [1, 2, 3]):
+        share = len(part) / 4
+        value = run(method, positions=part)
+        parts.append((share * value, {k: share * g for k, g in gradients(method.roles["student"]).items()}))
+    assert close(parts[0][0] + parts[1][0], whole)
+    for name in gradient:
+        assert close(parts[0][1][name] + parts[1][1][name], gradient[name], 1e-10)
+
+
+# ---------------------------------------------------------------- the tangent
+
+
+@pytest.mark.parametrize("size", [1, 30, 400])
+def test_normalised_tangents_have_the_root_of_n_as_norm(size):
+    g = normal(3, 1, 1, 1, size, seed=2) * wide(torch.tensor([1e-6, 1.0, 1e6], dtype=torch.float64))
+    norms = g.flatten(1).norm(dim=1)
+    ours = normalise_tangent(g)
+    torch.testing.assert_close(ours.flatten(1).norm(dim=1), size**0.5 * norms / (norms + 0.1))
+    assert torch.cosine_similarity(ours.flatten(1), g.flatten(1)).min() > 1 - 1e-12
+
+
+def test_warm_up_of_the_tangent():
+    prediction, teacher, derivative, x = (normal(2, *SHAPE, seed=seed) for seed in range(4))
+    t = torch.tensor([0.3, 1.2], dtype=torch.float64)
+
+    def tangent(form, r):
+        return consistency_tangent(prediction, teacher, derivative, x, t, r, form=form)
+
+    torch.testing.assert_close(tangent("lu_song", 1.0), tangent("rcm", 1.0))
+    torch.testing.assert_close(tangent("lu_song", 0.0), -(wide(torch.cos(t)) ** 2) * (prediction - teacher))
+    torch.testing.assert_close(tangent("rcm", 0.0), -wide(torch.cos(t)) * (prediction - teacher) - derivative)
+    halfway = (tangent("lu_song", 0.0) + tangent("lu_song", 1.0)) / 2
+    torch.testing.assert_close(tangent("lu_song", 0.5), halfway)
+
+
+# ---------------------------------------------------------------- problems with a known answer
+
+
+def on(problem, student, positions=32, **settings):
+    """scm from ``problem``'s own velocity without guidance, and a batch of its data."""
+    settings = {"guidance_scale": 1.0, "tangent_warmup": 0, **settings}
+    method = build_method(ScmSettings(**settings), {"teacher": problem, "student": student})
+    return method, analytic.make_batch(problem, positions), random_at(0, range(positions))
+
+
+@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES)
+def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
+    student = ExactStudent(problem)
+    method, batch, random = on(problem, student, tangent=tangent)
+    (loss,) = method.losses(0, batch, random)
+    loss.closure().backward()
+    largest = max(p.grad.abs().max() for p in student.parameters())
+    assert largest < 1e-8
+    assert method.observations.drain()["tangent_norm"][0] / 32 < 1e-8
+    student.zero_grad()
+    with torch.no_grad():
+        student.scale.fill_(0.01)
+    loss.closure().backward()
+    assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
+
+
+@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
+def test_the_gradient_does_not_vanish_at_the_teacher(tangent):
+    """Nor before the warm-up ends, at the flow map."""
+    problem = PROBLEMS[1]
+    student = ExactStudent(problem)
+    method, batch, random = on(problem, student, tangent=tangent, tangent_warmup=10)
+    (loss,) = method.losses(5, batch, random)
+    loss.closure().backward()
+    assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
+
+
+@pytest.mark.parametrize(("problem", "tolerance"), list(zip(TO_LEARN, (0.05, 0.15), strict=True)), ids=PROBLEM_NAMES)
+def test_a_student_converges_to_the_flow_map(problem, tolerance):
+    """From the teacher's own prediction, which is off by most of the data's deviation."""
+    student = SmallNet(problem, width=32)
+    assert flow_map_error(problem, student) > 0.6
+    method, *_ = on(problem, student)
+    train(method, problem, 500, 1e-2)
+    assert flow_map_error(problem, student) < tolerance
+
+
+def test_samples_of_the_exact_student_are_the_flow_maps():
+    """One step, and two: what the first gives is noised to the second time."""
+    problem = PROBLEMS[0]
+    method, _, random = on(problem, ExactStudent(problem), 8)
+    noise, text = normal(8, *problem.shape, seed=6), torch.zeros(8, *analytic.TEXT, dtype=torch.float64)
+    first, second = 80 / 81, math.tan(1.5) / (1 + math.tan(1.5))
+
+    def mapped(x, time):
+        t = torch.full((8,), time, dtype=torch.float64)
+        return problem.flow_map(x, t, torch.zeros_like(t))
+
+    one = method.generate("student", noise, text, text, 1, random)
+    torch.testing.assert_close(one, mapped(first * noise, first))
+    two = method.generate("student", noise, text, text, 2, random)
+    fresh = random.normal("sample/renoise_1", problem.shape, torch.float64)
+    torch.testing.assert_close(two, mapped((1 - second) * one + second * fresh, second))
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"time_std": 0.0}, r"method\.time_std=0\.0 must be above 0"),
+        ({"jvp_step": -1e-4}, r"method\.jvp_step=-0\.0001 must be above 0"),
+        ({"sigma_max": 0.0}, r"method\.sigma_max=0\.0 must be above 0"),
+        ({"tangent_warmup": -1}, r"method\.tangent_warmup=-1 must be at least 0"),
+        ({"tangent": "tangent"}, r"method\.tangent=tangent is unknown; use lu_song or rcm"),
+        ({"jvp": "forward"}, r"method\.jvp=forward is unknown; use exact or finite_difference"),
+        ({"mid_times": [1.5, 1.5]}, r"method\.mid_times=\[1\.5, 1\.5\] must descend from below .* = 1\.5583"),
+        ({"mid_times": [1.4, 0.0]}, r"method\.mid_times=\[1\.4, 0\.0\] must descend .* stay above 0"),
+        ({"sigma_max": 10.0}, r"method\.mid_times=\[1\.5, 1\.4, 1\.0\] must descend from below .* = 1\.4711"),
+        ({"shift": 0.0}, r"method\.shift=0\.0 must be above 0"),
+    ],
+)
+def test_refused_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        ScmSettings(**settings)
+
+
+def student(**settings):
+    return SimpleNamespace(**{"compile": False, "precision": "fp32", **settings})
+
+
+@pytest.mark.parametrize("name", ["scm", "rcm"])
+def test_refused_combinations(name, monkeypatch):
+    method, kind = METHODS[name]
+
+    def check(jvp, **settings):
+        method.check(SimpleNamespace(method=kind(jvp=jvp), student=student(**settings)))
+
+    for accepted in (("exact", {}), ("exact", {"precision": "bf16"}), ("finite_difference", {"compile": True})):
+        check(accepted[0], **accepted[1])
+    with pytest.raises(UserError, match=r"student\.compile=true with method\.jvp=exact: .*use student\.compile=false"):
+        check("exact", compile=True)
+    with pytest.raises(UserError, match=r"finite_difference with student\.precision=bf16: .* use .*precision=fp32 or"):
+        check("finite_difference", precision="bf16")
+    monkeypatch.setattr(derivatives, "FORWARD_AD_SINCE", (99, 0))
+    with pytest.raises(UserError, match=r"method\.jvp=exact needs torch 99\.0 .* use method\.jvp=finite_difference"):
+        check("exact")
+    check("finite_difference")
+
+
+@pytest.mark.parametrize("name", ["scm", "rcm"])
+def test_the_groups_of_the_configuration(name):
+    compose_config([])  # registers the schemas
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = compose("config", overrides=["~experiment", f"method={name}", f"optim={name}"])
+    assert OmegaConf.to_object(composed.method) == METHODS[name][1]()
+    assert composed.optim.student.lr == 2e-6
+
+
+def test_a_recipe_is_checked():
+    with pytest.raises(UserError, match=r"student\.compile=true with method\.jvp=exact"):
+        compose_config(["experiment=wan2_1_t2v_1_3b_rcm", "student.compile=true"])
+
+
+def test_the_students_times():
+    times = ScmSettings().student_times()
+    assert times == pytest.approx([80 / 81] + [math.tan(t) / (1 + math.tan(t)) for t in (1.5, 1.4, 1.0)])
+    method = scm()
+    assert [len(method.sampling_times(n)) for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert method.sampling_times(2) == times[:2]
+    for steps in (0, 5):
+        with pytest.raises(UserError, match="sample with 1 to 4 steps"):
+            method.sampling_times(steps)
+    assert method.evaluations("student", 3) == 3 and method.evaluations("teacher", 3) == 6
