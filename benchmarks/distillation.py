@@ -49,19 +49,20 @@ class Run:
     """One student."""
 
     method: str
-    seed: int
     folder: Path
-    scale: float
-    """Share of the recipe's steps."""
+    changes: tuple[str, ...] = ()
+    """Settings other than the recipe's."""
+    seed: int = 0
 
     def overrides(self) -> list[str]:
         """What ``train.py`` is told."""
-        recipe = ["experiment=quickstart" + ("" if self.method == "dmd2" else f"_{self.method}")]
-        steps = max(2, round(compose_config(recipe).steps * self.scale))
-        own = [f"seed={self.seed}", f"steps={steps}", f"run_dir={self.folder}", "device=cpu", "mesh.cp=1"]
+        recipe = {"dmd2": "quickstart", "flow_matching": "quickstart_teacher"}.get(self.method)
+        own = [f"experiment={recipe or f'quickstart_{self.method}'}", f"seed={self.seed}", f"run_dir={self.folder}"]
         if self.method == "ode_regression":
             own.append(f"method.trajectories={self.folder}/trajectories")
-        return [*recipe, *own, "sample.every=0", "sample.report_clips=0", "sample.prompts=1", "sample.teacher_steps=[]"]
+        alone = ["device=cpu", "mesh.cp=1", "log.every=1"]
+        no_samples = ["sample.every=0", "sample.report_clips=0", "sample.prompts=1", "sample.teacher_steps=[]"]
+        return [*own, *alone, *no_samples, *self.changes]
 
     def train(self) -> None:
         """Train to the end, or go on with what was stopped; nothing for a run that has ended.
@@ -89,10 +90,20 @@ class Run:
             return [train]
         return [[sys.executable, "-m", "distill.trajectories", *self.overrides()], train]
 
+    def metrics(self) -> list[dict[str, float | None]]:
+        """Every step's."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
     def gigaflops(self) -> float:
-        """What its training took, from its metrics."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return sum(json.loads(line)["perf/flops"] for line in lines) / 1e9
+        """What its training took."""
+        return sum(line["perf/flops"] for line in self.metrics()) / 1e9
+
+
+def train_all(runs: Sequence[Run], workers: int) -> None:
+    """:meth:`Run.train` of each, ``workers`` at a time; the log says which have ended."""
+    with ThreadPoolExecutor(workers) as pool:
+        for run, _ in zip(runs, pool.map(Run.train, runs), strict=True):
+            print(f"{run.folder}: trained", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,20 +216,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="students per method")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"), help="runs and measures; kept")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="one seed, a fiftieth of the steps, dmd2 and rcm alone")
+    parser.add_argument("--quick", action="store_true", help="one seed, 30 steps, dmd2 and rcm alone")
     args = parser.parse_args(argv)
     if args.quick:
         args.methods, args.seeds, args.out = ["dmd2", "rcm"], 1, args.out.with_name(args.out.name + "_quick")
-    scale = 0.02 if args.quick else 1.0
     out = args.out.resolve()
+    changes = ("steps=30", "batch_size=8") if args.quick else ()
     runs = [
-        Run(method=method, seed=seed, folder=out / method / str(seed), scale=scale)
+        Run(method=method, seed=seed, folder=out / method / str(seed), changes=changes)
         for seed in range(args.seeds)
         for method in args.methods
     ]
-    with ThreadPoolExecutor(args.workers) as pool:
-        for run, _ in zip(runs, pool.map(Run.train, runs), strict=True):
-            print(f"{run.method}, seed {run.seed}: trained", file=sys.stderr, flush=True)
+    train_all(runs, args.workers)
     torch.set_num_threads(args.workers)
 
     config = compose_config(["experiment=quickstart", f"run_dir={out}"])
