@@ -116,16 +116,18 @@ def test_the_comparison_sees_stale_weights(pools):
 
 
 def _evaluations(strategy, sizes):
-    plain, watched = (_model(strategy=strategy, mesh=_mesh(**sizes)) for _ in range(2))
-    optimizers = {m: _adamw(m) for m in (plain, watched)}
+    plain, watched, after = (_model(strategy=strategy, mesh=_mesh(**sizes)) for _ in range(3))
+    optimizers = {m: _adamw(m) for m in (plain, watched, after)}
     batches, outputs = _batches(), []
     for x in batches[:3]:
-        _step(plain, optimizers[plain], x)
+        _step(plain, optimizers[plain], x)  # never evaluated
+        _step(after, optimizers[after], x)  # evaluated after a step alone
         outputs.append(_forward(watched, batches[3]))
         _step(watched, optimizers[watched], x, between=lambda: _forward(watched, batches[4]))
         outputs.append(_forward(watched, batches[3]))
-        assert torch.equal(outputs[-1], _forward(plain, batches[3]))
+        assert torch.equal(outputs[-1], _forward(after, batches[3]))
     assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[-1], _forward(plain, batches[3]))
     return all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(plain.parameters(), watched.parameters()))  # noqa: B905
 
 
