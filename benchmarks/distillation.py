@@ -1,8 +1,8 @@
 """Do the methods distil? ``python -m benchmarks.distillation`` trains a student per method and seed and measures it.
 
 From the shipped teacher on moving shapes, by the recipes ``experiment=quickstart_METHOD`` (``quickstart`` for dmd2),
-one process a run, as many runs at a time as there are cores. Every method may spend the same floating-point operations
-on training. Started again it goes on where it was stopped; ``--quick`` shows in five minutes that it works.
+one process a run, as many runs at a time as there are cores. What the training of each method took, in operations, is
+printed beside. Started again it goes on where it was stopped; ``--quick`` shows in minutes that it works.
 """
 
 from __future__ import annotations
@@ -68,9 +68,13 @@ class Run:
         """Train to the end, or go on with what was stopped; nothing for a run that has ended.
 
         Raises:
+            UserError: one that ended with other settings.
             RuntimeError: a run that failed, with the end of its log.
         """
-        if (self.folder / "finished").exists():
+        finished, settings = self.folder / "finished", "\n".join(self.overrides())
+        if finished.exists():
+            if finished.read_text() != settings:
+                raise UserError(f"{self.folder} was trained with other settings; use another --out, or remove it")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for command in self._commands():
@@ -82,7 +86,7 @@ class Run:
                 raise RuntimeError(
                     f"{' '.join(command)} ended with {code}:\n{(self.folder / 'log').read_text()[-2000:]}"
                 )
-        (self.folder / "finished").touch()
+        finished.write_text(settings)
 
     def _commands(self) -> list[list[str]]:
         train = [sys.executable, "train.py", *self.overrides()]
@@ -140,10 +144,10 @@ def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions:
     return data.decode(latents).numpy()
 
 
-def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Path) -> Row:
-    """Caption accuracy, feature distances and diversity of ``CLIPS`` clips; from ``cache`` if it is there."""
+def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Path, count: int) -> Row:
+    """Caption accuracy, feature distances and diversity of ``count`` clips; from ``cache`` if it is there."""
     data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
-    captions = sample_captions(data, CLIPS)
+    captions = sample_captions(data, count)
     if not cache.exists():
         clips = clips_of(config, role_name, folder, steps, captions)
         heldout = data.heldout()
@@ -221,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.methods, args.seeds, args.out = ["dmd2", "rcm"], 1, args.out.with_name(args.out.name + "_quick")
     out = args.out.resolve()
-    changes = ("steps=30", "batch_size=8") if args.quick else ()
+    changes, count = (("steps=30", "batch_size=8"), CLIPS // 4) if args.quick else ((), CLIPS)
     runs = [
         Run(method=method, seed=seed, folder=out / method / str(seed), changes=changes)
         for seed in range(args.seeds)
@@ -232,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
 
     config = compose_config(["experiment=quickstart", f"run_dir={out}"])
     source = ROOT / config.teacher.checkpoint
-    teachers = {n: measured(config, "teacher", source, n, out / f"teacher_{n}.json") for n in TEACHER_STEPS}
+    teachers = {n: measured(config, "teacher", source, n, out / f"teacher_{n}.json", count) for n in TEACHER_STEPS}
     students: dict[str, dict[int, Row]] = {}
     for method in args.methods:
         seeds = [run for run in runs if run.method == method]
@@ -245,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
                     run.folder / "export" / "student",
                     n,
                     run.folder / f"student_{n}.json",
+                    count,
                 )
                 for run in seeds
             ]

@@ -34,7 +34,7 @@ def row(method: str, precision: str, run: Run) -> tuple[bool, str]:
     """Was every value finite? And the line of the table."""
     lines = run.metrics()
     # A value that is not finite is null in the file; so is what a step does not have: perf/mfu, an empty time bucket.
-    kept = [key for key in lines[0] | lines[-1] if key.endswith(("/loss", "/grad_norm"))]
+    kept = {key for line in lines for key in line if key.endswith(("/loss", "/grad_norm"))}
     broken = sum(line[key] is None for line in lines for key in kept if key in line)
     skipped = sum(max(line.get(f"{role}/skipped", 0) for line in lines) for role in ("student", "fake"))
     norms = [line["student/grad_norm"] for line in lines if line.get("student/grad_norm") is not None]

@@ -73,7 +73,7 @@ def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
     method = method or METHODS[config.method.name][0]
     method.check_files(config)
     needed = method.roles_needed(config.method)
-    for name in {"teacher", "student", "fake"} - set(needed):
+    for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read}:
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = choose_device(config.device)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+from fsdp_cp.duals import may_be_dual
 from fsdp_cp.fsdp_state import reset_iteration, reshard, set_trainable, unrecorded_forward
 from fsdp_cp.shard_settings import COMPUTE_DTYPE
 from fsdp_cp.sharding import gather_first_block_early, settings_of
@@ -73,6 +75,8 @@ class Role:
         # A backward costs a forward for the inputs' gradients and one for the weights'.
         backward = 2 if self.trainable else int(x.requires_grad)
         passes = 1 + depth * backward * torch.is_grad_enabled()
+        if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
+            passes += 1  # the tangent's products; attention's own are more, by a constant
         forward = self.family.forward_flops(self.config, self.tokens, self.text_tokens)
         self.flops += int(passes * x.shape[0] * forward)
         with nullcontext() if torch.is_grad_enabled() else unrecorded_forward(self.network):

@@ -122,7 +122,7 @@ class TrajectoryClips:
 
     def __init__(self, folder: TrajectoryFolder, count: int, data: ClipDataset):
         self._folder, self._count, self._data = folder, count, data
-        identity = json.dumps([folder.settings(), count]).encode()
+        identity = json.dumps([folder.settings(), count, data.fingerprint]).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
 
     def __getattr__(self, name: str) -> Any:

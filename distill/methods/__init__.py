@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from distill.methods.base import Batch, Loss, Method
 from distill.methods.dcm import Dcm, DcmSettings
@@ -27,7 +28,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
 }
 
 
-def build_method(settings: FlowMatchingSettings | Dmd2Settings, roles: Mapping[str, Role]) -> Method:
+def build_method(settings: Any, roles: Mapping[str, Role]) -> Method:
     """The method of ``settings.name`` over ``roles``."""
     method, _ = METHODS[settings.name]
     return method(settings, roles)

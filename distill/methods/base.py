@@ -62,6 +62,8 @@ class Method(ABC):
     required_roles: ClassVar[tuple[str, ...]]
     """In the order in which they are built; see :meth:`roles_needed`."""
     trained_roles: ClassVar[tuple[str, ...]]
+    settings_read: ClassVar[tuple[str, ...]] = ()
+    """Roles that are not built, but whose settings the method reads."""
     first_role: ClassVar[str] = "student"
     """The role whose forward is the first of every step."""
 

@@ -80,6 +80,12 @@ class Dmd2Settings(FewStepSettings):
                 )
         if self.gan_block is not None and self.gan_block < 0:
             raise UserError(f"method.gan_block={self.gan_block} must be at least 0, or null for the middle block")
+        for key in ("gan_weight_head", "gan_r1_weight", "gan_r1_sigma", "gan_block"):
+            if not self.gan and getattr(self, key) != getattr(type(self), key):
+                raise UserError(
+                    f"method.{key}={getattr(self, key)} is for a GAN, which method.gan_weight_student=0 leaves out;"
+                    " use method.gan_weight_student=1e-3"
+                )
 
     @property
     def gan(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
 from distill.methods.sampling import check_sampler, guided_sample
+from distill.observations import observe_by_time, observe_latents, per_sample_mean
 from distill.schedules import add_noise, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -64,12 +65,15 @@ class FlowMatching(Method):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         x0 = batch.latents
-        t = draw_time(self.settings, random, "flow_matching/time", x0.dtype)
+        t = draw_time(self.settings, self.settings.shift, random, "flow_matching/time", x0.dtype)
         noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         text = torch.where(dropped.view(-1, 1, 1), batch.null_like_text(), batch.text)
         v = self.roles["student"].velocity(add_noise(x0, noise, t), t, text)
-        return (v - (noise - x0)).square().mean()
+        errors = per_sample_mean((v - (noise - x0)).square())
+        observe_by_time(self.observations, "loss", errors, t)
+        observe_latents(self.observations, "data", x0)
+        return errors.mean()
 
     def evaluations(self, role: str, steps: int) -> int:
         return steps if self.settings.guidance_scale == 1 else 2 * steps
@@ -89,11 +93,12 @@ class FlowMatching(Method):
         )
 
 
-def draw_time(settings: Any, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
-    """Times ``(B,)`` as ``settings`` say by ``time``, ``logit_mean``, ``logit_std`` (Esser et al. 2024) and ``shift``.
+def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
+    """Times ``(B,)`` as ``settings`` say by ``time``, ``logit_mean``, ``logit_std`` (Esser et al. 2024), shifted.
 
     Args:
         settings: :class:`FlowMatchingSettings`, or others with these fields.
+        shift: of the times.
         random: the step's streams.
         purpose: of the draw.
         dtype: of the times, fp32 or better.
@@ -102,4 +107,4 @@ def draw_time(settings: Any, random: StepRandom, purpose: str, dtype: torch.dtyp
         t = random.uniform(purpose, dtype)
     else:
         t = torch.sigmoid(settings.logit_mean + settings.logit_std * random.normal(purpose, (), dtype))
-    return shift_time(t, settings.shift)
+    return shift_time(t, shift)

@@ -18,8 +18,8 @@ from distill.derivatives import MODES, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
 from distill.methods.flow_matching import TIMES, draw_time
-from distill.observations import observe_latents, per_sample_mean, per_sample_norm
-from distill.schedules import add_noise, denoise, per_sample
+from distill.observations import per_sample_mean, per_sample_norm
+from distill.schedules import add_noise, per_sample
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions import Chosen
@@ -30,7 +30,7 @@ VELOCITIES = ("teacher", "data")
 
 @dataclass(kw_only=True)
 class MeanFlowSettings(FewStepSettings):
-    """``method=meanflow``. Both times are shifted by ``shift``."""
+    """``method=meanflow``."""
 
     name: str = "meanflow"
     velocity: str = "teacher"
@@ -43,6 +43,8 @@ class MeanFlowSettings(FewStepSettings):
     """Mean of logit(t), for ``logit_normal``."""
     logit_std: float = 1.0
     """Standard deviation of logit(t), for ``logit_normal``; > 0."""
+    time_shift: float = 1.0
+    """Shift of both times; ``shift`` is that of the teacher's sampler alone. > 0."""
     interval_ratio: float = 0.25
     """Probability of a sample with r < t; the others train the velocity at r = t. 0 to 1."""
     warmup: int = 0
@@ -62,7 +64,7 @@ class MeanFlowSettings(FewStepSettings):
         for key, choices in (("velocity", VELOCITIES), ("time", TIMES), ("jvp", MODES)):
             if getattr(self, key) not in choices:
                 raise UserError(f"method.{key}={getattr(self, key)} is unknown; use {' or '.join(choices)}")
-        for key in ("logit_std", "weight_floor", "jvp_step"):
+        for key in ("time_shift", "logit_std", "weight_floor", "jvp_step"):
             if not getattr(self, key) > 0:
                 raise UserError(f"method.{key}={getattr(self, key)} must be above 0")
         for key in ("warmup", "weight_power"):
@@ -129,15 +131,13 @@ class MeanFlow(FewStepMethod):
         # The loss itself says little: with p = 1 every sample's is below 1 by construction.
         self.observations.add("error/instant", errors, where=r == t)
         self.observations.add("error/interval", errors, where=r < t)
-        observe_latents(self.observations, "prediction", denoise(x, prediction, t))
-        observe_latents(self.observations, "data", batch.latents)
         weights = (errors.detach() + settings.weight_floor).pow(-settings.weight_power)
         return (weights * errors).mean()
 
     def _times(self, random: StepRandom, batch: Batch, instant: bool) -> tuple[Tensor, Tensor]:
         """``t`` and ``r <= t`` ``(B,)``: the greater and the lesser of two draws (section 4.3)."""
         one, other = (
-            draw_time(self.settings, random, purpose, batch.dtype)
+            draw_time(self.settings, self.settings.time_shift, random, purpose, batch.dtype)
             for purpose in ("meanflow/time", "meanflow/second_time")
         )
         t, r = torch.maximum(one, other), torch.minimum(one, other)

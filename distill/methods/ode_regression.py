@@ -56,6 +56,7 @@ class OdeRegression(FewStepMethod):
 
     required_roles = ("student",)
     trained_roles = ("student",)
+    settings_read = ("teacher",)
     settings: OdeRegressionSettings
 
     @classmethod
@@ -105,10 +106,12 @@ def trajectory_settings(config: Any) -> dict[str, Any]:
     """What of ``config`` decides a trajectory, by setting, and matters to the student that trains on it."""
     names = {
         "method": ("step_list", "teacher_steps", "guidance_scale", "shift"),
-        "data": ("name", "num_frames", "height", "width", "negative_prompt"),
+        "data": ("name", "path", "encoders", "num_frames", "height", "width", "negative_prompt"),
         "teacher": ("checkpoint",),
     }
-    return {f"{group}.{key}": getattr(getattr(config, group), key) for group, keys in names.items() for key in keys}
+    return {
+        f"{group}.{key}": getattr(getattr(config, group), key, None) for group, keys in names.items() for key in keys
+    }
 
 
 def trajectory(

@@ -96,7 +96,7 @@ class Rcm(Scm):
             yield Loss("dmd", lambda: self._dmd_loss(step, batch, random), 1.0)
 
     def _rollout_times(self, step: int, random: StepRandom) -> list[float]:
-        """Rectified-flow times, the same for all samples of the step."""
+        """Rectified-flow times, the same for all samples of the step (rCM's code draws them for each sample)."""
         steps = self.rollout_steps(step)
         if self.settings.rollout == "fixed":
             return [1.0, *self.settings.student_times()[1:steps]]

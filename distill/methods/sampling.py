@@ -56,7 +56,7 @@ def guided_sample(
 def euler_sample(
     role: Role, noise: Tensor, text: Tensor, null_text: Tensor, *, times: list[float], scale: float
 ) -> Tensor:
-    """Euler's method along the guided velocity, from ``times[0] = 1`` to ``times[-1] = 0``.
+    """Euler's method along the guided velocity, from ``times[0]`` to ``times[-1]``: 1 to 0 for a sample.
 
     Args:
         role: the network.

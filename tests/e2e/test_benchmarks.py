@@ -1,0 +1,46 @@
+"""The benchmarks of the methods run from end to end, in small."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks import distillation, stability
+from distill.measures import HIGHER_IS_BETTER
+
+
+@pytest.mark.slow
+def test_distillation_in_small(tmp_path, capsys):
+    out = tmp_path / "students"
+    assert distillation.main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    folder = tmp_path / "students_quick"
+    for row in ("teacher, 50 steps", "dmd2, 1 step", "dmd2, 4 steps", "rcm, 2 steps"):
+        assert f"| {row} | " in printed
+    assert (folder / "distillation.png").stat().st_size > 10_000
+    for method in ("dmd2", "rcm"):
+        measures = json.loads((folder / method / "0" / "student_4.json").read_text())
+        assert all(math.isfinite(measures[key]["value"]) for key in HIGHER_IS_BETTER)
+        lines = (folder / method / "0" / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 30 and all(json.loads(line)["perf/flops"] > 0 for line in lines)
+    # What has ended is not trained again, and not taken for what other settings would have made.
+    marker = folder / "dmd2" / "0" / "finished"
+    before = marker.stat().st_mtime_ns
+    assert distillation.main(["--quick", "--out", str(out)]) == 0 and marker.stat().st_mtime_ns == before
+    assert capsys.readouterr().out == printed
+    marker.write_text("other settings")
+    with pytest.raises(distillation.UserError, match="was trained with other settings"):
+        distillation.main(["--quick", "--out", str(out)])
+
+
+@pytest.mark.slow
+def test_stability_in_small(tmp_path, capsys):
+    arguments = ["--steps", "4", "--out", str(tmp_path), "--methods", "meanflow", "dmd2 with a GAN"]
+    assert stability.main(arguments) == 0 and "all finite" in capsys.readouterr().out
+    metrics = tmp_path / "meanflow_bf16_4" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[2]["student/loss"] = None  # what a value that is not finite is in the file
+    metrics.write_text("\n".join(map(json.dumps, lines)))
+    assert stability.main(arguments) == 1 and "| meanflow | bf16 | 4 | 4 | 1 |" in capsys.readouterr().out.replace(
+        "| 3 | 1 |", "| 4 | 1 |"
+    )
