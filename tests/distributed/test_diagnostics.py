@@ -204,6 +204,7 @@ def _profiled(folder):
     return ours, left
 
 
+@pytest.mark.slow
 def test_a_step_has_named_phases_and_leaves_nothing_gathered(ranks, folder):
     for steps, left in ranks.run(_profiled, folder):
         assert not left

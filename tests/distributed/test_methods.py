@@ -24,7 +24,7 @@ METHODS = {
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),
 }  # fmt: skip
 slow = pytest.mark.slow
-MESHES = (pytest.param(1, 1, marks=slow), pytest.param(2, 1, marks=slow), (1, 2), (2, 2))
+MESHES = (*(pytest.param(*sizes, marks=slow) for sizes in ((1, 1), (2, 1), (1, 2))), (2, 2))
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def stopped(ranks, folder, tmp_path_factory):
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(**MESH, changes={"all": {"strategy": "no_shard"}}),
+        pytest.param(Setup(**MESH, changes={"all": {"strategy": "no_shard"}}), marks=pytest.mark.slow),
         Setup(cp=4, changes={"all": {"strategy": "optim"}, "student": {"strategy": "optim_grads"}}),
         pytest.param(Setup(**MESH, changes={"all": {"offload": "cpu"}}), marks=pytest.mark.slow),
         pytest.param(Setup(dp_replicate=2, cp=2), marks=pytest.mark.slow),

@@ -37,6 +37,7 @@ def test_dmd2_in_fp32(pools, checkpoints, oracle, dp_shard, cp, checkpointing):
     assert difference.largest < 1e-5, difference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_dmd2_in_fp64(pools, checkpoints, dp_shard, cp):
     """As far as Wan's norms allow, which diffusers computes in fp32."""

@@ -74,7 +74,16 @@ def test_same_mesh_bit_by_bit(run_ranks, folder, straight, stopped):
             assert torch.equal(resumed.weights[group][name], value), (group, name)
 
 
-@pytest.mark.parametrize("setup", [Setup(), Setup(cp=2), Setup(dp_shard=2), Setup(dp_replicate=2, cp=2)])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(cp=2),
+        *(
+            pytest.param(setup, marks=pytest.mark.slow)
+            for setup in (Setup(), Setup(dp_shard=2), Setup(dp_replicate=2, cp=2))
+        ),
+    ],
+)
 def test_another_mesh(run_ranks, folder, straight, stopped, setup):
     resumed = run_ranks(setup.world_size, _run, setup, folder, stopped, STOP, STEPS)[0]
     rest = Trace(
@@ -88,6 +97,7 @@ def test_another_mesh(run_ranks, folder, straight, stopped, setup):
     assert compare(resumed, rest).largest < 1e-5
 
 
+@pytest.mark.slow
 def test_bf16_resumes_from_the_fp32_masters(run_ranks, folder, tmp_path):
     """Masters rebuilt from the bf16 copy that compute sees would differ in the third digit."""
     setup = Setup(dp_shard=2, precision="bf16")
@@ -100,6 +110,7 @@ def test_bf16_resumes_from_the_fp32_masters(run_ranks, folder, tmp_path):
     assert any(not torch.equal(w, w.bfloat16().float()) for w in weights.values())
 
 
+@pytest.mark.slow
 def test_resuming_from_an_earlier_step_leaves_the_later_ones(run_ranks, folder, tmp_path):
     setup = Setup(dp_shard=2)
     run_ranks(2, _run, setup, folder, tmp_path, 0, 2)
