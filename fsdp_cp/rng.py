@@ -56,10 +56,6 @@ class StepRandom:
         """
         return int(torch.randint(low, high + 1, (), generator=_generator(self.seed, purpose, self.step)))
 
-    def shared_uniform(self, purpose: str) -> float:
-        """Uniform in [0, 1); one for the step, the same for every sample on every rank."""
-        return float(torch.rand((), generator=_generator(self.seed, purpose, self.step), dtype=torch.float64))
-
     def _sample(self, purpose: str, position: int) -> torch.Generator:
         return _generator(self.seed, purpose, self.step, position)
 

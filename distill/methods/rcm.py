@@ -19,7 +19,7 @@ from distill.methods.dmd2 import distribution_matching
 from distill.methods.sampling import rollout
 from distill.methods.scm import Scm, ScmSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
-from distill.schedules import add_noise, shift_time, shift_times
+from distill.schedules import add_noise, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 
@@ -95,24 +95,25 @@ class Rcm(Scm):
         if step >= self.settings.consistency_steps:
             yield Loss("dmd", lambda: self._dmd_loss(step, batch, random), 1.0)
 
-    def _rollout_times(self, step: int, random: StepRandom) -> list[float]:
-        """Rectified-flow times, the same for all samples of the step (rCM's code draws them for each sample)."""
+    def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Tensor]:
+        """Rectified-flow times, ``(B,)`` each: as many for every sample of the step, drawn for each of them."""
         steps = self.rollout_steps(step)
+        first = torch.ones(len(batch.text), dtype=batch.dtype, device=batch.text.device)
         if self.settings.rollout == "fixed":
-            return [1.0, *self.settings.student_times()[1:steps]]
-        times = [1.0]
+            return [first, *(time * first for time in self.settings.student_times()[1:steps])]
+        times = [first]
         for k in range(1, steps):
-            (drawn,) = shift_times([random.shared_uniform(f"rcm/rollout_time_{k}")], self.settings.shift)
-            times.append(min(drawn, times[-1]))
+            drawn = shift_time(random.uniform(f"rcm/rollout_time_{k}", batch.dtype), self.settings.shift)
+            times.append(torch.minimum(drawn, times[-1]))
         return times
 
-    def _sample(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
+    def _sample(self, batch: Batch, times: list[Tensor], random: StepRandom) -> Tensor:
         """``x_G``, with a gradient through its last step where gradients are enabled."""
         noise = random.normal("rcm/noise", batch.shape, batch.dtype)
         return rollout(self.roles["student"], noise, batch.text, times, random, "rcm/renoise")
 
     def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
-        times = self._rollout_times(step, random)
+        times = self._rollout_times(step, batch, random)
         sample = self._sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         observe_latents(self.observations, "data", batch.latents)
@@ -128,14 +129,14 @@ class Rcm(Scm):
         )
         # On F, as the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
         (gradient,) = torch.autograd.grad(loss, sample, retain_graph=True)
-        sin = times[-1] / math.hypot(times[-1], 1 - times[-1])
+        sin = times[-1] / torch.hypot(times[-1], 1 - times[-1])
         self.observations.add("output_gradient/dmd", sin * sample.numel() * per_sample_norm(gradient))
         return loss
 
     def _fake_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         """Squared error of x0 over ``sin^2 t``, which is that of F, on the student's samples, without guidance."""
         with torch.no_grad():
-            sample = self._sample(batch, self._rollout_times(step, random), random)
+            sample = self._sample(batch, self._rollout_times(step, batch, random), random)
         t = shift_time(random.uniform("rcm/fake_time", batch.dtype), self.settings.shift)
         noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
         v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
 from distill.methods.base import guided_velocity
-from distill.schedules import add_noise, denoise, euler_times
+from distill.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.role import Role
@@ -100,7 +102,9 @@ def unipc_sample(
     return x
 
 
-def rollout(student: Role, noise: Tensor, text: Tensor, times: list[float], random: StepRandom, purpose: str) -> Tensor:
+def rollout(
+    student: Role, noise: Tensor, text: Tensor, times: Sequence[float | Tensor], random: StepRandom, purpose: str
+) -> Tensor:
     """The few-step student's sample: denoise, put fresh noise on it, denoise again.
 
     The last step carries a gradient where gradients are enabled, the ones before never do (backward simulation, Yin et
@@ -108,18 +112,17 @@ def rollout(student: Role, noise: Tensor, text: Tensor, times: list[float], rand
 
     Args:
         student: the network; its ``x0`` is the sample.
-        noise: ``(B, C, T, H, W)``; the first input is ``times[0] * noise``.
+        noise: ``(B, C, T, H, W)``; the first input is it times the first time.
         text: ``(B, L, D)``.
-        times: of rectified flow, descending, above 0.
+        times: of rectified flow, descending, above 0; one for all samples, or ``(B,)`` in the dtype of ``noise``.
         random: of the fresh noise.
         purpose: of the draws: the k-th fresh noise is ``PURPOSE_k``.
     """
-    x = times[0] * noise
-    for k, time in enumerate(times):
-        t = torch.full((len(x),), time, dtype=x.dtype, device=x.device)
+    each = [torch.as_tensor(time, dtype=noise.dtype, device=noise.device).expand(len(noise)) for time in times]
+    x = per_sample(each[0], noise) * noise
+    for k, t in enumerate(each):
         with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
             x0 = denoise(x, student.velocity(x, t, text), t)
         if k < len(times) - 1:
-            fresh = random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype)
-            x = add_noise(x0, fresh, torch.full_like(t, times[k + 1]))
+            x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), each[k + 1])
     return x0

@@ -101,11 +101,10 @@ def test_roles():
 
 
 def rollout_times(method, step, positions=range(4)):
+    """``(length, B)``."""
     losses = closures(method, step, positions)
     losses["dmd" if "dmd" in losses else "fake_score"].closure()
-    calls = method.roles["student"].calls
-    assert all((call.t == call.t[0]).all() for call in calls)
-    return [float(call.t[0]) for call in calls]
+    return torch.stack([call.t for call in method.roles["student"].calls])
 
 
 @pytest.mark.parametrize("role", ["student", "fake"])
@@ -116,8 +115,9 @@ def test_rollouts(role, length):
     step = step_of(method, role, length)
     times = rollout_times(method, step)
     calls = method.roles["student"].calls
-    assert times[0] == 1.0 and all(a >= b > 0 for a, b in pairwise(times)) and len(times) == length
-    assert times == rollout_times(method, step, [2]), "ranks and micro-batches share the times of a step"
+    assert len(times) == length and (times[0] == 1).all() and (times > 0).all() and (times.diff(dim=0) <= 0).all()
+    assert all(len(drawn.unique()) == 4 for drawn in times[1:]), "every sample has times of its own"
+    assert torch.equal(times[:, [2]], rollout_times(method, step, [2])), "whichever rank or micro-batch holds it"
     rollout_times(method, step)
     assert [call.with_grad for call in calls] == [False] * (length - 1) + [role == "student"]
     noises = [calls[0].x]
@@ -137,7 +137,7 @@ def test_random_times_are_drawn_from_p_d_and_never_rise():
     """TrigFlow's ``min(atan(r / (1 - r)), t)`` with ``r = 5 u / (1 + 4 u)``: of flow times, ``min(r, t)``."""
     method = rcm(student_every=2)
     steps = [s for s in range(3, 3 + 8 * 200) if method.trained_role(s) == "fake" and method.rollout_steps(s) == 4]
-    times = torch.tensor([method._rollout_times(s, random_at(s)) for s in steps], dtype=torch.float64)
+    times = torch.cat([torch.stack(method._rollout_times(s, make_batch(), random_at(s)), dim=1) for s in steps])
     assert (times[:, 0] == 1).all() and (times.diff(dim=1) <= 0).all()
     drawn = unshifted(times, 5.0)
     for k, cdf in ((1, lambda u: u), (2, lambda u: 1 - (1 - u) ** 2), (3, lambda u: 1 - (1 - u) ** 3)):
@@ -148,7 +148,8 @@ def test_random_times_are_drawn_from_p_d_and_never_rise():
 def test_fixed_times(length):
     method = rcm(rollout="fixed")
     for role in ("student", "fake"):
-        assert rollout_times(method, step_of(method, role, length)) == pytest.approx([1.0, *FIXED[: length - 1]])
+        times = rollout_times(method, step_of(method, role, length))
+        assert times.tolist() == [pytest.approx([time] * 4) for time in [1.0, *FIXED[: length - 1]]]
 
 
 # ---------------------------------------------------------------- the student's losses
@@ -165,9 +166,9 @@ def test_dmd_gradient_on_the_sample(length, rollout):
     direction = dmd_direction(method, theta)
     assert close(method.roles["student"].theta.grad, direction, 1e-10)
     assert not gradients(method.roles["teacher"]) and not gradients(method.roles["fake"])
-    flow = float(method.roles["student"].calls[-1].t[0])
-    sin = math.sin(math.atan2(flow, 1 - flow))
-    expected = sin * (4 * N * direction).flatten(1).square().mean(1).sqrt().sum()
+    flow = method.roles["student"].calls[-1].t
+    sin = torch.sin(torch.atan2(flow, 1 - flow))
+    expected = (sin * (4 * N * direction).flatten(1).square().mean(1).sqrt()).sum()
     total, count = method.observations.drain()["output_gradient/dmd"]
     assert count == 4 and total == pytest.approx(float(expected)), "of F: dx_G/dF is -sin t"
 

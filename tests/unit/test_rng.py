@@ -86,14 +86,6 @@ def test_shared_integer_is_one_for_the_step_and_covers_its_range():
     assert random([0]).shared_integer("length", 3, 3) == 3
 
 
-def test_shared_uniform_is_one_for_the_step():
-    draws = [random(range(8), step=s).shared_uniform("time") for s in range(400)]
-    assert draws == [random([17], step=s).shared_uniform("time") for s in range(400)], "ranks hold other samples"
-    assert 0 <= min(draws) and max(draws) < 1 and stats.kstest(draws, "uniform").pvalue > 1e-3
-    others = [random([0]).shared_uniform("other"), random([0], seed=2).shared_uniform("time")]
-    assert random([0]).shared_uniform("time") not in others
-
-
 def test_permutation_depends_on_its_arguments_alone():
     order = permutation(1, "order", 0, 50)
     assert sorted(order) == list(range(50)) and order != list(range(50))
