@@ -119,10 +119,11 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     given = getattr(config, name)
     settings = ShardSettings(**{item.name: getattr(given, item.name) for item in fields(ShardSettings)})
     settings.check(device.type, f"{name}.")
-    if settings.gather_early and name != method.first_role:
+    first = method.first_roles(config.method)
+    if settings.gather_early and name not in first:
         raise UserError(
-            f"{name}.gather_early=true: the first forward of every step is the {method.first_role}'s;"
-            f" use {method.first_role}.gather_early=true"
+            f"{name}.gather_early=true: no step of method={config.method.name} begins with a forward of the {name};"
+            f" use {first[0]}.gather_early=true"
         )
     if name not in method.trained_roles:
         default = ShardSettings()

@@ -172,7 +172,7 @@ class Trainer:
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
         """One update of the role whose turn it is; returns its metrics, equal on all ranks."""
         started = time.perf_counter()
-        self.method.roles[self.method.first_role].gather_early()
+        self.method.roles[self.method.first_role(self.step)].gather_early()
         with phase("data"):
             micro_batches = next(data)
         for r in self.method.roles.values():

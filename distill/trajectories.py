@@ -40,7 +40,10 @@ class _TeacherAlone(OdeRegression):
 
     required_roles = ("teacher",)
     trained_roles = ()
-    first_role = "teacher"
+
+    @classmethod
+    def first_roles(cls, settings: Any) -> tuple[str, ...]:
+        return ("teacher",)
 
     @classmethod
     def check_files(cls, config: Any) -> None:

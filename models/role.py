@@ -46,8 +46,8 @@ class Role:
             x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
             t: ``(B,)`` in [0, 1]; the network gets ``1000 t``, never rounded to the compute dtype.
             text: caption embeddings ``(B, L, D)``.
-            r: ``(B,)`` in [0, t], for a network with the addition ``second_time``, and only for one: the mean velocity
-                from r to t.
+            r: ``(B,)`` in [0, 1], for a network with the addition ``second_time``, and only for one: MeanFlow's student
+                answers with the mean velocity from r to t.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.
@@ -55,17 +55,17 @@ class Role:
         with second_time(self.network, t, r):
             return self._outputs(x, t, text)[0].to(x.dtype)
 
-    def logits(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def logits(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         """``D(x_t, t, text)`` of this role's GAN head (models/gan_head.py), above 0 where ``x_t`` looks real.
 
         Args:
-            x, t, text: as of :meth:`velocity`.
+            x, t, text, r: as of :meth:`velocity`.
 
         Returns:
             ``(B,)`` in the dtype of ``x``.
         """
         head = self.network.additions["gan_head"]
-        with head.wanted():
+        with head.wanted(), second_time(self.network, t, r):
             return self._outputs(x, t, text, depth=head.depth)[1].to(x.dtype)
 
     def _outputs(self, x: Tensor, t: Tensor, text: Tensor, depth: float = 1.0) -> tuple[Tensor, ...]:

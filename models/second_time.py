@@ -1,4 +1,5 @@
-"""The second time of MeanFlow (Geng et al. 2025, arXiv:2505.13447, section 4.3), beside a network made for one time."""
+"""A second time for a network made for one: where MeanFlow's interval begins (Geng et al. 2025, arXiv:2505.13447,
+section 4.3), or what a fake score is told of the samples it is shown."""
 
 from __future__ import annotations
 
@@ -25,39 +26,41 @@ class _ZeroLinear(nn.Linear):
 
 
 class SecondTime(Addition):
-    """Adds an embedding of the interval ``t - r`` to the network's own of ``t``, as MeanFlow's networks do.
+    """Adds an embedding of a second time ``r`` to the network's own of ``t``, as MeanFlow's networks do.
 
-    ``W2 silu(W1 f(t - r))`` with ``f(d) = (cos(w d) - 1, sin(w d))`` and no biases. At first ``W2 = 0``: the student is
-    the teacher for every r. At ``r = t`` the embedding is zero whatever the weights: there the student is the plain
-    network for ever, with an instantaneous velocity that any sampler of the plain network can follow.
+    ``W2 silu(W1 f(d))`` with ``f(d) = (cos(w d) - 1, sin(w d))`` and no biases, of the interval ``d = t - r`` or of
+    ``d = r``. At first ``W2 = 0``: the network is the one it came from for every r. Of the interval the embedding is
+    zero at ``r = t`` whatever the weights: there MeanFlow's student is the plain network for ever, with an
+    instantaneous velocity that any sampler of the plain network can follow.
 
     It computes in fp32 under bf16, as the time embedder that it is added to.
     """
 
     full_precision = True
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], of_interval: bool = True):
         super().__init__(config)
+        self.of_interval = of_interval
         self.rates = config["freq_dim"] // 2
         width = config["num_attention_heads"] * config["attention_head_dim"]
         self.linear_1 = nn.Linear(2 * self.rates, width, bias=False)
         self.linear_2 = _ZeroLinear(width, width, bias=False)
-        self.interval: Tensor | None = None
-        """``t - r`` of the call that is running."""
+        self.difference: Tensor | None = None
+        """``d`` of the call that is running."""
 
     def attach(self, network: nn.Module, mesh: Mesh) -> None:
         network.condition_embedder.time_embedder.register_forward_hook(self._add)
 
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor:
-        if self.interval is None:
+        if self.difference is None:
             raise RuntimeError("this network has a second time, and was called without one; use Role.velocity(r=...)")
-        return embedding + self(self.interval)
+        return embedding + self(self.difference)
 
-    def forward(self, interval: Tensor) -> Tensor:
-        """The embedding ``(B, dim)`` of ``t - r`` ``(B,)``, which is fp32 or better and may be dual."""
+    def forward(self, d: Tensor) -> Tensor:
+        """The embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""
         low, high = torch.tensor(RATES, dtype=torch.float64).log2().tolist()
-        rates = torch.logspace(low, high, self.rates, base=2.0, dtype=interval.dtype, device=interval.device)
-        angles = interval[:, None] * rates
+        rates = torch.logspace(low, high, self.rates, base=2.0, dtype=d.dtype, device=d.device)
+        angles = d[:, None] * rates
         features = torch.cat([angles.cos() - 1, angles.sin()], dim=1)
         return self.linear_2(F.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
 
@@ -69,7 +72,7 @@ def second_time(network: nn.Module, t: Tensor, r: Tensor | None) -> Iterator[Non
     Args:
         network: with or without the addition.
         t: ``(B,)`` in [0, 1].
-        r: ``(B,)``, at most ``t``; ``None`` for a network without the addition.
+        r: ``(B,)``; ``None`` for a network without the addition.
 
     Raises:
         RuntimeError: a second time for a network that has none, or none for one that has.
@@ -81,8 +84,9 @@ def second_time(network: nn.Module, t: Tensor, r: Tensor | None) -> Iterator[Non
             raise RuntimeError("a second time was given to a network without the addition second_time")
         yield
         return
-    addition.interval = None if r is None else t - r
+    if r is not None:
+        addition.difference = t - r if addition.of_interval else r
     try:
         yield
     finally:
-        addition.interval = None  # the next call must bring its own
+        addition.difference = None  # the next call must bring its own

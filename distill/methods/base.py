@@ -64,8 +64,6 @@ class Method(ABC):
     trained_roles: ClassVar[tuple[str, ...]]
     settings_read: ClassVar[tuple[str, ...]] = ()
     """Roles that are not built, but whose settings the method reads."""
-    first_role: ClassVar[str] = "student"
-    """The role whose forward is the first of every step."""
 
     def __init__(self, settings, roles: Mapping[str, Role]):
         self.settings = settings
@@ -79,6 +77,11 @@ class Method(ABC):
     def roles_needed(cls, settings: Any) -> tuple[str, ...]:
         """The roles that these settings need, in the order in which they are built."""
         return cls.required_roles
+
+    @classmethod
+    def first_roles(cls, settings: Any) -> tuple[str, ...]:
+        """The roles of which a step's first forward may be."""
+        return ("student",)
 
     @classmethod
     def additions(cls, settings: Any) -> dict[str, Chosen]:
@@ -115,6 +118,11 @@ class Method(ABC):
     @abstractmethod
     def trained_role(self, step: int) -> str:
         """The one role that trains at ``step`` (0-based), the same on every rank."""
+
+    def first_role(self, step: int) -> str:
+        """The role whose forward is the first of ``step``; one of :meth:`first_roles`."""
+        (only,) = self.first_roles(self.settings)
+        return only
 
     def frozen_roles(self, step: int) -> tuple[str, ...]:
         """Trained roles that a gradient passes through at ``step`` and must not stay in."""

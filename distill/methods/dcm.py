@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_mean
 from distill.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.errors import UserError
@@ -25,7 +25,7 @@ TARGETS = ("student", "ema")
 
 
 @dataclass(kw_only=True)
-class DcmSettings(FewStepSettings):
+class DcmSettings(StepListSettings):
     """``method=dcm``."""
 
     name: str = "dcm"
@@ -33,8 +33,6 @@ class DcmSettings(FewStepSettings):
     """``K``: Euler steps of the teacher from noise to data, spaced by ``shift``; at least 1."""
     target: str = "student"
     """Whose sample at the next node is the target: the ``student``'s own, or that of its average (``ema``)."""
-    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
-    """The student's times when it is sampled, after any shift: descending from 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,10 +40,6 @@ class DcmSettings(FewStepSettings):
             raise UserError(f"method.grid_steps={self.grid_steps} must be at least 1")
         if self.target not in TARGETS:
             raise UserError(f"method.target={self.target} is unknown; use {' or '.join(TARGETS)}")
-        check_step_list(list(self.step_list))
-
-    def student_times(self) -> list[float]:
-        return list(self.step_list)
 
 
 class Dcm(FewStepMethod):
@@ -53,8 +47,11 @@ class Dcm(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
-    first_role = "teacher"
     settings: DcmSettings
+
+    @classmethod
+    def first_roles(cls, settings: DcmSettings) -> tuple[str, ...]:
+        return ("teacher",)
 
     @classmethod
     def check(cls, config: Any) -> None:

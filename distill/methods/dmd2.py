@@ -9,7 +9,7 @@ clips a GAN may be added, whose discriminator is a small head on the fake score'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.methods.sampling import rollout
 from distill.observations import Observations, observe_by_time, observe_latents, per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, denoise, per_sample, shift_time
@@ -27,17 +27,17 @@ from models.additions import Chosen
 from models.role import Role
 
 ROLLOUTS = ("random", "full")
+LAST_STEP = {"second_time": {"of_interval": False}}
+"""What ``fake_knows_last_step`` adds to the fake score's network."""
 
 
 @dataclass(kw_only=True)
-class Dmd2Settings(FewStepSettings):
+class Dmd2Settings(StepListSettings):
     """``method=dmd2``."""
 
     name: str = "dmd2"
     fake_updates_per_student_update: int = 5
     """Fake-score updates that follow each student update; at least 1."""
-    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
-    """The student's times, after any shift: descending from 1. Its length is the number of steps."""
     min_time: float = 0.02
     """Least time (before the shift) at which the scores are compared."""
     max_time: float = 0.98
@@ -45,6 +45,9 @@ class Dmd2Settings(FewStepSettings):
     rollout: str = "random"
     """Steps of the student in a rollout, of which the last carries the gradient: ``random`` (1 to all of them, one
     number for all samples of a step) or ``full``."""
+    fake_knows_last_step: bool = False
+    """Tell the fake score the time of the student's last step, by an addition to its network. Ours: as published, it
+    scores the mixture of all lengths of the rollout, whose errors may make up for each other (docs/methods/dmd2.md)."""
     gan_weight_student: float = 0.0
     """Weight of the student's GAN loss; 0 for no GAN. Published: 1e-3 to 5e-3 (DMD2), 0.03 (FastGen)."""
     gan_weight_head: float = 1e-2
@@ -63,7 +66,6 @@ class Dmd2Settings(FewStepSettings):
             raise UserError(
                 f"method.fake_updates_per_student_update={self.fake_updates_per_student_update} must be at least 1"
             )
-        check_step_list(list(self.step_list))
         if not 0 <= self.min_time < self.max_time <= 1:
             raise UserError(
                 f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]"
@@ -92,9 +94,6 @@ class Dmd2Settings(FewStepSettings):
         """Is there a discriminator?"""
         return self.gan_weight_student > 0
 
-    def student_times(self) -> list[float]:
-        return list(self.step_list)
-
 
 class Dmd2(FewStepMethod):
     """The student and the fake score in turn: the student trains when ``step % (n + 1) == 0``."""
@@ -105,7 +104,10 @@ class Dmd2(FewStepMethod):
 
     @classmethod
     def additions(cls, settings: Dmd2Settings) -> dict[str, Chosen]:
-        return {"fake": {"gan_head": {"block": settings.gan_block}}} if settings.gan else {}
+        chosen = {"gan_head": {"block": settings.gan_block}} if settings.gan else {}
+        if settings.fake_knows_last_step:
+            chosen |= LAST_STEP
+        return {"fake": chosen} if chosen else {}
 
     @classmethod
     def needs_latents(cls, settings: Dmd2Settings) -> bool:
@@ -136,9 +138,10 @@ class Dmd2(FewStepMethod):
             return
         sample = Shared(lambda: self._sample(batch, times, random), uses=2 if self.settings.gan else 1)
         if self.settings.gan:
-            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), random), self.settings.gan_weight_head)
+            weight = self.settings.gan_weight_head
+            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), times, random), weight)
         # The last backward is the one that reaches every block: FSDP closes the step with it.
-        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), random), 1.0)
+        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), times, random), 1.0)
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
         """One length for the step, the same on every rank and micro-batch: it decides how many forwards run."""
@@ -146,6 +149,12 @@ class Dmd2(FewStepMethod):
         if self.settings.rollout == "full":
             return times
         return times[: random.shared_integer("dmd2/rollout_length", 1, len(times))]
+
+    def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
+        """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
+        if not self.settings.fake_knows_last_step:
+            return None
+        return torch.full((len(batch.text),), times[-1], dtype=batch.dtype, device=batch.text.device)
 
     def _sample(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
         """``x_G``, with a gradient through its last step where gradients are enabled."""
@@ -165,13 +174,14 @@ class Dmd2(FewStepMethod):
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
             scale=self.settings.guidance_scale,
+            last_step=self._last_step(batch, times),
             observations=self.observations,
         )
         if not self.settings.gan:
             return loss
         t = self._score_time("dmd2/gan_time", batch, random)
         x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
-        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text))
+        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text, self._last_step(batch, times)))
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
@@ -182,7 +192,7 @@ class Dmd2(FewStepMethod):
         t = self.settings.min_time + span * random.uniform(purpose, batch.dtype)
         return shift_time(t, self.settings.shift)
 
-    def _head_loss(self, batch: Batch, sample: Tensor, random: StepRandom) -> Tensor:
+    def _head_loss(self, batch: Batch, sample: Tensor, times: list[float], random: StepRandom) -> Tensor:
         """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
 
         ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions.
@@ -195,10 +205,11 @@ class Dmd2(FewStepMethod):
         if self.settings.gan_r1_weight:
             disturbance = random.normal("dmd2/gan_r1_noise", batch.shape, batch.dtype)
             inputs.append(inputs[1] + self.settings.gan_r1_sigma * disturbance)
-        n = len(inputs)
-        student, real, *disturbed = (
-            self.roles["fake"].logits(torch.cat(inputs), t.repeat(n), batch.text.repeat(n, 1, 1)).chunk(n)
+        n, last = len(inputs), self._last_step(batch, times)
+        logits = self.roles["fake"].logits(
+            torch.cat(inputs), t.repeat(n), batch.text.repeat(n, 1, 1), None if last is None else last.repeat(n)
         )
+        student, real, *disturbed = logits.chunk(n)
         self.observations.add("logit_student", student)
         self.observations.add("logit_real", real)
         loss = F.softplus(student) + F.softplus(-real)
@@ -208,11 +219,11 @@ class Dmd2(FewStepMethod):
             loss = loss + self.settings.gan_r1_weight * r1
         return loss.mean()
 
-    def _fake_loss(self, batch: Batch, sample: Tensor, random: StepRandom) -> Tensor:
+    def _fake_loss(self, batch: Batch, sample: Tensor, times: list[float], random: StepRandom) -> Tensor:
         """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
         t = shift_time(random.uniform("dmd2/fake_time", batch.dtype), self.settings.shift)
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
-        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text)
+        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, self._last_step(batch, times))
         errors = per_sample_mean((v - (noise - sample)).square())
         observe_by_time(self.observations, "loss", errors, t)
         return errors.mean()
@@ -247,6 +258,7 @@ def distribution_matching(
     teacher: Role,
     fake: Role,
     scale: float,
+    last_step: Tensor | None = None,
     observations: Observations,
 ) -> Tensor:
     """``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
@@ -259,12 +271,13 @@ def distribution_matching(
         teacher: the real score, guided by ``scale``.
         fake: the score of the student's samples, from the caption alone.
         scale: ``w``.
+        last_step: ``(B,)``, for a fake score that is told the time of the last step that made each sample.
         observations: gets ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
         real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.text, batch.null_like_text(), scale), t)
-        estimate = denoise(x_t, fake.velocity(x_t, t, batch.text), t)
+        estimate = denoise(x_t, fake.velocity(x_t, t, batch.text, last_step), t)
         # Per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
         q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
         g = (estimate - real) / per_sample(q, sample)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from diffusers import SchedulerMixin
@@ -36,14 +37,21 @@ class FewStepSettings:
         raise NotImplementedError
 
 
-def check_step_list(times: list[float]) -> None:
-    """Rectified-flow times of a student.
+@dataclass(kw_only=True)
+class StepListSettings(FewStepSettings):
+    """Settings of those whose student is trained for a list of times."""
 
-    Raises:
-        UserError: not descending from 1, or not above 0.
-    """
-    if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
-        raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
+    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
+    """The student's times, after any shift: descending from 1, above 0. Its length is the number of steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        times = list(self.step_list)
+        if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in pairwise(times)):
+            raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
+
+    def student_times(self) -> list[float]:
+        return list(self.step_list)
 
 
 def spread(times: list[float], steps: int) -> list[float]:

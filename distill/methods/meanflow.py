@@ -7,7 +7,7 @@ which is what the student is trained towards. Its network gets the second time `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill.derivatives import MODES, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.methods.flow_matching import TIMES, draw_time
 from distill.observations import per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, per_sample
@@ -29,14 +29,12 @@ VELOCITIES = ("teacher", "data")
 
 
 @dataclass(kw_only=True)
-class MeanFlowSettings(FewStepSettings):
+class MeanFlowSettings(StepListSettings):
     """``method=meanflow``."""
 
     name: str = "meanflow"
     velocity: str = "teacher"
     """``v`` of the target: the ``teacher``'s, guided, or that of the ``data``, ``e - x0``, without any teacher."""
-    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
-    """Times at which the student's intervals begin, after any shift: descending from 1. The last one ends at 0."""
     time: str = "logit_normal"
     """Distribution of both times before the shift: ``uniform`` or ``logit_normal``."""
     logit_mean: float = -0.4
@@ -77,10 +75,6 @@ class MeanFlowSettings(FewStepSettings):
                 f"method.guidance_scale={self.guidance_scale} is for a teacher, and method.velocity=data has none;"
                 " use method.guidance_scale=1"
             )
-        check_step_list(list(self.step_list))
-
-    def student_times(self) -> list[float]:
-        return list(self.step_list)
 
 
 class MeanFlow(FewStepMethod):
@@ -93,6 +87,10 @@ class MeanFlow(FewStepMethod):
     @classmethod
     def roles_needed(cls, settings: MeanFlowSettings) -> tuple[str, ...]:
         return ("student",) if settings.velocity == "data" else cls.required_roles
+
+    @classmethod
+    def first_roles(cls, settings: MeanFlowSettings) -> tuple[str, ...]:
+        return ("student",) if settings.velocity == "data" else ("teacher",)
 
     @classmethod
     def additions(cls, settings: MeanFlowSettings) -> dict[str, Chosen]:

@@ -7,7 +7,7 @@ With the states on the way as further inputs, as CausVid starts its student (Yin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from distill.data import ClipDataset
 from distill.data.trajectories import TrajectoryClips, TrajectoryFolder
 from distill.methods.base import Batch, Loss
-from distill.methods.few_step import FewStepMethod, FewStepSettings, check_step_list
+from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.methods.sampling import euler_sample
 from distill.observations import observe_latents, per_sample_mean
 from distill.schedules import denoise, euler_times
@@ -27,7 +27,7 @@ from models.role import Role
 
 
 @dataclass(kw_only=True)
-class OdeRegressionSettings(FewStepSettings):
+class OdeRegressionSettings(StepListSettings):
     """``method=ode_regression``."""
 
     name: str = "ode_regression"
@@ -36,19 +36,19 @@ class OdeRegressionSettings(FewStepSettings):
     num_trajectories: int = 4096
     """How many to make, and to train on; at least 1."""
     teacher_steps: int = 50
-    """Euler steps of a trajectory, spaced by ``shift``; the times of ``step_list`` are put in between. At least 1."""
-    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
-    """The student's times, after any shift: descending from 1. Trajectories hold the states at these."""
+    """Euler steps of a trajectory, spaced by ``shift``; the times of ``step_list``, whose states it holds, are put in
+    between. At least 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("num_trajectories", "teacher_steps"):
             if getattr(self, key) < 1:
                 raise UserError(f"method.{key}={getattr(self, key)} must be at least 1")
-        check_step_list(list(self.step_list))
-
-    def student_times(self) -> list[float]:
-        return list(self.step_list)
+        if self.teacher_sampler != "euler":
+            raise UserError(
+                f"method.teacher_sampler={self.teacher_sampler}: the trajectories are Euler's, and the training samples"
+                " no teacher; leave it out"
+            )
 
 
 class OdeRegression(FewStepMethod):
@@ -114,6 +114,15 @@ def trajectory_settings(config: Any) -> dict[str, Any]:
     }
 
 
+def _times(settings: OdeRegressionSettings) -> list[float]:
+    return sorted({*euler_times(settings.teacher_steps, settings.shift), *settings.step_list}, reverse=True)
+
+
+def trajectory_evaluations(settings: OdeRegressionSettings) -> int:
+    """Network evaluations of a trajectory (guidance evaluates twice a step)."""
+    return (len(_times(settings)) - 1) * (1 if settings.guidance_scale == 1 else 2)
+
+
 def trajectory(
     teacher: Role, noise: Tensor, text: Tensor, null_text: Tensor, settings: OdeRegressionSettings
 ) -> tuple[Tensor, Tensor]:
@@ -128,7 +137,7 @@ def trajectory(
     Returns:
         ``(B, K, C, T, H, W)`` and ``(B, C, T, H, W)``.
     """
-    times = sorted({*euler_times(settings.teacher_steps, settings.shift), *settings.step_list}, reverse=True)
+    times = _times(settings)
     x, states = noise, []
     for start, end in pairwise([*settings.step_list, 0.0]):
         states.append(x)

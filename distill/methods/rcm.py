@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.dmd2 import distribution_matching
+from distill.methods.dmd2 import LAST_STEP, distribution_matching
 from distill.methods.sampling import rollout
 from distill.methods.scm import Scm, ScmSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.additions import Chosen
 
 ROLLOUTS = ("random", "fixed")
 
@@ -40,6 +41,9 @@ class RcmSettings(ScmSettings):
     rollout: str = "random"
     """Times of the rollouts after the first: ``random`` (drawn from ``p_D``, none above the last) or ``fixed``
     (``mid_times``)."""
+    fake_knows_last_step: bool = False
+    """Tell the fake score the time of the student's last step, by an addition to its network. Ours: as published, it
+    scores the mixture of all lengths of the rollout, whose errors may make up for each other (docs/methods/dmd2.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,12 +67,22 @@ class Rcm(Scm):
 
     required_roles = ("teacher", "student", "fake")
     trained_roles = ("student", "fake")
-    first_role = "student"
     settings: RcmSettings
+
+    @classmethod
+    def additions(cls, settings: RcmSettings) -> dict[str, Chosen]:
+        return {"fake": LAST_STEP} if settings.fake_knows_last_step else {}
+
+    @classmethod
+    def first_roles(cls, settings: RcmSettings) -> tuple[str, ...]:
+        return ("teacher", "student")
 
     def trained_role(self, step: int) -> str:
         joint = step - self.settings.consistency_steps
         return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"
+
+    def first_role(self, step: int) -> str:
+        return "student" if self.trained_role(step) == "fake" else "teacher"
 
     def student_updates(self, step: int) -> int:
         joint = max(0, step - self.settings.consistency_steps)
@@ -107,6 +121,10 @@ class Rcm(Scm):
             times.append(torch.minimum(drawn, times[-1]))
         return times
 
+    def _last_step(self, times: list[Tensor]) -> Tensor | None:
+        """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
+        return times[-1] if self.settings.fake_knows_last_step else None
+
     def _sample(self, batch: Batch, times: list[Tensor], random: StepRandom) -> Tensor:
         """``x_G``, with a gradient through its last step where gradients are enabled."""
         noise = random.normal("rcm/noise", batch.shape, batch.dtype)
@@ -125,6 +143,7 @@ class Rcm(Scm):
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
             scale=self.settings.guidance_scale,
+            last_step=self._last_step(times),
             observations=self.observations,
         )
         # On F, as the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
@@ -136,10 +155,11 @@ class Rcm(Scm):
     def _fake_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         """Squared error of x0 over ``sin^2 t``, which is that of F, on the student's samples, without guidance."""
         with torch.no_grad():
-            sample = self._sample(batch, self._rollout_times(step, batch, random), random)
+            times = self._rollout_times(step, batch, random)
+            sample = self._sample(batch, times, random)
         t = shift_time(random.uniform("rcm/fake_time", batch.dtype), self.settings.shift)
         noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
-        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text)
+        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, self._last_step(times))
         # F is linear in v, with the factor 1 / (cos + sin), whose square is t^2 + (1 - t)^2 at the flow time t.
         errors = (t.square() + (1 - t).square()) * per_sample_mean((v - (noise - sample)).square())
         observe_by_time(self.observations, "loss", errors, t)

@@ -76,8 +76,11 @@ class Scm(FewStepMethod):
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
-    first_role = "teacher"
     settings: ScmSettings
+
+    @classmethod
+    def first_roles(cls, settings: ScmSettings) -> tuple[str, ...]:
+        return ("teacher",)
 
     @classmethod
     def check(cls, config: Any) -> None:

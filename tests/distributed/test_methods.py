@@ -1,12 +1,13 @@
 """Every method on every mesh equals plain diffusers networks in one process, over five steps.
 
-DMD2 is in test_parity.py, with a GAN in test_gan_head.py, ode_regression in test_trajectories.py.
+DMD2 as published is in test_parity.py, with a GAN in test_gan_head.py, ode_regression in test_trajectories.py.
 """
 
 import pytest
 
 from benchmarks.parity import Setup, compare, oracle_trace, trace_on_ranks, write_checkpoints
 from distill.methods.dcm import DcmSettings
+from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.meanflow import MeanFlowSettings
 from distill.methods.rcm import RcmSettings
@@ -19,6 +20,16 @@ METHODS = {
     "scm": ScmSettings(tangent_warmup=3, guidance_scale=3.0),
     "rcm": RcmSettings(
         tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
+    ),
+    "rcm, last step": RcmSettings(
+        consistency_steps=0, student_every=2, guidance_scale=3.0, consistency_weight=0.7, fake_knows_last_step=True
+    ),
+    "dmd2, last step": Dmd2Settings(
+        fake_updates_per_student_update=2, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True
+    ),
+    "dmd2, last step, GAN": Dmd2Settings(
+        fake_updates_per_student_update=1, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True,
+        gan_weight_student=0.3, gan_r1_weight=0.2,
     ),
     "meanflow": MeanFlowSettings(warmup=1, interval_ratio=0.8, guidance_scale=3.0, step_list=FEW),
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),

@@ -56,7 +56,7 @@ def _refused(capsys, tmp_path, *overrides):
         ("fake.communication_buffers=symmetric", "is memory of NCCL, and the device is cpu; use default"),
         (
             "teacher.gather_early=true",
-            "the first forward of every step is the student's; use student.gather_early=true",
+            "begins with a forward of the teacher; use student.gather_early=true",
         ),
         (
             "teacher.activation_checkpointing=full",

@@ -36,7 +36,7 @@ class Gaussian:
         z = normal(count, len(self.mean), seed=seed) * self.variance.sqrt()
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         t = t[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
         slope = (t - (1 - t) * self.variance) / marginal_variance(self.variance, t)
@@ -79,7 +79,7 @@ class Mixture:
         z, _, _ = self._standardised(x, t)
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         z, deviation, t = self._standardised(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
         return (posterior * ((t - (1 - t) * self.stds**2) / deviation * z - self.means)).sum(-1)
@@ -119,7 +119,7 @@ class ExactStudent(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
         return (1 + self.scale) * (x - x0) / per_sample(t, x) + self.offset
 
@@ -145,7 +145,7 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         features = torch.stack([t, (2 * t).cos(), (4 * t).cos()], -1)
         rows = x.flatten(1) if self.joint else x.reshape(-1, 1)
         features = features if self.joint else features.repeat_interleave(len(rows) // len(x), 0)

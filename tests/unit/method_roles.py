@@ -29,6 +29,7 @@ class Call:
     text: Tensor
     v: Tensor
     with_grad: bool
+    r: Tensor | None = None
 
 
 class Recorder(nn.Module):
@@ -39,16 +40,16 @@ class Recorder(nn.Module):
         self.calls: list[Call] = []
         self.logit_calls: list[Call] = []
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         v = self.formula(x, t, text)
-        self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled()))
+        self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled(), r))
         return v
 
-    def logits(self, x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+    def logits(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         d = self.judge(x, t, text)
-        self.logit_calls.append(Call(x, t, text, d.detach(), torch.is_grad_enabled()))
+        self.logit_calls.append(Call(x, t, text, d.detach(), torch.is_grad_enabled(), r))
         return d
 
 

@@ -1,0 +1,56 @@
+"""``first_role`` names the role whose forward is the first of a step: another's gather would be early for nothing."""
+
+import pytest
+import torch
+
+from distill.methods import METHODS, Batch, build_method
+from tests.unit.method_roles import SHAPE, make_batch, normal, random_at
+
+SETTINGS = {
+    "dmd2": {},
+    "dmd2 with a GAN": {"gan_weight_student": 1e-3},
+    "rcm": {"consistency_steps": 2, "student_every": 2},
+    "scm": {"jvp": "finite_difference"},
+    "meanflow": {"guidance_scale": 1.0},
+    "meanflow without a teacher": {"guidance_scale": 1.0, "velocity": "data"},
+    "dcm": {},
+    "ode_regression": {},
+    "flow_matching": {},
+}
+
+
+class Called(Exception):
+    pass
+
+
+class Alarm(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def velocity(self, *arguments):
+        raise Called(self.name)
+
+    logits = velocity
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_the_first_role_of_every_step(case):
+    method_class, settings_class = METHODS[case.split()[0]]
+    settings = settings_class(**SETTINGS[case])
+    roles = method_class.roles_needed(settings)
+    method = build_method(settings, {name: Alarm(name) for name in roles})
+    whole = make_batch()
+    batch = Batch(
+        latents=whole.latents,
+        text=whole.text,
+        null_text=whole.null_text,
+        trajectory=normal(4, 4, *SHAPE, seed=4) if case == "ode_regression" else None,
+    )
+    seen = set()
+    for step in range(12):
+        with pytest.raises(Called) as called:
+            next(iter(method.losses(step, batch, random_at(step)))).closure()
+        assert str(called.value) == method.first_role(step)
+        seen.add(str(called.value))
+    assert seen == set(method_class.first_roles(settings))
