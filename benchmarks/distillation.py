@@ -260,8 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     train_all(runs, args.workers)
     torch.set_num_threads(args.workers)
 
-    # Unguided, as the students' target; its times are spaced evenly, which of the shifts is the best for few steps.
-    config = compose_config(["experiment=quickstart", "method.guidance_scale=1.0", f"run_dir={out}"])
+    # Guided as the students' target is; its times are evenly spaced, whatever shift a student's method draws with.
+    config = compose_config(["experiment=quickstart_dmd2", "method.shift=1.0", f"run_dir={out}"])
     source = ROOT / config.teacher.checkpoint
     teachers = {n: measured(config, "teacher", source, n, out / f"teacher_{n}.json", count) for n in TEACHER_STEPS}
     students: dict[str, dict[int, Row]] = {}
