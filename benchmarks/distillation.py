@@ -66,15 +66,21 @@ class Run:
         no_samples = ["sample.every=0", "sample.report_clips=0", "sample.prompts=1", "sample.teacher_steps=[]"]
         return [*own, *alone, *no_samples, *self.changes]
 
-    def train(self) -> None:
+    def settings(self) -> str:
+        """All of them, with the recipe's and the defaults: one that was edited since makes other students."""
+        return OmegaConf.to_yaml(asdict(compose_config(self.overrides())))
+
+    def train(self, settings: str) -> None:
         """Train to the end, or go on with what was stopped; nothing for a run that has ended.
+
+        Args:
+            settings: its own.
 
         Raises:
             UserError: one that ended with other settings.
             RuntimeError: a run that failed, with the end of its log.
         """
-        # The recipe with all defaults: one that was edited since must not pass for what these students were trained by.
-        finished, settings = self.folder / "finished", OmegaConf.to_yaml(asdict(compose_config(self.overrides())))
+        finished = self.folder / "finished"
         if finished.exists():
             if finished.read_text() != settings:
                 raise UserError(f"{self.folder} was trained with other settings; use another --out, or remove it")
@@ -123,8 +129,9 @@ class Run:
 
 def train_all(runs: Sequence[Run], workers: int) -> None:
     """:meth:`Run.train` of each, ``workers`` at a time; the log says which have ended."""
+    settings = [run.settings() for run in runs]  # beforehand: two threads cannot compose at once
     with ThreadPoolExecutor(workers) as pool:
-        for run, _ in zip(runs, pool.map(Run.train, runs), strict=True):
+        for run, _ in zip(runs, pool.map(Run.train, runs, settings), strict=True):
             print(f"{run.folder}: trained", file=sys.stderr, flush=True)
 
 
