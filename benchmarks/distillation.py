@@ -46,6 +46,24 @@ PICTURED = 4
 COUNTS_FROM, CLOSED, KEPT = 3.0, 0.8, 0.95
 
 
+def all_settings(config: Config) -> str:
+    """With the recipe's and the defaults: of a recipe that was edited since, the students are others."""
+    return OmegaConf.to_yaml(asdict(config))
+
+
+def claim(folder: Path, settings: str) -> None:
+    """Make ``folder``, for what comes of ``settings``.
+
+    Raises:
+        UserError: it is there, and of other settings.
+    """
+    noted = folder / "settings.yaml"
+    if noted.exists() and noted.read_text() != settings:
+        raise UserError(f"{folder} is of other settings; use another --out, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    noted.write_text(settings)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One student."""
@@ -67,8 +85,8 @@ class Run:
         return [*own, *alone, *no_samples, *self.changes]
 
     def settings(self) -> str:
-        """All of them, with the recipe's and the defaults: one that was edited since makes other students."""
-        return OmegaConf.to_yaml(asdict(compose_config(self.overrides())))
+        """See :func:`all_settings`."""
+        return all_settings(compose_config(self.overrides()))
 
     def train(self, settings: str) -> None:
         """Train to the end, or go on with what was stopped; nothing for a run that has ended.
@@ -77,15 +95,13 @@ class Run:
             settings: its own.
 
         Raises:
-            UserError: one that ended with other settings.
+            UserError: one that began with other settings.
             RuntimeError: a run that failed, with the end of its log.
         """
+        claim(self.folder, settings)
         finished = self.folder / "finished"
         if finished.exists():
-            if finished.read_text() != settings:
-                raise UserError(f"{self.folder} was trained with other settings; use another --out, or remove it")
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         for command in self._commands():
             with (self.folder / "log").open("a") as log:
                 code = subprocess.run(
@@ -95,7 +111,7 @@ class Run:
                 raise RuntimeError(
                     f"{' '.join(command)} ended with {code}:\n{(self.folder / 'log').read_text()[-2000:]}"
                 )
-        finished.write_text(settings)
+        finished.touch()
 
     def _commands(self) -> list[list[str]]:
         train = [sys.executable, "train.py", *self.overrides()]
@@ -269,8 +285,9 @@ def main(argv: list[str] | None = None) -> int:
 
     # Guided as the students' target is; its times are evenly spaced, whatever shift a student's method draws with.
     config = compose_config(["experiment=quickstart_dmd2", "method.shift=1.0", f"run_dir={out}"])
-    source = ROOT / config.teacher.checkpoint
-    teachers = {n: measured(config, "teacher", source, n, out / f"teacher_{n}.json", count) for n in TEACHER_STEPS}
+    source, measures = ROOT / config.teacher.checkpoint, out / "teacher"
+    claim(measures, all_settings(config))
+    teachers = {n: measured(config, "teacher", source, n, measures / f"{n}.json", count) for n in TEACHER_STEPS}
     students: dict[str, dict[int, Row]] = {}
     for method in args.methods:
         seeds = [run for run in runs if run.method == method]
@@ -313,7 +330,7 @@ def picture(out: Path, runs: Sequence[Run]) -> None:
     config = compose_config(["experiment=quickstart", f"run_dir={out}"])
     data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=out)
     captions = sample_captions(data, CLIPS)[: 2 * PICTURED : 2]
-    rows = [(f"teacher, {n} steps", np.load(out / f"teacher_{n}.npy")) for n in (50, 4, 1)]
+    rows = [(f"teacher, {n} steps", np.load(out / "teacher" / f"{n}.npy")) for n in (50, 4, 1)]
     for run in runs:
         if run.seed == 0:
             rows += [(f"{run.method}, {n} steps", np.load(run.folder / f"student_{n}.npy")) for n in (4, 1)]

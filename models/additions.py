@@ -44,9 +44,9 @@ class Addition(nn.Module):
 def additions() -> dict[str, type[Addition]]:
     """Every addition by name."""
     from models.gan_head import GanHead
-    from models.second_time import SecondTime
+    from models.second_time import LastStep, SecondTime
 
-    return {"gan_head": GanHead, "second_time": SecondTime}
+    return {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
 
 
 def build_additions(chosen: Chosen, config: Mapping[str, Any]) -> nn.ModuleDict:

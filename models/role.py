@@ -46,8 +46,8 @@ class Role:
             x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
             t: ``(B,)`` in [0, 1]; the network gets ``1000 t``, never rounded to the compute dtype.
             text: caption embeddings ``(B, L, D)``.
-            r: ``(B,)`` in [0, 1], for a network with the addition ``second_time``, and only for one: MeanFlow's student
-                answers with the mean velocity from r to t.
+            r: ``(B,)`` in [0, 1], for a network with the addition ``second_time`` (the mean velocity from r to t) or
+                ``last_step`` (of samples whose last step was at r), and only for one.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.

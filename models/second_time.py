@@ -28,33 +28,37 @@ class _ZeroLinear(nn.Linear):
 class SecondTime(Addition):
     """Adds an embedding of a second time ``r`` to the network's own of ``t``, as MeanFlow's networks do.
 
-    ``W2 silu(W1 f(d))`` with ``f(d) = (cos(w d) - 1, sin(w d))`` and no biases, of the interval ``d = t - r`` or of
-    ``d = r``. At first ``W2 = 0``: the network is the one it came from for every r. Of the interval the embedding is
-    zero at ``r = t`` whatever the weights: there MeanFlow's student is the plain network for ever, with an
-    instantaneous velocity that any sampler of the plain network can follow.
+    ``W2 silu(W1 f(d))`` with ``f(d) = (cos(w d) - 1, sin(w d))`` and no biases, of the interval ``d = t - r``. At first
+    ``W2 = 0``: the student is the teacher for every r. At ``r = t`` the embedding is zero whatever the weights: there
+    the student is the plain network for ever, with an instantaneous velocity that any sampler of the plain network can
+    follow.
 
     It computes in fp32 under bf16, as the time embedder that it is added to.
     """
 
     full_precision = True
 
-    def __init__(self, config: Mapping[str, Any], of_interval: bool = True):
+    def __init__(self, config: Mapping[str, Any]):
         super().__init__(config)
-        self.of_interval = of_interval
         self.rates = config["freq_dim"] // 2
         width = config["num_attention_heads"] * config["attention_head_dim"]
         self.linear_1 = nn.Linear(2 * self.rates, width, bias=False)
         self.linear_2 = _ZeroLinear(width, width, bias=False)
-        self.difference: Tensor | None = None
+        self.embedded: Tensor | None = None
         """``d`` of the call that is running."""
+
+    @staticmethod
+    def argument(t: Tensor, r: Tensor) -> Tensor:
+        """``d``, ``(B,)``."""
+        return t - r
 
     def attach(self, network: nn.Module, mesh: Mesh) -> None:
         network.condition_embedder.time_embedder.register_forward_hook(self._add)
 
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor:
-        if self.difference is None:
-            raise RuntimeError("this network has a second time, and was called without one; use Role.velocity(r=...)")
-        return embedding + self(self.difference)
+        if self.embedded is None:
+            raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
+        return embedding + self(self.embedded)
 
     def forward(self, d: Tensor) -> Tensor:
         """The embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""
@@ -65,12 +69,21 @@ class SecondTime(Addition):
         return self.linear_2(F.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
 
 
+class LastStep(SecondTime):
+    """The same of ``d = r`` itself: for a fake score, the time of the step that made the sample, at every ``t``."""
+
+    @staticmethod
+    def argument(t: Tensor, r: Tensor) -> Tensor:
+        """``d``, ``(B,)``."""
+        return r
+
+
 @contextmanager
 def second_time(network: nn.Module, t: Tensor, r: Tensor | None) -> Iterator[None]:
     """Calls of ``network`` inside the context are for the times ``(r, t)``.
 
     Args:
-        network: with or without the addition.
+        network: with or without one of these additions.
         t: ``(B,)`` in [0, 1].
         r: ``(B,)``; ``None`` for a network without the addition.
 
@@ -78,15 +91,15 @@ def second_time(network: nn.Module, t: Tensor, r: Tensor | None) -> Iterator[Non
         RuntimeError: a second time for a network that has none, or none for one that has.
     """
     additions = getattr(network, "additions", {})
-    addition = additions[NAME] if NAME in additions else None
+    addition = next((each for each in additions.values() if isinstance(each, SecondTime)), None)
     if addition is None:
         if r is not None:
-            raise RuntimeError("a second time was given to a network without the addition second_time")
+            raise RuntimeError("a second time was given to a network without an addition for it")
         yield
         return
     if r is not None:
-        addition.difference = t - r if addition.of_interval else r
+        addition.embedded = addition.argument(t, r)
     try:
         yield
     finally:
-        addition.difference = None  # the next call must bring its own
+        addition.embedded = None  # the next call must bring its own

@@ -27,8 +27,6 @@ from models.additions import Chosen
 from models.role import Role
 
 ROLLOUTS = ("random", "full")
-LAST_STEP = {"second_time": {"of_interval": False}}
-"""What ``fake_knows_last_step`` adds to the fake score's network."""
 
 
 @dataclass(kw_only=True)
@@ -72,6 +70,11 @@ class Dmd2Settings(StepListSettings):
             )
         if self.rollout not in ROLLOUTS:
             raise UserError(f"method.rollout={self.rollout} is unknown; use {' or '.join(ROLLOUTS)}")
+        if self.fake_knows_last_step and (self.rollout == "full" or len(self.step_list) == 1):
+            raise UserError(
+                "method.fake_knows_last_step=true: every rollout has the same last step, so there is nothing to know;"
+                " leave it out, or use method.rollout=random and a method.step_list of several times"
+            )
         for key in ("gan_weight_student", "gan_r1_weight"):
             if not getattr(self, key) >= 0:
                 raise UserError(f"method.{key}={getattr(self, key)} must be at least 0")
@@ -106,7 +109,7 @@ class Dmd2(FewStepMethod):
     def additions(cls, settings: Dmd2Settings) -> dict[str, Chosen]:
         chosen = {"gan_head": {"block": settings.gan_block}} if settings.gan else {}
         if settings.fake_knows_last_step:
-            chosen |= LAST_STEP
+            chosen["last_step"] = {}
         return {"fake": chosen} if chosen else {}
 
     @classmethod
@@ -133,15 +136,16 @@ class Dmd2(FewStepMethod):
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         times = self._rollout_times(random)
+        last = self._last_step(batch, times)
         if self.trained_role(step) == "student":
-            yield Loss("dmd", lambda: self._student_loss(batch, times, random), 1.0)
+            yield Loss("dmd", lambda: self._student_loss(batch, times, last, random), 1.0)
             return
         sample = Shared(lambda: self._sample(batch, times, random), uses=2 if self.settings.gan else 1)
         if self.settings.gan:
             weight = self.settings.gan_weight_head
-            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), times, random), weight)
+            yield Loss("gan", lambda: self._head_loss(batch, sample.take(), last, random), weight)
         # The last backward is the one that reaches every block: FSDP closes the step with it.
-        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), times, random), 1.0)
+        yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), last, random), 1.0)
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
         """One length for the step, the same on every rank and micro-batch: it decides how many forwards run."""
@@ -161,7 +165,7 @@ class Dmd2(FewStepMethod):
         noise = random.normal("dmd2/noise", batch.shape, batch.dtype)
         return rollout(self.roles["student"], noise, batch.text, times, random, "dmd2/renoise")
 
-    def _student_loss(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
+    def _student_loss(self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom) -> Tensor:
         sample = self._sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         if batch.latents is not None:
@@ -174,14 +178,14 @@ class Dmd2(FewStepMethod):
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
             scale=self.settings.guidance_scale,
-            last_step=self._last_step(batch, times),
+            last_step=last,
             observations=self.observations,
         )
         if not self.settings.gan:
             return loss
         t = self._score_time("dmd2/gan_time", batch, random)
         x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
-        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text, self._last_step(batch, times)))
+        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text, last))
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
@@ -192,10 +196,11 @@ class Dmd2(FewStepMethod):
         t = self.settings.min_time + span * random.uniform(purpose, batch.dtype)
         return shift_time(t, self.settings.shift)
 
-    def _head_loss(self, batch: Batch, sample: Tensor, times: list[float], random: StepRandom) -> Tensor:
+    def _head_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
         """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
 
-        ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions.
+        ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions;
+        a discriminator that knows the ``last`` step is told the samples' for both.
         """
         t = self._score_time("dmd2/gan_time", batch, random)
         inputs = [
@@ -205,7 +210,7 @@ class Dmd2(FewStepMethod):
         if self.settings.gan_r1_weight:
             disturbance = random.normal("dmd2/gan_r1_noise", batch.shape, batch.dtype)
             inputs.append(inputs[1] + self.settings.gan_r1_sigma * disturbance)
-        n, last = len(inputs), self._last_step(batch, times)
+        n = len(inputs)
         logits = self.roles["fake"].logits(
             torch.cat(inputs), t.repeat(n), batch.text.repeat(n, 1, 1), None if last is None else last.repeat(n)
         )
@@ -219,11 +224,11 @@ class Dmd2(FewStepMethod):
             loss = loss + self.settings.gan_r1_weight * r1
         return loss.mean()
 
-    def _fake_loss(self, batch: Batch, sample: Tensor, times: list[float], random: StepRandom) -> Tensor:
+    def _fake_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
         """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
         t = shift_time(random.uniform("dmd2/fake_time", batch.dtype), self.settings.shift)
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
-        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, self._last_step(batch, times))
+        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, last)
         errors = per_sample_mean((v - (noise - sample)).square())
         observe_by_time(self.observations, "loss", errors, t)
         return errors.mean()

@@ -39,7 +39,7 @@ class FewStepSettings:
 
 @dataclass(kw_only=True)
 class StepListSettings(FewStepSettings):
-    """Settings of those whose student is trained for a list of times."""
+    """Settings of those whose student is sampled at a list of times."""
 
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
     """The student's times, after any shift: descending from 1, above 0. Its length is the number of steps."""

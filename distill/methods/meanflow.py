@@ -78,7 +78,10 @@ class MeanFlowSettings(StepListSettings):
 
 
 class MeanFlow(FewStepMethod):
-    """``mean w (u(x_t, r, t) - sg(v - (t - r) du/dt))^2``; the student trains at every step."""
+    """``mean w (u(x_t, r, t) - sg(v - (t - r) du/dt))^2``; the student trains at every step.
+
+    The student's intervals begin at the times of ``step_list``; the last one ends at 0.
+    """
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)

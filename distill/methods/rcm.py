@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.dmd2 import LAST_STEP, distribution_matching
+from distill.methods.dmd2 import distribution_matching
 from distill.methods.sampling import rollout
 from distill.methods.scm import Scm, ScmSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
@@ -42,8 +42,7 @@ class RcmSettings(ScmSettings):
     """Times of the rollouts after the first: ``random`` (drawn from ``p_D``, none above the last) or ``fixed``
     (``mid_times``)."""
     fake_knows_last_step: bool = False
-    """Tell the fake score the time of the student's last step, by an addition to its network. Ours: as published, it
-    scores the mixture of all lengths of the rollout, whose errors may make up for each other (docs/methods/dmd2.md)."""
+    """As of ``method=dmd2``. With ``rollout=random`` lengths whose last times are the same still share a score."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +70,7 @@ class Rcm(Scm):
 
     @classmethod
     def additions(cls, settings: RcmSettings) -> dict[str, Chosen]:
-        return {"fake": LAST_STEP} if settings.fake_knows_last_step else {}
+        return {"fake": ("last_step",)} if settings.fake_knows_last_step else {}
 
     @classmethod
     def first_roles(cls, settings: RcmSettings) -> tuple[str, ...]:

@@ -118,7 +118,10 @@ def rollout(
         random: of the fresh noise.
         purpose: of the draws: the k-th fresh noise is ``PURPOSE_k``.
     """
-    each = [torch.as_tensor(time, dtype=noise.dtype, device=noise.device).expand(len(noise)) for time in times]
+    each = [
+        time if isinstance(time, Tensor) else torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device)
+        for time in times
+    ]
     x = per_sample(each[0], noise) * noise
     for k, t in enumerate(each):
         with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):

@@ -98,11 +98,11 @@ class Embedder(nn.Module):
 
     def __init__(self, embedder, weights):
         super().__init__()
-        self.embedder, self.difference = embedder, None
+        self.embedder, self.interval = embedder, None
         self.w1, self.w2 = nn.Parameter(weights[W1].clone()), nn.Parameter(weights[W2].clone())
 
     def forward(self, projected):
-        angles = self.difference[:, None] * 2 ** torch.linspace(-2, 5, RATES, dtype=self.difference.dtype)
+        angles = self.interval[:, None] * 2 ** torch.linspace(-2, 5, RATES, dtype=self.interval.dtype)
         hidden = torch.cat([torch.cos(angles) - 1, torch.sin(angles)], 1) @ self.w1.T
         return self.embedder(projected) + (hidden * torch.sigmoid(hidden)) @ self.w2.T
 
@@ -117,7 +117,7 @@ def _plain(folder, dtype):
     nn.Module.to(network, dtype)
 
     def velocity(x, t, r, text):
-        embedder.difference = t - r
+        embedder.interval = t - r
         return network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
 
     return network, velocity
@@ -175,7 +175,7 @@ def _jvp(trained, dp_shard, cp):
     with torch.no_grad(), forward_ad.dual_level():
         duals = forward_ad.make_dual(x, dx), forward_ad.make_dual(t, torch.ones_like(t))
         out = forward_ad.unpack_dual(role.velocity(*duals, text, r))
-    return mesh.dp_rank, out.primal, out.tangent, role.network.additions["second_time"].difference
+    return mesh.dp_rank, out.primal, out.tangent, role.network.additions["second_time"].embedded
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
@@ -289,7 +289,7 @@ def test_a_stale_or_missing_second_time_is_refused(pools, checkpoints, trained):
     assert len(found) == 5
     for i in (0, 1, 4):
         assert "has a second time, and was called without one" in found[i]
-    assert "given to a network without the addition" in found[2]
+    assert "given to a network without an addition for it" in found[2]
 
 
 # ---------------------------------------------------------------- files

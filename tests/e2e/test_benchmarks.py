@@ -28,9 +28,13 @@ def test_distillation_in_small(tmp_path, capsys):
     before = marker.stat().st_mtime_ns
     assert distillation.main(["--quick", "--out", str(out)]) == 0 and marker.stat().st_mtime_ns == before
     assert capsys.readouterr().out == printed
-    marker.write_text("other settings")
-    with pytest.raises(distillation.UserError, match="was trained with other settings"):
-        distillation.main(["--quick", "--out", str(out)])
+    for part in ("dmd2/0", "teacher"):
+        settings = folder / part / "settings.yaml"
+        kept = settings.read_text()
+        settings.write_text(kept.replace("shift: ", "shift: 1"))
+        with pytest.raises(distillation.UserError, match=f"{part} is of other settings"):
+            distillation.main(["--quick", "--out", str(out)])
+        settings.write_text(kept)
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from distill.methods import METHODS, build_method
-from distill.methods.dmd2 import LAST_STEP, Dmd2Settings, distribution_matching
+from distill.methods.dmd2 import Dmd2Settings, distribution_matching
 from distill.methods.rcm import RcmSettings
 from distill.observations import Observations
+from fsdp_cp.errors import UserError
 from models.additions import build_additions
 from models.second_time import second_time
 from tests.unit.analytic import Mixture
@@ -53,9 +54,9 @@ def test_the_fake_score_is_told_when_the_last_step_was_and_no_other_role_is(case
 def test_without_it_nothing_is_told_and_nothing_is_added(case):
     kind = METHODS[case.split()[0].strip(",")][0]
     settings = SETTINGS[case]
-    assert kind.additions(settings)["fake"].items() >= LAST_STEP.items()
+    assert "last_step" in kind.additions(settings)["fake"]
     plain = type(settings)(**vars(settings) | {"fake_knows_last_step": False})
-    assert "second_time" not in kind.additions(plain).get("fake", {})
+    assert "last_step" not in kind.additions(plain).get("fake", {})
     roles = {"teacher": Net(20), "student": Net(21), "fake": Judge(22)}
     method = build_method(plain, roles)
     for step in range(4):
@@ -74,6 +75,25 @@ class _OfEachLength(nn.Module):
     def velocity(self, x, t, text, r=None):
         rows = [self.problems[float(r[i])].velocity(x[i : i + 1], t[i : i + 1], text) for i in range(len(x))]
         return torch.cat(rows)
+
+
+class _Mixed(nn.Module):
+    """The exact score of the samples of all lengths together, as many of each: the velocities by their posteriors."""
+
+    def __init__(self, problems):
+        super().__init__()
+        self.problems = list(problems)
+
+    def velocity(self, x, t, text, r=None):
+        densities = torch.stack([problem._log_density(x, t) for problem in self.problems])
+        velocities = torch.stack([problem.velocity(x, t, text) for problem in self.problems])
+        return (densities.softmax(0) * velocities).sum(0)
+
+
+def test_nothing_to_know_is_refused():
+    for settings in ({"rollout": "full"}, {"step_list": [1.0]}):
+        with pytest.raises(UserError, match=r"^method\.fake_knows_last_step=true: every rollout has the same"):
+            Dmd2Settings(fake_knows_last_step=True, **settings)
 
 
 def test_a_score_of_the_mixture_does_not_see_that_each_length_has_lost_a_mode():
@@ -101,8 +121,9 @@ def test_a_score_of_the_mixture_does_not_see_that_each_length_has_lost_a_mode():
         loss.backward()
         return -sample.grad.flatten()
 
+    blind = _Mixed(parts.values())
     for r, towards in ((1.0, 1), (0.5, -1)):
-        assert (push(data, r) == 0).all(), "the mixture has the score of the data: nothing moves"
+        assert push(blind, r).abs().max() < 1e-9, "the mixture has the score of the data: nothing moves"
         seen = towards * push(_OfEachLength(parts), r)
         assert (seen > 0).double().mean() > 0.9 and seen.min() > -1e-9 * seen.max(), "towards the mode that is missing"
 
@@ -113,8 +134,8 @@ def test_the_addition_embeds_the_second_time_itself():
     network = nn.Module()
     network.condition_embedder = nn.Module()
     network.condition_embedder.time_embedder = nn.Identity()
-    network.additions = build_additions(LAST_STEP, config)
-    addition = network.additions["second_time"]
+    network.additions = build_additions(("last_step",), config)
+    addition = network.additions["last_step"]
     addition.attach(network, None)
     nn.init.normal_(addition.linear_2.weight)
     t, r = torch.tensor([0.2, 0.9]), torch.tensor([0.5, 0.5])
