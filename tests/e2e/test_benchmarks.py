@@ -17,6 +17,7 @@ def test_distillation_in_small(tmp_path, capsys):
     folder = tmp_path / "students_quick"
     for row in ("teacher, 50 steps", "dmd2, 1 step", "dmd2, 4 steps", "rcm, 2 steps"):
         assert f"| {row} | " in printed
+    assert "| 4 | spread/phase | " in printed and "times the smallest" in printed
     assert (folder / "distillation.png").stat().st_size > 10_000
     for method in ("dmd2", "rcm"):
         measures = json.loads((folder / method / "0" / "student_4.json").read_text())
