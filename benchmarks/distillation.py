@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config, compose_config, load_config
 from distill.data import build_dataset
+from distill.data.moving_shapes import MovingShapes
 from distill.evaluate import REFERENCE_CLIPS, SAMPLE_SEED
 from distill.measures import HIGHER_IS_BETTER, Measure, diversity, measure, worse_by
 from distill.media import contact_sheet
@@ -158,8 +159,23 @@ class Row:
     """One line of the table."""
 
     name: str
-    steps: int
+    steps: int | None
+    """None for renders."""
     measures: dict[str, Measure]
+
+
+def renders(config: Config, count: int) -> Row:
+    """What real clips are measured to have: the first ``count`` of the held-out stream, whose captions take turns."""
+    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
+    clips = data.clips(count).numpy()
+    captions = [data[i]["caption"] for i in range(count)]
+    found = measure(clips, captions, reference(data)) | diversity(clips, captions)
+    return Row(name="held-out renders", steps=None, measures=found)
+
+
+def reference(heldout: MovingShapes) -> np.ndarray:
+    """The renders that all clips are compared with: uint8 ``(n, T, H, W, 3)``."""
+    return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
 
 
 def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
@@ -193,9 +209,7 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
     captions = sample_captions(data, count)
     if not cache.exists():
         clips = clips_of(config, role_name, folder, steps, captions)
-        heldout = data.heldout()
-        found = measure(clips, captions, heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy())
-        found |= diversity(clips, captions)
+        found = measure(clips, captions, reference(data.heldout())) | diversity(clips, captions)
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.save(cache.with_suffix(".npy"), clips[: 2 * PICTURED : 2])
         cache.write_text(json.dumps({name: asdict(value) for name, value in found.items()}))
@@ -230,7 +244,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| | " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|---" * (len(keys) + 1) + "|"]
     for row in rows:
         cells = (f"{m.value:.3f} ± {m.standard_error:.3f}" for m in row.measures.values())
-        lines.append(f"| {row.name}, {row.steps} step{'s' * (row.steps > 1)} | {' | '.join(cells)} |")
+        steps = "" if row.steps is None else f", {row.steps} step{'s' * (row.steps > 1)}"
+        lines.append(f"| {row.name}{steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -318,7 +333,8 @@ def main(argv: list[str] | None = None) -> int:
                 for run in seeds
             ]
             students[method][n] = over_seeds(rows, method)
-    print(table([*teachers.values(), *(row for rows in students.values() for row in rows.values())]))
+    student_rows = [row for rows in students.values() for row in rows.values()]
+    print(table([renders(config, count), *teachers.values(), *student_rows]))
     print("\n| method | training: network evaluations of a clip, thousands, by seed | updates of the student |")
     print("|---|---|---|")
     forward, all_spent = clip_flops(config), []

@@ -15,7 +15,7 @@ def test_distillation_in_small(tmp_path, capsys):
     assert distillation.main(["--quick", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     folder = tmp_path / "students_quick"
-    for row in ("teacher, 50 steps", "dmd2, 1 step", "dmd2, 4 steps", "rcm, 2 steps"):
+    for row in ("held-out renders", "teacher, 50 steps", "dmd2, 1 step", "dmd2, 4 steps", "rcm, 2 steps"):
         assert f"| {row} | " in printed
     assert "| 4 | spread/phase | " in printed and "times the smallest" in printed
     assert (folder / "distillation.png").stat().st_size > 10_000
