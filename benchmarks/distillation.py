@@ -24,8 +24,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config, compose_config, load_config
 from distill.data import build_dataset
-from distill.data.moving_shapes import MovingShapes
-from distill.evaluate import REFERENCE_CLIPS, SAMPLE_SEED
+from distill.evaluate import SAMPLE_SEED, reference_clips
 from distill.measures import HIGHER_IS_BETTER, Measure, diversity, measure, worse_by
 from distill.media import contact_sheet
 from distill.methods import METHODS, build_method
@@ -169,13 +168,8 @@ def renders(config: Config, count: int) -> Row:
     data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
     clips = data.clips(count).numpy()
     captions = [data[i]["caption"] for i in range(count)]
-    found = measure(clips, captions, reference(data)) | diversity(clips, captions)
+    found = measure(clips, captions, reference_clips(data)) | diversity(clips, captions)
     return Row(name="held-out renders", steps=None, measures=found)
-
-
-def reference(heldout: MovingShapes) -> np.ndarray:
-    """The renders that all clips are compared with: uint8 ``(n, T, H, W, 3)``."""
-    return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
 
 
 def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
@@ -209,7 +203,7 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
     captions = sample_captions(data, count)
     if not cache.exists():
         clips = clips_of(config, role_name, folder, steps, captions)
-        found = measure(clips, captions, reference(data.heldout())) | diversity(clips, captions)
+        found = measure(clips, captions, reference_clips(data.heldout())) | diversity(clips, captions)
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.save(cache.with_suffix(".npy"), clips[: 2 * PICTURED : 2])
         cache.write_text(json.dumps({name: asdict(value) for name, value in found.items()}))

@@ -140,8 +140,7 @@ class Evaluator:
 
     @cached_property
     def _reference_clips(self) -> np.ndarray:
-        """From a stretch of the held-out stream that the noise-floor row of the report does not use."""
-        return self._heldout.clips(REFERENCE_CLIPS, first=len(self._heldout) // 2).numpy()
+        return reference_clips(self._heldout)
 
     def write_report(self, facts: dict[str, Any]) -> None:
         """``report.html``, ``report.json`` and ``report.png``; measured from the pixels on moving shapes."""
@@ -218,6 +217,14 @@ class Evaluator:
         from distill.measures import measure
 
         return measure(clips, captions, self._reference_clips)
+
+
+def reference_clips(heldout: MovingShapes) -> np.ndarray:
+    """What clips are measured against: 512 held-out renders, uint8 ``(512, T, H, W, 3)``.
+
+    From the second half of the stream; the rows of held-out renders beside the networks' come from its beginning.
+    """
+    return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
 
 
 def write_scheduler(method: Method, folder: Path) -> None:
