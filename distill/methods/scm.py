@@ -46,7 +46,8 @@ class ScmSettings(FewStepSettings):
     """Step of ``finite_difference`` in TrigFlow's time, both ways; > 0. Below, the rounding of fp32 times (diffusers
     casts them) grows, above, the time embedding's frequencies: the default is where the error is least, about .1%."""
     sigma_max: float = 80.0
-    """The student's sampler begins at ``atan(sigma_max)``; rCM: 80 for Wan 1.3B, 200 for 14B. > 0."""
+    """The student's sampler begins at ``atan(sigma_max)``; rCM: 80 for Wan 1.3B, 200 for 14B. > 0; ``inf`` for pure
+    noise, at pi/2, where rCM's rollouts begin whatever this is (docs/methods/rcm.md)."""
     mid_times: list[float] = field(default_factory=lambda: [1.5, 1.4, 1.0])
     """TrigFlow times of its further steps, descending; of fewer steps, the first ones."""
 
