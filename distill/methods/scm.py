@@ -45,31 +45,36 @@ class ScmSettings(FewStepSettings):
     jvp_step: float = 2e-4
     """Step of ``finite_difference`` in TrigFlow's time, both ways; > 0. Below, the rounding of fp32 times (diffusers
     casts them) grows, above, the time embedding's frequencies: the default is where the error is least, about .1%."""
-    sigma_max: float = 80.0
-    """The student's sampler begins at ``atan(sigma_max)``; rCM: 80 for Wan 1.3B, 200 for 14B. > 0; ``inf`` for pure
-    noise, at pi/2, where rCM's rollouts begin whatever this is (docs/methods/rcm.md)."""
+    sigma_max: float | None = 80.0
+    """The student's sampler begins at ``atan(sigma_max)``; rCM: 80 for Wan 1.3B, 200 for 14B. > 0; null for pi/2,
+    pure noise, where rCM's rollouts begin whatever this is (docs/methods/rcm.md)."""
     mid_times: list[float] = field(default_factory=lambda: [1.5, 1.4, 1.0])
     """TrigFlow times of its further steps, descending; of fewer steps, the first ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("time_std", "jvp_step", "sigma_max"):
-            if not getattr(self, key) > 0:
-                raise UserError(f"method.{key}={getattr(self, key)} must be above 0")
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise UserError(f"method.{key}={value} must be above 0")
         if self.tangent_warmup < 0:
             raise UserError(f"method.tangent_warmup={self.tangent_warmup} must be at least 0")
         for key, choices in (("tangent", TANGENTS), ("jvp", MODES)):
             if getattr(self, key) not in choices:
                 raise UserError(f"method.{key}={getattr(self, key)} is unknown; use {' or '.join(choices)}")
-        times = [math.atan(self.sigma_max), *self.mid_times]
+        times = self._trig_times()
         if times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
             raise UserError(
-                f"method.mid_times={list(self.mid_times)} must descend from below"
-                f" atan(method.sigma_max) = {times[0]:.4f} and stay above 0"
+                f"method.mid_times={list(self.mid_times)} must descend from below {times[0]:.4f},"
+                " where method.sigma_max begins, and stay above 0"
             )
 
+    def _trig_times(self) -> list[float]:
+        """Of the student's sampler, in TrigFlow."""
+        return [math.pi / 2 if self.sigma_max is None else math.atan(self.sigma_max), *self.mid_times]
+
     def student_times(self) -> list[float]:
-        return [flow_time_of(t) for t in (math.atan(self.sigma_max), *self.mid_times)]
+        return [flow_time_of(t) for t in self._trig_times()]
 
 
 class Scm(FewStepMethod):
