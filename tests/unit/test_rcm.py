@@ -152,6 +152,15 @@ def test_fixed_times(length):
         assert times.tolist() == [pytest.approx([time] * 4) for time in [1.0, *FIXED[: length - 1]]]
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_samples_begin_where_rollouts_do(length):
+    """With ``sigma_max=null``: at ``atan(sigma_max)`` DMD never trains the student, and a sample may be blurred."""
+    method = rcm(rollout="fixed", sigma_max=None)
+    times = rollout_times(method, step_of(method, "student", length))
+    assert times[:, 0].tolist() == method.sampling_times(length)
+    assert rcm(rollout="fixed").sampling_times(length)[0] == pytest.approx(80 / 81)
+
+
 # ---------------------------------------------------------------- the student's losses
 
 

@@ -281,9 +281,9 @@ def test_samples_of_the_exact_student_are_the_flow_maps():
         ({"tangent_warmup": -1}, r"method\.tangent_warmup=-1 must be at least 0"),
         ({"tangent": "tangent"}, r"method\.tangent=tangent is unknown; use lu_song or rcm"),
         ({"jvp": "forward"}, r"method\.jvp=forward is unknown; use exact or finite_difference"),
-        ({"mid_times": [1.5, 1.5]}, r"method\.mid_times=\[1\.5, 1\.5\] must descend from below .* = 1\.5583"),
+        ({"mid_times": [1.5, 1.5]}, r"method\.mid_times=\[1\.5, 1\.5\] must descend from below 1\.5583, where"),
         ({"mid_times": [1.4, 0.0]}, r"method\.mid_times=\[1\.4, 0\.0\] must descend .* stay above 0"),
-        ({"sigma_max": 10.0}, r"method\.mid_times=\[1\.5, 1\.4, 1\.0\] must descend from below 1\.4711, where method\.sigma_max"),
+        ({"sigma_max": 10.0}, r"mid_times=\[1\.5, 1\.4, 1\.0\] must descend from below 1\.4711, where"),
         ({"shift": 0.0}, r"method\.shift=0\.0 must be above 0"),
     ],
 )
