@@ -232,14 +232,22 @@ def clip_flops(config: Config) -> float:
     return plan.family.forward_flops(plan.config, tokens, data.text_shape[0])
 
 
+def in_words(steps: int) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{steps} step{'s' * (steps > 1)}"
+
+
 def table(rows: Sequence[Row]) -> str:
     """Markdown; one line per row."""
     keys = list(rows[0].measures)
     lines = ["| | " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|---" * (len(keys) + 1) + "|"]
     for row in rows:
-        cells = (f"{m.value:.3f} ± {m.standard_error:.3f}" for m in row.measures.values())
-        steps = "" if row.steps is None else f", {row.steps} step{'s' * (row.steps > 1)}"
-        lines.append(f"| {row.name}{steps} | {' | '.join(cells)} |")
+        # A spread is that of clips with a shape: of none it is not a number.
+        cells = (
+            "none" if math.isnan(m.value) else f"{m.value:.3f} ± {m.standard_error:.3f}" for m in row.measures.values()
+        )
+        name = row.name if row.steps is None else f"{row.name}, {in_words(row.steps)}"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -261,7 +269,7 @@ def judge(method: str, teachers: dict[int, Row], students: dict[int, Row]) -> tu
             share = closed(teacher, full, student, key)
             good &= share >= CLOSED
             lines.append(
-                f"| {method}, {steps} step{'s' * (steps > 1)} | {key.replace('_', ' ')} | {worse:.1f} | {share:.0%} |"
+                f"| {method}, {in_words(steps)} | {key.replace('_', ' ')} | {worse:.1f} | {share:.0%} |"
                 f" {'yes' if share >= CLOSED else '**no**'} |"
             )
     for key in ("colour_accuracy", "motion_accuracy"):
@@ -372,10 +380,10 @@ def picture(out: Path, runs: Sequence[Run]) -> None:
     config = compose_config(["experiment=quickstart", f"run_dir={out}"])
     data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=out)
     captions = sample_captions(data, CLIPS)[: 2 * PICTURED : 2]
-    rows = [(f"teacher, {n} steps", np.load(out / "teacher" / f"{n}.npy")) for n in (50, 4, 1)]
+    rows = [(f"teacher, {in_words(n)}", np.load(out / "teacher" / f"{n}.npy")) for n in (50, 4, 1)]
     for run in runs:
         if run.seed == 0:
-            rows += [(f"{run.method}, {n} steps", np.load(run.folder / f"student_{n}.npy")) for n in (4, 1)]
+            rows += [(f"{run.method}, {in_words(n)}", np.load(run.folder / f"student_{n}.npy")) for n in (4, 1)]
     contact_sheet(out / "distillation.png", rows, captions=captions)
 
 

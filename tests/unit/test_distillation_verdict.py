@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.distillation import Row, judge, judge_evaluations, over_seeds
+from benchmarks.distillation import Row, judge, judge_evaluations, over_seeds, table
 from distill.measures import HIGHER_IS_BETTER, Measure
 
 GOOD = {key: 1.0 if higher else 0.1 for key, higher in HIGHER_IS_BETTER.items()}
@@ -59,3 +59,8 @@ def test_equal_numbers_of_evaluations(most, even):
     good, lines = judge_evaluations({"dmd2": [100e3, 100.4e3], "scm": [most * 1e3]}, {"dmd2": 7, "scm": 9})
     assert good == even and f"| scm | {most} | 9 |" in lines
     assert lines[-1] == f"The largest number is {most / 100:.4f} times the smallest."
+
+
+def test_a_row_of_the_table():
+    line = table([row(1, **{"colour_accuracy": float("nan")})]).splitlines()[-1]
+    assert line.startswith("| network, 1 step | none | 1.000 ± 0.010 | 0.100 ± 0.010 |")
