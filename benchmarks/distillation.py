@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
         {run.method: run.student_updates() for run in runs},
     )
     print("\n" + "\n".join(lines))
-    print("\n| | measure | teacher worse than at 50 steps, SE | closed | at least 80 % (accuracy: 95 %) |")
+    print("\n| | measure | teacher worse than at 50 steps, SE | closed | closed >= 80 %, share >= 95 % |")
     print("|---|---|---|---|---|")
     for method in args.methods:
         fine, lines = judge(method, teachers, students[method])

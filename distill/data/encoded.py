@@ -50,7 +50,7 @@ class EncodedData:
         """Check, then encode what the cache does not hold yet, then free the encoders.
 
         Args:
-            path: where the items are; see the data set's own class.
+            path: folder of the videos and their table, or file of the captions.
             encoders: diffusers pipeline folder with vae/, text_encoder/ and tokenizer/.
             cache: folder for what the encoders make, shared by all ranks; created.
             num_frames, height, width: size of a clip in frames and pixels, as the VAE and the patches divide it.
@@ -95,12 +95,11 @@ class EncodedData:
         encoded = together(lambda: (self.cache.encoded_clips, self.cache.encoded_captions))
         if rank() == 0:
             logger.info(
-                "%d items from %s: %d clips and %d of %d texts encoded now, the rest read from %s",
+                "%d items from %s: %d clips and %d texts encoded now, the rest read from %s",
                 len(self),
                 self.path,
                 sum(clips for clips, _ in encoded),
                 sum(captions for _, captions in encoded),
-                len(texts),
                 self.cache.folder,
             )
         decides = [self._items, sorted(self._texts.items()), negative_prompt, *self._decides()]
@@ -111,7 +110,7 @@ class EncodedData:
         raise NotImplementedError
 
     def _usable(self, rows: list[Any]) -> list[Any]:
-        """The items, of those rows. Raises ``UserError``."""
+        """The items, of those rows; collective. Raises ``UserError``."""
         return rows
 
     def _decides(self) -> Sequence[Any]:

@@ -83,10 +83,10 @@ def read_metadata(path: Path) -> list[tuple[str, str | None]]:
     Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing.
     """
     if not path.is_dir():
-        raise UserError(f"data.path={path} is not a folder; give a folder with videos and metadata.csv")
+        raise UserError(f"data.path={path} is not a folder; give a folder with videos and {TABLE}")
     file = path / TABLE
     if not file.is_file():
-        raise UserError(f"data.path={path} has no metadata.csv; add one with the columns {','.join(COLUMNS)}")
+        raise UserError(f"data.path={path} has no {TABLE}; add one with the columns {','.join(COLUMNS)}")
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:  # spreadsheets put a byte order mark first
             reader = csv.DictReader(stream)

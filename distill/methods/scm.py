@@ -66,7 +66,7 @@ class ScmSettings(FewStepSettings):
         if times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
             raise UserError(
                 f"method.mid_times={list(self.mid_times)} must descend from below {times[0]:.4f},"
-                " where method.sigma_max begins, and stay above 0"
+                " where samples begin (method.sigma_max), and stay above 0"
             )
 
     def _trig_times(self) -> list[float]:

@@ -284,6 +284,10 @@ def test_samples_of_the_exact_student_are_the_flow_maps():
         ({"mid_times": [1.5, 1.5]}, r"method\.mid_times=\[1\.5, 1\.5\] must descend from below 1\.5583, where"),
         ({"mid_times": [1.4, 0.0]}, r"method\.mid_times=\[1\.4, 0\.0\] must descend .* stay above 0"),
         ({"sigma_max": 10.0}, r"mid_times=\[1\.5, 1\.4, 1\.0\] must descend from below 1\.4711, where"),
+        (
+            {"sigma_max": None, "mid_times": [1.6]},
+            r"mid_times=\[1\.6\] must descend from below 1\.5708, where samples begin",
+        ),
         ({"shift": 0.0}, r"method\.shift=0\.0 must be above 0"),
     ],
 )
