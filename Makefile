@@ -33,9 +33,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 .PHONY: quickstart
+# Afresh: what an earlier run left in runs/quickstart goes to runs/quickstart/previous/.
 quickstart: $(STAMP)  ## distil the shipped teacher on two CPU processes, afresh; ends in runs/quickstart/report.html
-	rm -rf runs/quickstart
-	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart device=cpu $(ARGS)
+	$(ENV) $(BIN)/torchrun --standalone --nproc-per-node 2 train.py experiment=quickstart device=cpu \
+	  checkpoint.resume=never $(ARGS)
 
 .PHONY: test
 test: $(STAMP)  ## all tests but the slow ones

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from benchmarks.arguments import at_least_1
 from benchmarks.attention_oracle import exact_attention, random_inputs
 from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
@@ -352,7 +353,9 @@ def jvp_memory(worlds: tuple[int, ...] = (1, 2)) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cp_attention", description=__doc__.splitlines()[0])
-    parser.add_argument("--world", type=int, nargs="+", default=[2, 4], help="numbers of ranks; 1: the local kernels")
+    parser.add_argument(
+        "--world", type=at_least_1, nargs="+", default=[2, 4], help="numbers of ranks; 1: the local kernels"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--quick", action="store_true", help="1k and 2k tokens only; small local sizes")

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from benchmarks.arguments import at_least_1
 from distill.config import Config, compose_config, load_config
 from distill.data import build_dataset
 from distill.evaluate import SAMPLE_SEED, reference_clips
@@ -313,9 +314,9 @@ def spread_lines(rcm: dict[int, Row], dmd2: dict[int, Row]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=list(DISTILLING), choices=DISTILLING, metavar="METHOD")
-    parser.add_argument("--seeds", type=int, default=3, help="students per method")
+    parser.add_argument("--seeds", type=at_least_1, default=3, help="students per method")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"), help="runs and measures; kept")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps, dmd2 and rcm alone")
     args = parser.parse_args(argv)
     if args.quick:

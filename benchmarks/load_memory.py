@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import above_0, at_least_1
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import stream_seed
@@ -171,8 +172,8 @@ def _gb(size: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load_memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=float, default=1e9)
-    parser.add_argument("--world", type=int, default=4, help="ranks, all on this machine")
+    parser.add_argument("--parameters", type=above_0, default=1e9)
+    parser.add_argument("--world", type=at_least_1, default=4, help="ranks, all on this machine")
     args = parser.parse_args(argv)
     architecture = architecture_of(args.parameters)
     shapes = shapes_of(architecture)

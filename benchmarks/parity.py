@@ -23,6 +23,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
+from benchmarks.arguments import at_least_1
 from distill.config import Config, OptimizerSettings, OptimSettings
 from distill.data.order import clip_at
 from distill.methods import METHODS, Batch, build_method
@@ -375,7 +376,7 @@ def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=at_least_1, default=6)
     args = parser.parse_args(argv)
     print("largest relative difference from plain diffusers networks in one process\n")
     print("| precision | dp_shard x cp | checkpointing | steps | loss | gradient norm | each gradient | each weight |")

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.arguments import at_least_1
 from distill.config import compose_config
 from distill.data import build_dataset
 from distill.methods import build_method
@@ -56,7 +57,6 @@ def run(overrides: list[str], cycles: int) -> Result:
         trained=plan.method.trained_roles,
         mesh=mesh,
         device=device,
-        precision="fp32",
         latent_shape=data.latent_shape,
         text_shape=data.text_shape,
         seed=0,
@@ -111,7 +111,9 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=6, help="rounds of one student update and its fake-score updates")
+    parser.add_argument(
+        "--cycles", type=at_least_1, default=6, help="rounds of one student update and its fake-score updates"
+    )
     args = parser.parse_args(argv)
     print(f"torch {torch.__version__}, {platform.machine()}, one thread a rank, medians of {args.cycles} rounds\n")
     print(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import at_least_1
 from benchmarks.parity import Setup, make_config, make_trainer, write_checkpoints
 from benchmarks.sharding_bounds import (
     CASES,
@@ -245,8 +246,8 @@ def report(world: int, rounds: int) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharding", description=__doc__.splitlines()[0])
-    parser.add_argument("--world", type=int, nargs="+", default=[4], help="numbers of ranks")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each strategy")
+    parser.add_argument("--world", type=at_least_1, nargs="+", default=[4], help="numbers of ranks")
+    parser.add_argument("--rounds", type=at_least_1, default=3, help="timed steps of each strategy")
     args = parser.parse_args(argv)
     print(f"torch {torch.__version__}, gloo, {platform.machine()}, one thread a rank")
     kept = [report(world, args.rounds) for world in args.world]

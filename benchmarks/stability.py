@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from benchmarks.arguments import at_least_1
 from benchmarks.distillation import DISTILLING, Run, train_all
 from fsdp_cp.errors import UserError
 
@@ -47,10 +48,10 @@ def row(method: str, precision: str, run: Run) -> tuple[bool, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stability", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=at_least_1, default=1000)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD")
     parser.add_argument("--out", type=Path, default=Path("runs/stability"), help="the runs; kept")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
     args = parser.parse_args(argv)
     rows = [(method, precision) for method in args.methods for precision in ("fp32", "bf16")]
     runs = [run_of(method, precision, args.steps, args.out.resolve()) for method, precision in rows]

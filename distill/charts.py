@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import io
-import json
 import logging
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from distill.json_lines import finite_number, read_objects, step_of
 
 log = logging.getLogger(__name__)
 
@@ -26,89 +27,123 @@ _VARIABLES = dict(
     )
 )
 _COLOURS = {"teacher": _TEACHER, "student": _STUDENT, "fake": _FAKE}
-_CURVE = re.compile(r"^(?P<role>\w+)/(?P<what>loss.*|\w+_loss|grad_norm)$")
+# Closed sets of letters and lengths: whatever else a damaged file has for keys would end up in the page as a title.
+_CURVE = re.compile(r"\w{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
+_TIME_BIN = re.compile(r"(?P<role>\w+)/\w+/t\d\.\d+", re.ASCII)
+_LARGEST = 1e100
+"""Larger values are drawn as this: matplotlib's margins around 1e308 overflow."""
 
 
-def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict], int]:
-    """The records of a `metrics.jsonl`, ordered by step, and how many lines could not be read.
+class Metrics(NamedTuple):
+    """What a `metrics.jsonl` holds."""
 
-    A run that was killed may leave a torn line; it is left out, counted and logged.  Of two records of one step the
-    later stands.  A file that is not there gives no records."""
-    path = Path(path)
-    if not path.is_file():
-        return [], 0
-    records: dict[int, dict] = {}
-    unreadable = 0
-    for line in path.read_bytes().splitlines():
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            records[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):  # ValueError: no JSON or no UTF-8; the others: JSON, but no record
-            unreadable += 1
-    if unreadable:
-        log.warning("%s: left out %d line(s) that are no records", path, unreadable)
-    return [records[step] for step in sorted(records)], unreadable
+    records: list[dict[str, Any]]
+    """By step, one for each."""
+    unreadable: int
+    """Lines that are no records: no JSON object, or without a step."""
+    repeated: int
+    """Records of a step that a later line has too."""
+
+
+def read_metrics(path: str | os.PathLike[str]) -> Metrics:
+    """The records of a `metrics.jsonl`, ordered by step; what is left out is counted and logged.
+
+    A run that was killed may leave a torn line.  Of two records of one step the later stands.  A file that is not there
+    gives no records."""
+    lines = read_objects(path)
+    with_step = [record for record in lines.records if step_of(record) is not None]
+    unreadable = lines.unreadable + len(lines.records) - len(with_step)
+    records = {record["step"]: record for record in with_step}
+    repeated = len(with_step) - len(records)
+    if unreadable or repeated:
+        log.warning("%s: left out %d line(s) that are no records and %d repeated step(s)", path, unreadable, repeated)
+    return Metrics([records[step] for step in sorted(records)], unreadable, repeated)
 
 
 def curves(records: Sequence[Mapping]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Losses and gradient norms by key ("student/loss"): (steps, values), both fp64, in the order to draw them.
+    """Losses, gradient norms, rates and speed by key ("student/loss"): (steps, values), fp64, in the order drawn.
 
-    A step without the key (another role trained) is no point of the curve; a null or infinite value is NaN, a gap."""
-    keys = sorted({key for record in records for key in record if _CURVE.match(key)}, key=_drawing_order)
+    A step without the key (another role trained) is no point of the curve, and neither is an empty time bin: a null of
+    "ROLE/loss/t0.25" at a step whose "ROLE/loss" is finite.  Any other null, and what is no finite number, is NaN."""
+    keys = sorted(filter(_CURVE.fullmatch, {key for record in records for key in record}), key=_drawing_order)
     found = {}
     for key in keys:
-        points = [(record["step"], record[key]) for record in records if key in record]
-        values = [float(v) if isinstance(v, int | float) and math.isfinite(v) else math.nan for _, v in points]
-        found[key] = (np.array([step for step, _ in points], dtype=float), np.array(values))
+        points = [
+            (record["step"], finite_number(record[key]))
+            for record in records
+            if key in record and not _is_empty_bin(record, key)
+        ]
+        if points:
+            steps, values = zip(*points, strict=True)
+            found[key] = (np.array(steps, dtype=float), np.array(values))
     return found
+
+
+def _is_empty_bin(record: Mapping, key: str) -> bool:
+    """No sample of the step fell into the bin.  The total has a value then; where it has none, the bin's may be NaN."""
+    if record[key] is not None:
+        return False
+    time_bin = _TIME_BIN.fullmatch(key)
+    return time_bin is not None and math.isfinite(finite_number(record.get(f"{time_bin['role']}/loss")))
 
 
 def _drawing_order(key: str) -> tuple:
     role, what = key.split("/", 1)
-    return (what == "grad_norm", ("student", "fake").index(role) if role in ("student", "fake") else 2, key)
+    group = {"grad_norm": 1, "lr": 2, "tokens_per_second": 3}.get(what, 0)
+    return (group, ("student", "fake").index(role) if role in ("student", "fake") else 2, key)
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """Mean of the last `window` finite points at each point (fewer at the start); NaN where the point itself is NaN."""
     finite = np.isfinite(values)
-    sums = np.cumsum(np.where(finite, values, 0.0))
-    counts = np.cumsum(finite)
-    before = np.maximum(np.arange(len(values)) - window, -1)
-    sums = sums - np.where(before >= 0, sums[before], 0.0)
-    counts = counts - np.where(before >= 0, counts[before], 0)
+    sums = _window_sums(np.where(finite, values, 0.0), window)
+    counts = _window_sums(finite.astype(float), window)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(finite, sums / counts, np.nan)
 
 
-def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> str:
-    """One curve with its moving average as an `<svg>` element without links to anything outside.
+def _window_sums(values: np.ndarray, window: int) -> np.ndarray:
+    """Sum of the last `window` values at each: of blocks' tails and heads, for after a loss of 1e20 the difference of
+    two cumulative sums would be noise to the end of the curve."""
+    padded = np.concatenate([np.zeros(window), values, np.zeros(-len(values) % window)]).reshape(-1, window)
+    heads = padded.cumsum(axis=1)
+    tails = padded[:, ::-1].cumsum(axis=1)[:, ::-1]
+    before = np.concatenate([tails[:-1, 1:], np.zeros((len(tails) - 1, 1))], axis=1)  # of the block before
+    return (heads[1:] + before).ravel()[: len(values)]
 
-    `steps`, `values`: (n,); NaN breaks the line and is marked on the axis.  Logarithmic when all values are positive
-    and span more than a factor of 30."""
+
+def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> str:
+    """One curve as an `<svg>` element; points that are not finite are crosses on the axis.
+
+    The axis is logarithmic where losses or norms are positive and span more than a factor of 30."""
     from matplotlib.ticker import MaxNLocator
 
     role, what = key.split("/", 1)
-    colour = _COLOURS.get(role, _TEACHER)
+    colour = _COLOURS.get(role, _MUTED)
+    values = np.clip(values, -_LARGEST, _LARGEST)
     finite = values[np.isfinite(values)]
     window = max(5, len(values) // 20)
     figure, axes = _axes()
     alone = len(values) == 1
-    axes.plot(steps, values, color=colour, alpha=0.35, lw=0.9, marker="o" if alone else None, label="each update")
-    if len(finite) >= 10:
+    noisy = what != "lr"
+    averaged = noisy and len(finite) >= 10
+    axes.plot(steps, values, color=colour, alpha=0.35 if averaged else 1, lw=0.9 if averaged else 1.6,
+              marker="o" if alone else None, label="each update")  # fmt: skip
+    if averaged:
         axes.plot(steps, moving_average(values, window), color=colour, lw=2, label=f"mean of the last {window} updates")
-    if len(finite) and finite.min() > 0 and finite.max() > 30 * finite.min():
+    if noisy and role != "perf" and len(finite) and finite.min() > 0 and finite.max() > 30 * finite.min():
         axes.set_yscale("log")
     broken = steps[~np.isfinite(values)]
     if len(broken):
         where = {"transform": axes.get_xaxis_transform(), "clip_on": False}
         axes.plot(broken, np.zeros(len(broken)), "x", color=_BAD, ms=6, label=f"not finite ({len(broken)})", **where)
-    quantity = "gradient norm" if what == "grad_norm" else what.replace("_", " ").replace("/", ", ")
+    words = {"grad_norm": "gradient norm", "lr": "learning rate"}
+    quantity = words.get(what, re.sub(r"/t(\d)", r", from time \1", what).replace("_", " ").replace("/", ", "))
     axes.set_xlabel("step of the run (every role's steps counted)", color=_MUTED)
     axes.set_ylabel(quantity + (", log scale" if axes.get_yscale() == "log" else ""), color=_MUTED)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set_title(f"{role}: {quantity}", color=_INK, loc="left", fontweight="bold", fontsize=11)
+    title = "video tokens per second" if role == "perf" else f"{role}: {quantity}"
+    axes.set_title(title, color=_INK, loc="left", fontweight="bold", fontsize=11)
     figure.legend(frameon=False, fontsize=8.5, labelcolor=_MUTED, loc="outside lower center", ncols=3, columnspacing=1)
     return _inline(figure, f"{key} by step")
 

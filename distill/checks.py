@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+import re
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distill.data.moving_shapes import CAPTIONS
 from distill.methods import METHODS, Method
-from fsdp_cp.errors import UserError
+from distill.setting_kinds import fits, settings_of
+from fsdp_cp.errors import UserError, shown
 
 if TYPE_CHECKING:  # which calls these
     from distill.config import Config, OptimizerSettings
 
 ROLES = ("teacher", "student", "fake")
 TRAINED = ("student", "fake")
+_SMALLEST, _LARGEST = 1e-37, 3e38
+"""Sizes of numbers that fp32 holds."""
+_MOST = 2**20
+_NOTES = ("_class_name", "_diffusers_version", "_name_or_path")
+"""What diffusers writes beside a network's configuration."""
+_ALLOCATOR = re.compile(r"\w+:(\[[^\]\s]+\]|[^\[\],\s]+)(,\w+:(\[[^\]\s]+\]|[^\[\],\s]+))*", re.ASCII)
 
 
 def check(config: Config) -> None:
@@ -23,8 +31,18 @@ def check(config: Config) -> None:
     Raises:
         UserError: naming the setting and a value that works.
     """
+    _check_values(config, "")
     _check_least(config)
     _check_choices(config)
+    for name in ROLES:
+        _check_architecture(f"{name}.architecture", getattr(config, name).architecture)
+    if config.cuda_allocator is not None and not _ALLOCATOR.fullmatch(config.cuda_allocator):
+        raise UserError(
+            f"cuda_allocator={config.cuda_allocator} cannot be read; use name:value, with commas between, as"
+            " expandable_segments:True"
+        )
+    if config.world is not None and not config.dry_run:
+        raise UserError(f"world={config.world} is for dry_run=true; a run's world is what torchrun starts")
     for name in TRAINED:
         _check_optimizer(f"optim.{name}", getattr(config.optim, name))
     if config.optim.clip is not None and config.optim.clip <= 0:
@@ -34,10 +52,6 @@ def check(config: Config) -> None:
     method.check(config)
     if getattr(config.data, "name", None) == "captions":
         _check_captions(config, method)
-    for item in fields(config.method):
-        value = getattr(config.method, item.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"method.{item.name}={value} must be a finite number")
     if config.export.weights == "ema" and not config.student.ema.enabled:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
     decay = config.student.ema.decay
@@ -59,25 +73,48 @@ def _check_captions(config: Config, method: type[Method]) -> None:
         )
 
 
+def _check_values(settings: Any, prefix: str) -> None:
+    """What OmegaConf lets through: lists among numbers, and numbers of which nothing is left in a network."""
+    hints = get_type_hints(type(settings))
+    for item in fields(settings):
+        key, value = f"{prefix}{item.name}", getattr(settings, item.name)
+        if is_dataclass(value):
+            _check_values(value, f"{key}.")
+            continue
+        if not fits(value, hints[item.name]):
+            words = dict(settings_of(type(settings), prefix))[key].words(key)
+            raise UserError(f"{key}={shown(value)} must be {words}")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):  # NaN would pass every bound below
+                raise UserError(f"{key}={shown(value)} must be finite; give a number")
+            if isinstance(number, float) and number != 0 and not _SMALLEST <= abs(number) <= _LARGEST:
+                raise UserError(f"{key}={shown(value)} is 0 or infinite in fp32; use 0, or {_SMALLEST} to {_LARGEST}")
+            if isinstance(number, int) and abs(number) >= 2**63:
+                raise UserError(f"{key}={shown(value)} is too large; use less than 2^63 = {2**63}")
+
+
 def _check_least(config: Config) -> None:
-    for name, value, least in (
-        ("steps", config.steps, 1),
-        ("seed", config.seed, 0),
-        ("batch_size", config.batch_size, 1),
-        ("checkpoint.every", config.checkpoint.every, 0),
-        ("checkpoint.keep", config.checkpoint.keep, 0),
-        ("log.every", config.log.every, 1),
-        ("log.norms_every", config.log.norms_every, 0),
-        ("sample.every", config.sample.every, 0),
-        ("sample.prompts", config.sample.prompts, 1),
-        ("sample.report_clips", config.sample.report_clips, 0),
-        ("optim.max_skipped", config.optim.max_skipped, 1),
-        ("attention.head_groups", config.attention.head_groups, 1),
-        ("student.ema.start", config.student.ema.start, 0),
-        ("student.ema.gamma", config.student.ema.gamma, 0),
+    for name, value, least, most in (
+        ("steps", config.steps, 1, math.inf),
+        ("seed", config.seed, 0, math.inf),
+        ("batch_size", config.batch_size, 1, _MOST),
+        *([("world", config.world, 1, _MOST)] if config.world is not None else []),
+        ("checkpoint.every", config.checkpoint.every, 0, math.inf),
+        ("checkpoint.keep", config.checkpoint.keep, 0, math.inf),
+        ("log.every", config.log.every, 1, math.inf),
+        ("log.norms_every", config.log.norms_every, 0, math.inf),
+        ("sample.every", config.sample.every, 0, math.inf),
+        ("sample.prompts", config.sample.prompts, 1, _MOST),
+        ("sample.report_clips", config.sample.report_clips, 0, _MOST),
+        ("optim.max_skipped", config.optim.max_skipped, 1, math.inf),
+        ("attention.head_groups", config.attention.head_groups, 1, math.inf),
+        ("student.ema.start", config.student.ema.start, 0, math.inf),
+        ("student.ema.gamma", config.student.ema.gamma, 0, math.inf),
     ):
         if value < least:
             raise UserError(f"{name}={value} must be at least {least}")
+        if value > most:  # lists of that length, or loops, on the way
+            raise UserError(f"{name}={value} must be at most {most}")
 
 
 def _check_choices(config: Config) -> None:
@@ -90,6 +127,18 @@ def _check_choices(config: Config) -> None:
     ):
         if value not in choices:
             raise UserError(f"{name}={value} is unknown; use {' or '.join(choices)}")
+
+
+def _check_architecture(where: str, architecture: Any) -> None:
+    if architecture is None:
+        return
+    if not isinstance(architecture, dict):
+        raise UserError(
+            f"{where}={shown(architecture)} must be a network's configuration, as {{num_layers: 4}}, or null"
+        )
+    for key in architecture:
+        if not isinstance(key, str) or (key.startswith("_") and key not in _NOTES):
+            raise UserError(f"{where} has {key}, which no network has; leave it out")
 
 
 def _check_optimizer(where: str, settings: OptimizerSettings) -> None:
@@ -125,13 +174,17 @@ def _is_scales(scales: Any) -> bool:
 
 def _check_samples(config: Config) -> None:
     """Samples are made at the end too: steps that the sampler refuses would be found after the training."""
-    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
+    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else _MOST
     for name, value, limit in (
         ("sample.student_steps", config.sample.student_steps, most),
-        ("sample.teacher_steps", config.sample.teacher_steps, math.inf),
+        ("sample.teacher_steps", config.sample.teacher_steps, _MOST),
     ):
         if any(not 1 <= steps <= limit for steps in value) or (name == "sample.student_steps" and not value):
-            raise UserError(f"{name}={value} must be numbers from 1" + (f" to {limit}" if limit < math.inf else " on"))
+            times = "method.mid_times" if hasattr(config.method, "mid_times") else "method.step_list"
+            why = f", as many as the student has times ({times})" if name == "sample.student_steps" else ""
+            raise UserError(f"{name}={value} must be numbers from 1 to {limit}{why if limit != _MOST else ''}")
+        if len(set(value)) < len(value):
+            raise UserError(f"{name}={value} names a number twice; leave one out")
     if getattr(config.data, "name", None) == "moving_shapes":
         for caption in config.sample.captions:
             if caption not in CAPTIONS:
@@ -154,7 +207,8 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
     local = config.batch_size // dp_size
     micro = config.micro_batch_size if config.micro_batch_size is not None else local
     if micro < 1 or local % micro:
-        fitting = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
+        near = sorted((d for d in range(1, local + 1) if local % d == 0), key=lambda d: abs(d - micro))[:8]
+        fitting = ", ".join(map(str, sorted(near)))
         raise UserError(
             f"micro_batch_size={micro} does not divide batch_size / data-parallel ranks ="
             f" {config.batch_size} / {dp_size} = {local}; use {fitting}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import II, MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from distill.checks import check
+from distill.command_line import hydra_overrides
+from distill.config_errors import CONFIGS, choices, explain, no_such_setting
 from distill.data import CaptionsSettings, MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
+from distill.setting_kinds import known_settings
 from fsdp_cp.errors import UserError
 from fsdp_cp.shard_settings import ShardSettings
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 @dataclass(kw_only=True)
@@ -131,6 +133,8 @@ class CheckpointSettings:
     """Steps between checkpoints; 0 for one at the end alone."""
     keep: int = 2
     """How many to keep; 0 for all."""
+    at_end: bool = True
+    """Save one after the last step; without it the run cannot be gone on with from there."""
     resume: str = "auto"
     """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
 
@@ -159,6 +163,8 @@ class SampleSettings:
 
     every: int = 0
     """Steps between sample clips; 0 for the end alone."""
+    at_end: bool = True
+    """Sample after the last step, and write the report if ``report_clips`` asks for one."""
     prompts: int = 4
     """Clips per set of samples, of captions of the data set."""
     captions: list[str] = field(default_factory=list)
@@ -175,6 +181,8 @@ class SampleSettings:
 class ExportSettings:
     """``export.*``: the student as a diffusers folder, at the end of the run."""
 
+    at_end: bool = True
+    """Write it; ``python -m models.export`` makes one of a checkpoint at any time."""
     weights: str = "auto"
     """``raw``, ``ema``, or ``auto``: the average if there is one."""
     dtype: str = "fp32"
@@ -201,6 +209,10 @@ class Config:
     """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
     run_dir: str | None = None
     """Folder of all output; ``runs/EXPERIMENT`` when not set."""
+    dry_run: bool = False
+    """Check all that a run would, print what it would hold and write, and end, without a process group."""
+    world: int | None = None
+    """With ``dry_run``: the number of ranks to check for, which need not be there; this process's world when null."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     teacher: RoleSettings = field(default_factory=RoleSettings)
@@ -222,6 +234,13 @@ DATA = {
 }
 
 
+SETTINGS = known_settings(
+    {"": [Config], "method.": [settings for _, settings in METHODS.values()], "data.": list(DATA.values())}
+)
+"""Every setting by its dotted key; of methods and data sets there may be several of a name."""
+
+
+@cache
 def _register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
@@ -231,19 +250,25 @@ def _register() -> None:
         store.store(group="data", name=f"{name}_schema", node=settings)
 
 
-def compose_config(overrides: list[str]) -> Config:
-    """Compose the YAML groups with command-line overrides (Hydra's grammar) into a checked :class:`Config`.
+def compose_config(words: list[str]) -> Config:
+    """Compose the YAML groups with command-line overrides into a checked :class:`Config`.
+
+    The words are in Hydra's grammar, but strings need no quotes (distill/command_line.py).
 
     Raises:
         UserError: an unknown key (with the nearest known one), a value of another type, a bad combination.
     """
     _register()
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.startswith("~"):
-            raise UserError(f"{override}: a setting cannot be deleted; use {key[1:]}=VALUE")
-        if (CONFIGS / key).is_dir() and not re.match("[A-Za-z_]", value.replace("null", "")):
-            raise UserError(f"{override} names no file of configs/{key}; use {_choices(key)}")
+    for word in words:
+        key, equals, value = word.partition("=")
+        group = key.lstrip("+~")
+        if equals and group and (CONFIGS / group).is_dir():
+            if key != group:
+                raise UserError(f"{word}: {group} is chosen without a sign before it; use {group}={value or 'NAME'}")
+            # A name with a path or an ending in it would be a file elsewhere, or another run_dir.
+            if value == "null" or not re.fullmatch(r"[A-Za-z_]\w*", value):
+                raise UserError(f"{word} names no file of configs/{group}; use {choices(group)}")
+    overrides = hydra_overrides(words, SETTINGS)
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("config", overrides=overrides, return_hydra_config=True)
@@ -252,7 +277,7 @@ def compose_config(overrides: list[str]) -> Config:
         composed.pop("hydra")
         unknown = next(_unknown_keys(composed, ""), None)
         if unknown is not None:
-            raise UserError(_no_such_setting(unknown, overrides))
+            raise UserError(no_such_setting(unknown, words, SETTINGS))
         if composed.run_dir is None:
             composed.run_dir = f"runs/{experiment}"
         config: Config = OmegaConf.to_object(composed)
@@ -260,7 +285,7 @@ def compose_config(overrides: list[str]) -> Config:
         cause = error.__cause__ or error
         if isinstance(cause, UserError):
             raise cause from error
-        raise UserError(_explain(error, overrides)) from error
+        raise UserError(explain(error, words, overrides, SETTINGS)) from error
     for group, chosen, known in (
         ("method", config.method, {name: settings for name, (_, settings) in METHODS.items()}),
         ("data", config.data, DATA),
@@ -285,43 +310,13 @@ def load_config(path: Path) -> Config:
         typed.method = OmegaConf.merge(OmegaConf.structured(METHODS[loaded.method.name][1]), loaded.method)
         typed.data = OmegaConf.merge(OmegaConf.structured(DATA[loaded.data.name]), loaded.data)
         return OmegaConf.to_object(typed)
-    except (OmegaConfBaseException, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is not a configuration of this version ({str(error).splitlines()[0]})") from error
-
-
-def _explain(error: Exception, overrides: list[str]) -> str:
-    """Hydra's and OmegaConf's messages as one line with the nearest key that exists."""
-    text = str(error.__cause__ or error) if "Could not override" not in str(error) else str(error)
-    match = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)
-    if match:
-        key = match.group(1)
-        full = next((o.split("=")[0].lstrip("+~") for o in overrides if o.split("=")[0].endswith(key)), key)
-        return _no_such_setting(full, overrides)
-    option = re.search(r"(?:Could not find|In .*: Could not find) '([^']+)'", text)
-    if option:
-        group, _, name = option.group(1).partition("/")
-        near = difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"there is no {group}={name}{hint}; use {_choices(group)}"
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("object_type")]
-    return " ".join(lines)
-
-
-def _no_such_setting(key: str, overrides: list[str]) -> str:
-    near = difflib.get_close_matches(key, _known_keys(overrides), n=1, cutoff=0.5)
-    return f"there is no setting {key}" + (f"; did you mean {near[0]}?" if near else "; see python train.py --help")
-
-
-def _names(group: str) -> list[str]:
-    return sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
-
-
-def _choices(group: str) -> str:
-    """The files of a group, as in a sentence; of many the first."""
-    names = _names(group)
-    if len(names) > 8:
-        return f"{', '.join(names[:6])} or another of the {len(names)} in configs/{group}"
-    return " or ".join(names) or "another group"
+    except UserError:
+        raise
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
+        raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not a configuration ({error}); give another run") from error
 
 
 def _unknown_keys(node: DictConfig, prefix: str) -> Iterator[str]:
@@ -333,24 +328,3 @@ def _unknown_keys(node: DictConfig, prefix: str) -> Iterator[str]:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
             yield from _unknown_keys(child, f"{prefix}{key}.")
-
-
-def _known_keys(overrides: list[str]) -> list[str]:
-    """Every dotted key under the groups that the overrides choose."""
-    groups = [o for o in overrides if re.match(r"(experiment|method|data)=\w+$", o)]
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = compose("config", overrides=groups)
-    except (HydraException, OmegaConfBaseException):
-        return []
-    keys: list[str] = []
-
-    def collect(node: DictConfig, prefix: str) -> None:
-        for key in node:
-            keys.append(f"{prefix}{key}")
-            child = node._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-                collect(child, f"{prefix}{key}.")
-
-    collect(composed, "")
-    return keys

@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
-from dataclasses import dataclass, field, replace
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from distill.config import Config
 from distill.data import ClipDataset
@@ -22,6 +27,7 @@ from distill.methods import Method
 from distill.methods.few_step import FewStepMethod
 from distill.metrics import MetricsLog
 from distill.report import ReportRow, report_picture, write_report
+from distill.run_facts import default_settings
 from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -63,22 +69,36 @@ class Evaluator:
             except UserError as error:
                 raise UserError(f"sample.captions: {error}") from error
 
-    def clips(self, role: str, steps: int, captions: list[str]) -> np.ndarray | None:
-        """uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` elsewhere."""
-        latents = generate(
-            self.method,
-            role,
-            steps=steps,
-            captions=captions,
-            data=self.data,
-            mesh=self.mesh,
-            device=self.device,
-            seed=SAMPLE_SEED,
-            batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
-        )
-        if rank() != 0:
-            return None
-        return self.data.decode(latents.float().cpu()).numpy()
+    def clips(
+        self, role: str, steps: int, captions: list[str], then: Sequence[tuple[str, int]] = ()
+    ) -> np.ndarray | None:
+        """uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` elsewhere.
+
+        Rank 0 shows a bar, and says what it took and, from that, how long the roles and steps of ``then`` will: minutes
+        without a word look like a hang.
+        """
+        name, started = f"{role}, {_steps(steps)}", time.perf_counter()
+        with tqdm(total=len(captions), desc=f"sampling {name}", unit="clip", disable=rank() != 0, leave=False) as bar:
+            latents = generate(
+                self.method,
+                role,
+                steps=steps,
+                captions=captions,
+                data=self.data,
+                mesh=self.mesh,
+                device=self.device,
+                seed=SAMPLE_SEED,
+                batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
+                advance=bar.update,
+            )
+            if rank() != 0:
+                return None
+            clips = self.data.decode(latents.float().cpu()).numpy()
+        seconds = time.perf_counter() - started
+        share = sum(self.method.evaluations(*row) for row in then) / self.method.evaluations(role, steps)
+        left = f"; about {_duration(seconds * share)} of sampling left" if then else ""
+        log.info("sampling %s: %s in %s%s", name, _count(len(clips), "clip"), _duration(seconds), left)
+        return clips
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
         """Clips of fixed captions and noise, student against teacher, as files in ``samples/`` and in the log.
@@ -93,30 +113,37 @@ class Evaluator:
         chosen = self.config.sample
         captions = list(chosen.captions) or sample_captions(self.data, chosen.prompts)
         rows, videos = {}, {}
+        made = [("teacher", n) for n in self.teacher_clips]
+        new = [row for row in self._wanted() if row not in made]
         for role, n in self._wanted():
             name = f"{role}_{n}steps"
-            if role == "teacher" and n in self.teacher_clips:
+            if (role, n) in made:
                 rows[name] = self.teacher_clips[n]
                 continue
-            rows[name] = clips = self.clips(role, n, captions)
+            rows[name] = clips = self.clips(role, n, captions, then=new[new.index((role, n)) + 1 :])
             if role == "teacher":
                 self.teacher_clips[n] = clips
             if clips is not None:
-                videos[name] = self._write_videos(name if role == "teacher" else f"step_{step:08d}_{name}", clips)
+                stem = name if role == "teacher" else f"step_{step:08d}_{name}"
+                with _written(self.run_dir / "samples"):
+                    videos[name] = clips, self._write_videos(stem, clips)
         if rank() == 0:
-            sheet = contact_sheet(
-                self.run_dir / "samples" / f"step_{step:08d}.png",
-                [(f"{role}, {_steps(n)}", rows[f"{role}_{n}steps"]) for role, n in self._wanted()],
-                captions=captions,
-                title=f"step {step}",
-            )
+            path = self.run_dir / "samples" / f"step_{step:08d}.png"
+            with _written(self.run_dir / "samples"):
+                sheet = contact_sheet(
+                    path,
+                    [(f"{role}, {_steps(n)}", rows[f"{role}_{n}steps"]) for role, n in self._wanted()],
+                    captions=captions,
+                    title=f"step {step}",
+                )
             measures = {
                 f"validation/{name}/{key}": measure.value
                 for name, clips in rows.items()
                 for key, measure in (self._measures(clips, captions) or {}).items()
             }
             if metrics is not None:
-                metrics.show(step, sheet, videos, measures)
+                metrics.show(step, sheet, videos, measures, fps=self.data.fps)
+            log.info("samples of step %d: %s", step, path)
             self.data.release()
         barrier()
 
@@ -143,15 +170,21 @@ class Evaluator:
         return reference_clips(self._heldout)
 
     def write_report(self, facts: dict[str, Any]) -> None:
-        """``report.html``, ``report.json`` and ``report.png``; measured from the pixels on moving shapes."""
+        """``report.html``, ``report.json`` and ``report.png``; measured from the pixels on moving shapes.
+
+        Args:
+            facts: of the run, as the page shows them; ``steps`` among them is how many it has had.
+        """
         heldout = self._heldout
         # Without measures, more clips than can be looked at would only cost time.
         count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
         rows = []
-        for role, n in self._wanted():
-            clips = self.clips(role, n, captions)
+        wanted = self._wanted()
+        for i, (role, n) in enumerate(wanted):
+            clips = self.clips(role, n, captions, then=wanted[i + 1 :])
             if clips is not None:
+                started = time.perf_counter()
                 rows.append(
                     ReportRow(
                         name=f"{role}, {_steps(n)}",
@@ -162,6 +195,8 @@ class Evaluator:
                         evaluations=self.method.evaluations(role, n),
                     )
                 )
+                if heldout is not None:
+                    log.info("measured %s in %s", rows[-1].name, _duration(time.perf_counter() - started))
         if rank() == 0:
             real = self._real_clips(captions, heldout)
             reference = ReportRow(
@@ -177,25 +212,35 @@ class Evaluator:
                 "diffusers": diffusers.__version__,
                 "Python": platform.python_version(),
             }
-            write_report(
-                self.run_dir,
-                title=f"{self.method.settings.name} on {self.config.data.name}",
-                rows=rows,
-                reference=reference,
-                captions=captions[:SHOWN_CLIPS],
-                config_summary={
-                    "mesh": str(self.mesh.shape),
-                    **facts,
-                    "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-                    "sample command": f"python -m distill.sample {self.run_dir}",
-                },
-                fps=self.data.fps,
-            )
+            log.info("writing the report")
             # Every other clip: neighbours of the list of captions share their motion on moving shapes.
             pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
-            report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2], clips=4, width=1900)
+            with _written(self.run_dir):
+                report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2], clips=4, width=1900)
+                write_report(
+                    self.run_dir,
+                    title=f"{self.method.settings.name} on {self.config.data.name}",
+                    rows=rows,
+                    reference=reference,
+                    captions=captions[:SHOWN_CLIPS],
+                    config_summary={
+                        "mesh": str(self.mesh.shape),
+                        **facts,
+                        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+                        "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
+                    },
+                    fps=self.data.fps,
+                    settings=asdict(self.config),
+                    defaults=default_settings(self.config),
+                    updates=self._updates(facts.get("steps", 0)),
+                )
             self.data.release()
         barrier()
+
+    def _updates(self, steps: int) -> dict[str, int]:
+        """How many of the first ``steps`` were each role's, skipped ones among them."""
+        turns = [self.method.trained_role(step) for step in range(steps)]
+        return {name: turns.count(name) for name in sorted(set(turns))}
 
     def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray:
         """A real clip for each of ``captions``, uint8 ``(n, T, H, W, 3)``; few clips may show several times."""
@@ -238,5 +283,28 @@ def write_scheduler(method: Method, folder: Path) -> None:
     export_scheduler(folder, scheduler)
 
 
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """A full disk or a file in the way, after the training, as one line that says what is safe."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename2 or error.filename or folder
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); make room there and start the same"
+            " command again: what was trained is in the newest checkpoint"
+        ) from error
+
+
 def _steps(n: int) -> str:
-    return f"{n} step" if n == 1 else f"{n} steps"
+    return _count(n, "step")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -10,6 +10,7 @@ import contextlib
 import io
 import math
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -38,7 +39,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     A reader never sees half a file; a failure inside leaves the old file as it was and no rubbish behind."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    # A name that nobody else has: two nodes may share the folder, and process numbers with it.
+    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp{path.suffix}")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -121,6 +123,29 @@ def picture_bytes(picture: np.ndarray, format: str = "PNG") -> bytes:
     else:
         Image.fromarray(picture).save(buffer, format, optimize=True)
     return buffer.getvalue()
+
+
+def gif_bytes(clip: np.ndarray, fps: float, *, longest: int = 320) -> tuple[bytes, tuple[int, int]]:
+    """One clip (T, H, W, 3) as a GIF that loops for ever, and its size (height, width) in pixels.
+
+    Small clips are enlarged as by `watchable_scale`, larger ones shrunk to `longest` pixels on the longer side: a GIF
+    of 480 x 832 pixels and 81 frames would weigh tens of MB.  Each frame has 256 colours of its own.  GIF counts time
+    in hundredths of a second and players take less than two of them for ten, so frames are shown for at least two, and
+    the lengths are rounded so that their sum stays right.  Raises ValueError for another shape, type or rate."""
+    _check_clips(clip, 4)
+    if not (fps > 0 and math.isfinite(fps)):
+        raise ValueError(f"fps={fps} is not a frame rate; give a number above 0, such as 8")
+    factor = min(float(watchable_scale(*clip.shape[1:3])), longest / max(clip.shape[1:3]))
+    factor = factor if factor < 1 else math.floor(factor)
+    height, width = (max(1, round(side * factor)) for side in clip.shape[1:3])
+    frames = [Image.fromarray(frame).quantize(256) for frame in resize(clip, height, width)]
+    ends = [round(100 * (i + 1) / fps) for i in range(len(frames))]
+    durations = [10 * max(2, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    buffer = io.BytesIO()
+    frames[0].save(
+        buffer, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0, disposal=1, optimize=False
+    )
+    return buffer.getvalue(), (height, width)
 
 
 def contact_sheet(

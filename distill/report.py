@@ -12,13 +12,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from distill import charts
+from distill import charts, run_facts
 from distill.measures import HIGHER_IS_BETTER, Measure, worse_by
 from distill.media import atomic_path, contact_sheet
 
@@ -164,13 +165,20 @@ def write_report(
     captions: Sequence[str],
     config_summary: Mapping[str, Any],
     fps: float = 8.0,
+    settings: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    updates: Mapping[str, int] | None = None,
 ) -> None:
     """Writes `report.html` and `report.json` into `run_dir`, from the rows and the run's own `metrics.jsonl`.
+
+    What went wrong in the run comes first, computed from the numbers; each of it is also a warning in the log.
+    How the run was started comes from its `starts.jsonl`, where there is one.
 
     `rows`: teacher and student rows, in any order.  `reference`: held-out clips (role "heldout") of the same captions;
     its measures are the noise floor.  `captions`: of the clips, in their order.  `config_summary`: the facts of the run
     (mesh, steps, seconds, versions, peak memory), shown in their order; a value whose key ends in "command" is shown as
-    code, a nested mapping as a list.  `fps`: of the looping clips.
+    code, a nested mapping as a list.  `fps`: of the looping clips.  `settings` and `defaults`: all settings and what
+    they would be unset, nested alike.  `updates`: how many updates each role tried.
     The page is one file that loads nothing from elsewhere.  Raises ValueError for rows that do not fit together."""
     from distill.report_page import page  # lazily: it loads matplotlib
 
@@ -178,22 +186,36 @@ def write_report(
     ordered = in_order([reference, *rows])
     run_dir = Path(run_dir)
     comparisons = student_beats_teacher(ordered)
-    records, unreadable = charts.read_metrics(run_dir / "metrics.jsonl")
+    metrics = charts.read_metrics(run_dir / "metrics.jsonl")
+    starts, unreadable_starts = run_facts.read_starts(run_dir / run_facts.STARTS)
+    clip = (settings or {}).get("optim", {}).get("clip")
+    wrong = run_facts.troubles(metrics.records, ordered, updates=updates, clip=clip)
+    for trouble in wrong:
+        log.warning("%s", trouble)
     data = {
         "version": 1,
         "title": title,
+        "written": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "troubles": wrong,
         "verdict": verdict(ordered, comparisons),
         "rows": [_row_json(row) for row in ordered],
         "comparisons": [asdict(c) for c in comparisons],
         "captions": list(captions),
         "run": dict(config_summary),
-        "metrics": {"records": len(records), "unreadable_lines": unreadable},
+        "starts": [asdict(start) for start in starts],
+        "unreadable_starts": unreadable_starts,
+        "settings": run_facts.compared_settings(settings or {}, defaults or {}),
+        "metrics": {
+            "records": len(metrics.records),
+            "unreadable_lines": metrics.unreadable,
+            "repeated_steps": metrics.repeated,
+        },
     }
     text = json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     with atomic_path(run_dir / "report.json") as temporary:
         temporary.write_text(text, encoding="utf-8")
     # The page is made from what was written, so that the two cannot differ.
-    html = page(json.loads(text), rows=ordered, records=records, fps=fps)
+    html = page(json.loads(text), rows=ordered, records=metrics.records, fps=fps, files=run_facts.run_files(run_dir))
     with atomic_path(run_dir / "report.html") as temporary:
         temporary.write_text(html, encoding="utf-8")
     log.info("report: %s", run_dir / "report.html")
@@ -261,14 +283,17 @@ def _row_json(row: ReportRow) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """As JSON can say it: what is not finite becomes null, what is no number, text, list or mapping becomes text."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {_plain(str(k)): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    # A path of other bytes than UTF-8 and "\\ud800" in a file's JSON are half characters, which no file takes.
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def label(measure: str) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill import charts
+from distill import charts, report_run
+from distill.json_lines import finite_number
 from distill.media import pick_frames, picture_bytes, resize, strip
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ p { margin: .5rem 0; max-width: 62rem; }
 .verdict { padding: 1rem 1.25rem; border-left: 5px solid var(--muted); border-radius: 4px; background: var(--card);
   font-size: 1.08rem; }
 .verdict.won { border-color: var(--student); } .verdict.lost { border-color: var(--bad); }
+.troubles { padding: 1rem 1.25rem; margin: 1rem 0; border: 2px solid var(--bad); border-radius: 4px;
+  background: var(--card); max-width: 62rem; } .troubles strong { color: var(--bad); }
+.troubles ul { margin: .5rem 0 0; padding-left: 1.25rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .4rem .7rem; text-align: left; vertical-align: middle; }
@@ -66,25 +70,40 @@ img { display: block; }
 .charts.small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); }
 .charts > div { background: var(--card); border-radius: 6px; padding: .5rem; }
 .charts svg { display: block; width: 100%; height: auto; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; font-size: .92rem; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .3rem 1.5rem; font-size: .92rem; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 40rem) { dl { grid-template-columns: minmax(0, 1fr); gap: 0; } dd { margin-bottom: .5rem; } }
+.settings th, .settings td { border-bottom: 1px solid var(--line); overflow-wrap: anywhere; padding: .2rem .7rem; }
+.settings tbody th { font-weight: 400; color: var(--muted); white-space: nowrap; }
+.settings .differs th { font-weight: 700; color: var(--ink); border-left: 4px solid var(--teacher); }
+a { color: var(--teacher); }
 code { font: .87rem/1.5 ui-monospace, SFMono-Regular, Consolas, monospace; }
-pre { margin: 0; padding: .5rem .75rem; background: var(--card); border-radius: 4px; overflow-x: auto; }
+pre { margin: 0; padding: .5rem .75rem; background: var(--card); border-radius: 4px; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
 summary { cursor: pointer; color: var(--muted); margin: .75rem 0; }
 @media print { body { max-width: none; } .charts > div, tr { break-inside: avoid; } }
 """
 
 
-def page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], records: Sequence[Mapping], fps: float) -> str:
+def page(
+    data: Mapping[str, Any],
+    *,
+    rows: Sequence[ReportRow],
+    records: Sequence[Mapping],
+    fps: float,
+    files: Sequence[str] = (),
+) -> str:
     """The page as text.  `data`: what `report.json` holds; `rows`: the same rows, in the same order, with their clips;
-    `records`: of `metrics.jsonl`; `fps`: of the looping clips."""
+    `records`: of `metrics.jsonl`; `fps`: of the looping clips; `files`: what to link beside the page."""
     captions = data["captions"]
-    parts = [f"<h1>{escape(data['title'])}</h1>", _verdict(data)]
+    parts = [f"<h1>{escape(data['title'])}</h1>", report_run.subtitle(data)]
+    parts += [report_run.troubles(data["troubles"]), _verdict(data)]
     parts += ["<h2>Clips</h2>", _grid(rows, captions, fps)]
     if any(row["measures"] for row in data["rows"]):
         parts += ["<h2>Measures</h2>", _measures(data), _measure_charts(data), _comparisons(data)]
-    parts += ["<h2>Training</h2>", _training(records, data["metrics"]["unreadable_lines"])]
-    parts += ["<h2>The run</h2>", _facts(data["run"], records)]
+    parts += ["<h2>Training</h2>", _training(records, data["metrics"])]
+    parts += ["<h2>The run</h2>", report_run.facts(data, _measured(records))]
+    parts += [report_run.settings(data["settings"]), report_run.files(files)]
     parts += ["<h2>Frame by frame</h2>", _strips(rows, captions)]
     # The policy makes a browser refuse whatever would be loaded from elsewhere, and any script.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -101,7 +120,8 @@ def page(data: Mapping[str, Any], *, rows: Sequence[ReportRow], records: Sequenc
 def _verdict(data: Mapping[str, Any]) -> str:
     counted = [c for c in data["comparisons"] if c["counts"]]
     won = all(c["student_better"] for c in counted)
-    kind = ("won" if won else "lost") if counted else ""
+    # No green beside what went wrong: the numbers below are of whatever came out of it.
+    kind = ("lost" if not won else "" if data["troubles"] else "won") if counted else ""
     return f'<p class="verdict {kind}">{escape(data["verdict"])}</p>'
 
 
@@ -184,7 +204,7 @@ def number(measure: str, value: Mapping[str, float | None]) -> tuple[str, str]:
         return "not measurable", ""
     if measure.endswith("accuracy"):
         return f"{100 * shown:.1f}", "" if error is None else f"{100 * error:.1f}"
-    digits = 3 if not error else min(6, max(1, 1 - math.floor(math.log10(error))))
+    digits = 3 if not error or error < 5e-7 else min(6, max(1, 1 - math.floor(math.log10(error))))
     return f"{shown:.{digits}f}", "" if error is None else f"{error:.{digits}f}"
 
 
@@ -296,12 +316,15 @@ def _comparisons(data: Mapping[str, Any]) -> str:
     return f'<details><summary>All comparisons</summary><div class="scroll">{table}</div></details>'
 
 
-def _training(records: Sequence[Mapping], unreadable: int) -> str:
+def _training(records: Sequence[Mapping], metrics: Mapping[str, int]) -> str:
     found = charts.curves(records)
+    unreadable, repeated = metrics["unreadable_lines"], metrics["repeated_steps"]
     notes = []
     if unreadable:
         notes.append(f"Left out: {unreadable} line{'s' * (unreadable != 1)} of metrics.jsonl that could not be read.")
-    if not found:
+    if repeated:
+        notes.append(f"Left out: {repeated} line{'s' * (repeated != 1)} of metrics.jsonl whose step comes again later.")
+    if not any("/loss" in key for key in found):
         notes.append("There are no losses in metrics.jsonl.")
     note = f'<p class="note">{" ".join(notes)}</p>' if notes else ""
     return note + '<div class="charts">' + "".join(
@@ -309,27 +332,18 @@ def _training(records: Sequence[Mapping], unreadable: int) -> str:
     ) + "</div>"  # fmt: skip
 
 
-def _facts(run: Mapping[str, Any], records: Sequence[Mapping]) -> str:
-    facts = dict(run)
+def _measured(records: Sequence[Mapping]) -> dict[str, str]:
+    """Facts that the metrics tell."""
+    found = {}
     speeds = _finite(records, "perf/tokens_per_second")
     memory = _finite(records, "memory/peak_gib")
     if speeds:
-        facts.setdefault("tokens per second (median)", f"{np.median(speeds):,.0f}")
+        found["tokens per second (median)"] = f"{np.median(speeds):,.0f}"
     if memory:
-        facts.setdefault("peak memory of any rank (GiB)", f"{max(memory):.2f}")
-    return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{_fact(key, facts[key])}</dd>" for key in facts) + "</dl>"
+        found["peak memory in training, any rank (GiB)"] = f"{max(memory):.2f}"
+    return found
 
 
 def _finite(records: Sequence[Mapping], key: str) -> list[float]:
-    values = [record.get(key) for record in records]
-    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
-
-
-def _fact(key: str, value: Any) -> str:
-    if isinstance(value, Mapping):
-        return escape(", ".join(f"{k} {v}" for k, v in value.items()))
-    if isinstance(value, list):
-        return "<br>".join(escape(str(v)) for v in value)
-    if key.endswith("command"):
-        return f"<pre><code>{escape(str(value))}</code></pre>"
-    return "" if value is None else escape(f"{value:.4g}" if isinstance(value, float) else str(value))
+    values = [finite_number(record.get(key)) for record in records]
+    return [value for value in values if not math.isnan(value)]

@@ -7,21 +7,54 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+
+from distill.checks import check
 from distill.config import Config, load_config
-from distill.data import build_dataset
+from distill.data import build_dataset, sample_shapes
 from distill.media import contact_sheet, write_mp4
 from distill.methods import METHODS, build_method
 from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import choose_device, process_group, rank, world_size
+from fsdp_cp.launch import choose_device, process_group, rank, report_error, world_size
 from fsdp_cp.mesh import build_mesh
+from fsdp_cp.paths import user_path
+from fsdp_cp.reduce import together
 from fsdp_cp.shard_settings import ShardSettings
 from models.additions import named_additions
 from models.checkpoint_files import ADDITIONS
-from models.load import build_role, plan_role
+from models.load import RolePlan, build_role, plan_role
+from models.published import published, refuse_occupied
+
+_MAX_CLIPS = 1024  # their latents and frames are in memory together
+
+
+def plan_student(config: Config, student: Path) -> RolePlan:
+    """The student as its run trained it, from a diffusers folder.
+
+    Raises:
+        UserError: no such folder, or one that is not this run's student.
+    """
+    trained = config.student
+    sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
+    sharding.check(choose_device(config.device).type, "student.")
+    additions = METHODS[config.method.name][0].additions(config.method).get("student", ())
+    plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding, additions=additions)
+    if set(additions) - named_additions(plan.folder.additions):
+        raise UserError(
+            f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"
+            f" method={config.method.name} trained; give a folder that has"
+        )
+    return plan
 
 
 def sample(
@@ -36,23 +69,24 @@ def sample(
         captions: what to show; ``None`` for ``count`` captions of the data set.
         count: number of clips without ``captions``.
         seed: of the noise.
-        out: the folder to write.
+        out: the folder to write: a new or empty one, or an earlier sampling's, which is replaced when all is done.
+
+    Raises:
+        UserError: what cannot be sampled, or ``out`` with other files in it; nothing in it has changed then.
     """
     device = choose_device(config.device)
-    trained = config.student
-    sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
-    additions = METHODS[config.method.name][0].additions(config.method).get("student", ())
-    plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding, additions=additions)
-    if set(additions) - named_additions(plan.folder.additions):
-        raise UserError(
-            f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"
-            f" method={config.method.name} trained; give a folder that has"
-        )
-    with process_group(device):
+    plan = plan_student(config, student)
+    plan.check_sample(*sample_shapes(config.data))  # before clips and captions are encoded
+    refuse_occupied(out, "--out")
+    about = {"made by": "distill.sample", "student": str(student), "steps": steps, "captions": captions, "seed": seed}
+    with ExitStack() as stack, process_group(device):
+        # Before any work: a folder that cannot be written is found now.
+        folder = together(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
-        data = build_dataset(config.data, seed=config.seed, device=device, run_dir=Path(config.run_dir))
+        data = build_dataset(
+            config.data, seed=config.seed, device=device, run_dir=Path(config.run_dir), captions=captions or ()
+        )
         captions = captions or sample_captions(data, count)
-        data.embed(captions)  # an unknown caption is refused before the network is built
         role = build_role(
             plan,
             mesh=mesh,
@@ -61,62 +95,106 @@ def sample(
             latent_shape=data.latent_shape,
             text_shape=data.text_shape,
         )
-        latents = generate(
-            build_method(config.method, {"student": role}),
-            "student",
-            steps=steps,
-            captions=captions,
-            data=data,
-            mesh=mesh,
-            device=device,
-            seed=seed,
-            batch=max(1, -(-len(captions) // world_size())) if config.data.name == "moving_shapes" else 1,
-        )
+        with tqdm(total=len(captions), desc="clips", unit="", disable=rank() != 0, delay=2) as bar:
+            latents = generate(
+                build_method(config.method, {"student": role}),
+                "student",
+                steps=steps,
+                captions=captions,
+                data=data,
+                mesh=mesh,
+                device=device,
+                seed=seed,
+                batch=max(1, -(-len(captions) // world_size())) if config.data.name == "moving_shapes" else 1,
+                advance=bar.update,
+            )
         if rank() == 0:
             clips = data.decode(latents.float().cpu()).numpy()
-            out.mkdir(parents=True, exist_ok=True)
-            for i, clip in enumerate(clips):
-                write_mp4(out / f"{i}.mp4", clip, data.fps, scale=None)
-            contact_sheet(out / "samples.png", [(f"student, {steps} steps", clips)], captions=captions)
-            print(f"{len(clips)} clips in {out}")
+            _write(folder, clips, captions, data.fps, f"student, {steps} steps")
+    if rank() == 0:
+        print(f"{len(clips)} clips in {out}")
 
 
+def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float, label: str) -> None:
+    import av
+
+    try:
+        for i, clip in enumerate(tqdm(clips, desc="files", unit="", delay=2)):
+            write_mp4(folder / f"{i}.mp4", clip, fps, scale=None)
+        contact_sheet(folder / "samples.png", [(label, clips)], captions=captions)
+    except (OSError, av.FFmpegError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"the clips cannot be written ({reason}); nothing was changed, give another --out") from error
+
+
+def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
+    """:func:`sample` with checked arguments, of a checked run.
+
+    Raises:
+        UserError: no run, a run without export, numbers that do not fit.
+    """
+    run_dir = user_path(arguments.run_dir, "RUN_DIR")
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
+    config = load_config(run_dir / "config.yaml")
+    config.run_dir = str(run_dir)  # which may have moved since
+    config.world, config.dry_run = None, False
+    check(config)
+    # A few-step student knows the times of its own list alone.
+    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
+    steps = max(config.sample.student_steps) if arguments.steps is None else arguments.steps
+    if not 1 <= steps <= most:
+        works = f"from 1 to {most}, the student's own" if most < math.inf else "from 1 on"
+        raise UserError(f"--steps {steps} must be {works}")
+    if not 0 <= arguments.seed < 2**63:
+        raise UserError(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
+    if "" in (arguments.caption or ()):
+        raise UserError("--caption is empty (a shell variable that is not set?); give a caption, or leave it out")
+    if not 1 <= arguments.count <= _MAX_CLIPS:
+        raise UserError(f"--count {arguments.count} must be from 1 to {_MAX_CLIPS}")
+    student = user_path(arguments.student, "--student") if arguments.student else run_dir / "export" / "student"
+    if arguments.student is None and not student.is_dir():
+        raise UserError(
+            f"{run_dir} has no export/student: the run has not come to its end, or export.at_end=false; write one with"
+            f" python -m models.export {run_dir} OUT, and give --student OUT"
+        )
+    return partial(
+        sample,
+        config,
+        student=student,
+        steps=steps,
+        captions=arguments.caption,
+        count=arguments.count,
+        seed=arguments.seed,
+        out=user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli",
+    )
+
+
+@record  # torchrun's summary ends with the traceback of what is no user's mistake
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m distill.sample", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path, help="a run's folder (config.yaml and export/student are read)")
-    parser.add_argument(
-        "--student", type=Path, help="diffusers folder of other weights; RUN_DIR/export/student by default"
-    )
+    parser.add_argument("run_dir", help="a run's folder (config.yaml and export/student are read)")
+    parser.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
     parser.add_argument(
         "--steps", type=int, help="sampling steps; the most that the run sampled its student with by default"
     )
     parser.add_argument(
-        "--caption", action="append", help="a caption that the data set knows; may be given several times"
+        "--caption",
+        action="append",
+        help="what to show (of moving_shapes, words that it knows); may be given several times",
     )
     parser.add_argument("--count", type=int, default=4, help="clips, where no caption is given")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
-    parser.add_argument("--out", type=Path, help="folder to write; RUN_DIR/samples/cli by default")
+    parser.add_argument(
+        "--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
     try:
-        config = load_config(args.run_dir / "config.yaml")
-        config.run_dir = str(args.run_dir)  # which may have moved since
-        if args.count < 1:
-            raise UserError(f"--count {args.count} must be at least 1")
-        sample(
-            config,
-            student=args.student or args.run_dir / "export" / "student",
-            steps=max(config.sample.student_steps) if args.steps is None else args.steps,
-            captions=args.caption,
-            count=args.count,
-            seed=args.seed,
-            out=args.out or args.run_dir / "samples" / "cli",
-        )
+        plan_sampling(args)()
     except UserError as error:
-        if rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report_error(error)
     return 0
 
 

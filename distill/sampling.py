@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def generate(
     device: torch.device,
     seed: int,
     batch: int,
+    advance: Callable[[int], object] | None = None,
 ) -> Tensor:
     """Latents ``(n, C, T, H, W)`` of ``n`` captions, on every rank. Called by all ranks.
 
@@ -52,6 +54,7 @@ def generate(
         device: this rank's device.
         seed: of the noise; clip ``i`` starts from the same noise for every role and number of steps.
         batch: clips per forward on a rank.
+        advance: called with the number of clips, of all ranks, that have come to their end since the last call.
     """
     # Every rank must run as many forwards as the others: the last positions are filled up by repeating captions.
     chunk = batch * mesh.dp_size
@@ -68,4 +71,6 @@ def generate(
             mine = text[first : first + batch]
             latents = method.generate(role, noise, mine, null_text.expand_as(mine), steps, random)
             clips.append(gather_samples(latents, mesh.dp))
+            if advance is not None:
+                advance(min(chunk, len(captions) - start))
     return torch.cat(clips)[: len(captions)]

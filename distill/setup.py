@@ -1,33 +1,30 @@
-"""Everything that can be refused before a process group, data or a network exists; and the run's folder."""
+"""Everything that can be refused before a process group, data or a network exists."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
-import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from distill.checks import micro_batch_size
 from distill.config import Config
 from distill.data import sample_shapes
 from distill.methods import METHODS, Method
+from distill.metrics import check_services
 from distill.optimizers import parameter_groups
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.checkpoint import read_numbers
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import resolve_mesh
-from fsdp_cp.reduce import barrier, together
 from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 from models.additions import build_additions
-from models.load import RolePlan, plan_role
+from models.load import RolePlan, defining, plan_role
 
 log = logging.getLogger(__name__)
 TRAINED_ONLY = (
@@ -67,9 +64,7 @@ def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
     Raises:
         UserError: whatever does not fit, in one line.
     """
-    for service in ("wandb", "tensorboard"):
-        if getattr(config.log, service) and importlib.util.find_spec(service) is None:
-            raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
+    check_services(config.log)
     method = method or METHODS[config.method.name][0]
     method.check_files(config)
     needed = method.roles_needed(config.method)
@@ -102,7 +97,7 @@ def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
     mesh_settings = asdict(config.mesh) | {"sharded": sharded}
-    shape = resolve_mesh(world_size=world_size(), heads=heads, **mesh_settings)
+    shape = resolve_mesh(world_size=world_of(config), heads=heads, **mesh_settings)
     _check_attention(config, roles, heads // shape.ulysses, device)
     return RunPlan(
         run_dir=Path(config.run_dir),
@@ -112,6 +107,11 @@ def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
         mesh_settings=mesh_settings,
         micro=micro_batch_size(config, shape.dp),
     )
+
+
+def world_of(config: Config) -> int:
+    """How many ranks the run has; with ``dry_run``, is to have."""
+    return config.world if config.world is not None else world_size()
 
 
 def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
@@ -170,13 +170,31 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: 
             raise UserError(f"attention.{error}") from error
 
 
-def check_resume(config: Config, checkpoint: Path) -> None:
+def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = ()) -> None:
     """Compare ``state.json`` with the settings before data and networks are built; log what has changed otherwise.
 
+    Args:
+        config: of the run.
+        checkpoint: a ``step_*`` folder.
+        roles: the run's; those that train must have the checkpoint's networks.
+
     Raises:
-        UserError: another seed or method, other networks, or fewer steps than the checkpoint has.
+        UserError: another seed or method, other networks, or fewer steps than the checkpoint has; or a changed setting
+            where no step is left to be trained with it.
     """
     numbers = read_numbers(checkpoint)
+    for kind, keys in (
+        (int, ("seed", "samples")),
+        (str, ("method", "data")),
+        (dict, ("settings", "configs", "updates", "skipped", "skipped_in_a_row", "unlogged")),
+        (float, ("seconds",)),
+    ):
+        for key in keys:
+            if not isinstance(numbers.get(key), kind):
+                raise UserError(
+                    f"checkpoint.resume: {checkpoint}/state.json is damaged (its {key} is {numbers.get(key)!r}); use an"
+                    " earlier checkpoint"
+                )
     if numbers["step"] > config.steps:
         raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={numbers['step']} or more")
     for setting, now in (("seed", config.seed), ("method", config.method.name)):
@@ -185,10 +203,40 @@ def check_resume(config: Config, checkpoint: Path) -> None:
                 f"checkpoint.resume: {checkpoint} was made with {setting}={numbers[setting]}, not {now};"
                 " use that, another run_dir, or checkpoint.resume=never"
             )
+    trained = METHODS[config.method.name][0].trained_roles  # a frozen one is in no checkpoint
+    for role in (role for role in roles if role.name in trained):
+        before = numbers["configs"].get(role.name)  # of a role that trains
+        if before is not None and (not isinstance(before, dict) or defining(before) != defining(role.config)):
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} was made with another network of the {role.name}; use the same"
+                f" {role.name}.checkpoint or {role.name}.architecture, or begin anew with another run_dir"
+            )
     before, now = _flat(numbers["settings"]), _flat(run_settings(config))
-    for key in sorted(now.keys() & before.keys() if rank() == 0 else ()):  # a new setting is at its default
-        if before.get(key) != now.get(key):
-            log.warning("resumed with %s=%s, which was %s", key, now.get(key), before.get(key))
+    # A new setting is at its default.
+    changed = [key for key in sorted(now.keys() & before.keys()) if before[key] != now[key]]
+    for key in changed:
+        if numbers["step"] == config.steps and key.rpartition(".")[2] not in _SAME_RESULT:
+            raise UserError(
+                f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run and was made with"
+                f" {before[key]}: nothing would be trained; use another run_dir, checkpoint.resume=never, more steps,"
+                f" or {key}={before[key]}"
+            )
+    if rank() == 0:
+        for key in changed:
+            log.warning("resumed with %s=%s, which was %s", key, now[key], before[key])
+        if numbers["step"] == config.steps:
+            log.info("all %d steps are trained: what a run writes at its end is written again", config.steps)
+
+
+_SAME_RESULT = {
+    "cache",
+    *(
+        item.name
+        for item in fields(ShardSettings)
+        if item.name not in ("precision", "reduce_dtype", "master_dtype", "gradient_scale", "reduce_unused")
+    ),
+}
+"""Last parts of settings that say where things are held and when they move, not what comes out."""
 
 
 def run_settings(config: Config) -> dict[str, Any]:
@@ -202,69 +250,3 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """Make the run's folder, and check that every rank sees it. Called by all ranks.
-
-    Raises:
-        UserError: a folder that cannot be made or written, or that the nodes do not share: shards would be lost.
-    """
-    token = run_dir / f".shared_{uuid.uuid4().hex}"
-
-    def write() -> str | None:
-        if rank() != 0:
-            return None
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            token.touch()
-        except OSError as error:
-            raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
-        return token.name
-
-    def look() -> None:
-        if not (run_dir / name).exists():
-            raise UserError(f"run_dir={run_dir} is not one folder for all nodes; use one on a shared file system")
-
-    name = together(write)[0]
-    together(look)
-    if rank() == 0:
-        token.unlink()
-
-
-def start_run(config: Config, run_dir: Path) -> None:
-    """Write ``config.yaml``; with ``resume=never``, move an earlier run's output aside first. Rank 0 writes.
-
-    Once nothing is left that could refuse the run: a refused one must not change another's files.
-    """
-    if rank() == 0:
-        if config.checkpoint.resume == "never":
-            _move_aside(run_dir)
-        OmegaConf.save(OmegaConf.create(asdict(config)), run_dir / "config.yaml")
-    barrier()
-
-
-def _move_aside(run_dir: Path) -> None:
-    """Nothing is deleted: an earlier run's files go to ``previous/N/``. The latent cache stays, it is keyed."""
-    names = (
-        "config.yaml",
-        "metrics.jsonl",
-        "norms.jsonl",
-        "tensorboard",
-        "checkpoints",
-        "samples",
-        "export",
-        "report.html",
-        "report.json",
-        "report.png",
-    )
-    found = [run_dir / name for name in names if (run_dir / name).exists()]
-    if not (run_dir / "metrics.jsonl").exists() and not (run_dir / "checkpoints").exists():
-        return
-    previous = run_dir / "previous"
-    number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
-    target = previous / str(number)
-    target.mkdir(parents=True)
-    for path in found:
-        path.rename(target / path.name)
-    log.info("checkpoint.resume=never: moved the earlier run's files to %s", target)

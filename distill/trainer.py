@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from distill.announce import announce
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.order import Batching, MicroBatchSampler
@@ -27,8 +26,9 @@ from distill.methods import Batch, Method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
 from distill.optimizers import RoleOptimizer, learning_rate
 from distill.setup import run_settings
+from distill.state_checks import refuse_broken_weights
 from fsdp_cp import checkpoint
-from fsdp_cp.diagnostics import connection_advice, group_report, parameter_norms, report_table
+from fsdp_cp.diagnostics import parameter_norms
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.memory import peak_flops, peak_gib, reset_peak
@@ -37,10 +37,9 @@ from fsdp_cp.microbatch import microbatch
 from fsdp_cp.phases import phase
 from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads, together
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sequence import local_token_count
-from fsdp_cp.sharding import settings_of
 from models.ema import Ema
 from models.export import export_weights
+from models.load import defining
 from models.role import Role
 
 log = logging.getLogger(__name__)
@@ -91,6 +90,9 @@ class Trainer:
         self.skipped = dict.fromkeys(self.roles, 0)
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
+        self.branch_of = checkpoint.branch_name(config.checkpoint.resume)
+        self.last_loss: dict[str, float] = {}
+        """Of each role's latest update in this process."""
         self.log: MetricsLog | None = None
         self.norms: NormsLog | None = None
         self.unlogged: dict[str, float | None] = {}
@@ -106,10 +108,20 @@ class Trainer:
 
     def run(self) -> None:
         """Train, then export the student and write samples and the report."""
-        self._announce()
+        announce(self)
         together(self._open_log)
         reset_peak(self.device)
-        progress = tqdm(total=self.config.steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05)
+        # As a context: an error would else be printed behind the bar, in its line.
+        steps = self.config.steps
+        with tqdm(total=steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05) as progress:
+            self._train(progress)
+        self._finish()
+        for opened in (self.log, self.norms):
+            if opened is not None:
+                opened.close()
+
+    def _train(self, progress: tqdm) -> None:
+        """The remaining steps, with what is logged, saved and shown between them."""
         first, started = self.step, time.perf_counter()
         data = self._steps_of_data()
         while self.step < self.config.steps:
@@ -126,22 +138,18 @@ class Trainer:
                 left = (time.perf_counter() - started) / 20 * (self.config.steps - self.step)
                 log.info("about %.1f minutes of training left", left / 60)
             every = self.config.checkpoint.every
-            if (every and self.step % every == 0) or self.step == self.config.steps:
+            at_end = self.step == self.config.steps and self.config.checkpoint.at_end
+            if (every and self.step % every == 0) or at_end:
                 self._save()
             every = self.config.sample.every
             if every and self.step % every == 0 and self.step < self.config.steps:
                 self._sample()
-        progress.close()
-        self._finish()
-        for opened in (self.log, self.norms):
-            if opened is not None:
-                opened.close()
 
     def _open_log(self) -> None:
         if rank() == 0:
             for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
                 cut_back(self.run_dir / name, self.step)
-            self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config))
+            self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
             if self.config.log.norms_every:
                 self.norms = NormsLog(self.run_dir)
 
@@ -198,6 +206,7 @@ class Trainer:
         self.step += 1
         self.samples += self.config.batch_size
         self.seconds += seconds
+        self.last_loss[name] = reduced[0]
         peak = peak_flops(self.device)
         metrics: dict[str, float | None] = {
             f"{name}/loss": reduced[0],
@@ -266,7 +275,7 @@ class Trainer:
             if rank() == 0:
                 log.warning("step %d: the gradient norm of %s is %s; update skipped", self.step + 1, name, norm)
             if self.skipped_in_a_row[name] >= self.config.optim.max_skipped:
-                raise RuntimeError(
+                raise UserError(
                     f"{self.skipped_in_a_row[name]} updates of {name} in a row had a non-finite gradient"
                     " (optim.max_skipped);"
                     f" stopped at step {self.step + 1}; lower optim.{name}.lr or resume from an earlier checkpoint"
@@ -305,6 +314,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.seconds,
             "unlogged": self.unlogged,
+            "branch_of": self.branch_of,
             "settings": run_settings(self.config),
             "method": self.method.settings.name,
             "data": self.training_data.fingerprint,
@@ -313,15 +323,17 @@ class Trainer:
 
     def _save(self) -> None:
         folder = self.run_dir / "checkpoints"
+        refuse_broken_weights(self.roles, self.mesh, self.step)
         with phase("checkpoint"):
             checkpoint.save(folder, self.step, self._tensors(), self._numbers(), self.config.checkpoint.keep)
 
     def _restore(self, folder: Path) -> None:
         numbers = checkpoint.read_numbers(folder)
-        configs = {name: role.config for name, role in self.roles.items()}
+        # Checkpoints of earlier versions hold diffusers' own notes beside what defines a network.
+        networks = {name: defining(config) for name, config in numbers["configs"].items()}
         for what, before, now in (
             ("other data", numbers["data"], self.training_data.fingerprint),
-            ("other networks", numbers["configs"], json.loads(json.dumps(configs))),
+            ("other networks", networks, {name: defining(role.config) for name, role in self.roles.items()}),
         ):
             if before != now:
                 raise UserError(
@@ -329,69 +341,60 @@ class Trainer:
                     " use the same settings, another run_dir, or checkpoint.resume=never"
                 )
         checkpoint.load(folder, self._tensors())
-        if folder.parent == self.run_dir / "checkpoints":
+        if folder.parent.resolve() == (self.run_dir / "checkpoints").resolve():
             checkpoint.leave_branch(folder)
         self.step, self.samples, self.seconds = numbers["step"], numbers["samples"], numbers["seconds"]
-        self.updates, self.skipped = dict(numbers["updates"]), dict(numbers["skipped"])
-        self.skipped_in_a_row = dict(numbers["skipped_in_a_row"])
-        self.unlogged = dict(numbers["unlogged"])
+        for name in ("updates", "skipped", "skipped_in_a_row", "unlogged"):
+            setattr(self, name, dict(numbers[name]))
+        self.branch_of = self.branch_of or numbers.get("branch_of")
         if rank() == 0:
             log.info("resumed from step %d (%s)", self.step, folder)
-
-    def _announce(self) -> None:
-        if rank() != 0:
-            return
-        for name, role in self.method.roles.items():
-            count = sum(p.numel() for p in role.parameters())
-            log.info("%s: %s parameters, %s", name, f"{count:,}", "trained" if role.trainable else "frozen")
-            if self.config.log.groups:
-                log.info(
-                    "%s on rank 0, %s:\n%s",
-                    name,
-                    settings_of(role.network).strategy,
-                    report_table(group_report(role.network)),
-                )
-        tokens = next(iter(self.roles.values())).tokens
-        local = local_token_count(tokens, self.mesh.cp_size)
-        pads = local * self.mesh.cp_size - tokens
-        note = f" ({pads} of them pads at the end)" if pads else ""
-        log.info("mesh: %s; %d tokens a sample, %d on each rank%s", self.mesh.shape, tokens, local, note)
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        advice = connection_advice(self.device.type, capability, self.mesh.cp_size, os.environ)
-        if advice is not None:
-            log.warning(advice)
-        log.info(
-            "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
-            self.config.batch_size,
-            self.batching.accumulation,
-            self.batching.micro,
-            self.mesh.dp_size,
-            self.config.steps,
-            len(self.training_data),
-            self.run_dir,
-        )
 
     def _sample(self) -> None:
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
             self.evaluator.write_samples(self.step, self.log)
 
     def _finish(self) -> None:
-        """Export, samples and report, with the averaged student where there is one."""
+        """Export, samples and report, with the averaged student where there is one.
+
+        Raises:
+            UserError: a run that ended with a loss that is not finite: its student is not shown as a result.
+        """
+        broken = [name for name, loss in self.last_loss.items() if not math.isfinite(loss)]
+        if broken:
+            name = broken[0]
+            raise UserError(
+                f"the run ended at step {self.step} with a loss of the {name} that is not finite"
+                f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr and"
+                " begin again with checkpoint.resume=never, or from an earlier checkpoint"
+            )
+        if self.config.export.at_end:
+            self._export()
+        if self.config.sample.at_end:
+            self._sample()
+            if self.config.sample.report_clips:
+                self._report()
+        barrier()
+
+    def _export(self) -> None:
         use_ema = self.ema is not None and self.config.export.weights != "raw"
         weights = self.ema.weights if use_ema else self.roles["student"].weights()
         dtype = torch.bfloat16 if self.config.export.dtype == "bf16" else torch.float32
-        export_weights(self.run_dir / "export" / "student", weights, self.roles["student"].config, dtype=dtype)
+        about = {"run": str(self.run_dir.resolve()), "step": self.step, "role": "student"}
+        about["weights"] = "ema" if use_ema else "raw"
+        folder = self.run_dir / "export"
+        export_weights(folder / "student", weights, self.roles["student"].config, dtype=dtype, about=about)
+        together(lambda: write_scheduler(self.method, folder / "scheduler") if rank() == 0 else None)
         if rank() == 0:
-            write_scheduler(self.method, self.run_dir / "export" / "scheduler")
-        self._sample()
-        if self.config.sample.report_clips:
-            memory = self._peak_memory()
-            facts = {
-                "steps": self.step,
-                "minutes of training": round(self.seconds / 60, 2),
-                "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
-                "peak memory per rank, GiB": round(memory, 3),
-            }
-            with self.ema.swapped_in() if self.ema is not None else nullcontext():
-                self.evaluator.write_report(facts)
-        barrier()
+            log.info("exported the student (%s weights) to %s", about["weights"], folder / "student")
+
+    def _report(self) -> None:
+        memory = self._peak_memory()
+        facts = {
+            "steps": self.step,
+            "minutes of training": round(self.seconds / 60, 2),
+            "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
+            "peak memory per rank, GiB": round(memory, 3),
+        }
+        with self.ema.swapped_in() if self.ema is not None else nullcontext():
+            self.evaluator.write_report(facts)

@@ -24,8 +24,9 @@ from distill.data import ClipDataset, build_dataset
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
 from distill.setup import plan_run
+from distill.usage import information
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import choose_allocator, choose_device, process_group, rank
+from fsdp_cp.launch import choose_allocator, choose_device, exit_code, process_group, rank
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import all_gather_objects, together
 from fsdp_cp.rng import StepRandom
@@ -99,6 +100,8 @@ def run(overrides: list[str]) -> None:
     config = compose_config(overrides)
     if config.method.name != "ode_regression":
         raise UserError(f"method={config.method.name} takes no trajectories; use method=ode_regression")
+    if config.dry_run:
+        raise UserError("dry_run=true is train.py's, and nothing here is left out by it; use train.py dry_run=true")
     for other in (config.student, config.fake):
         other.checkpoint = other.architecture = None  # the plan would say that they are not used
     device = choose_device(config.device)
@@ -130,13 +133,14 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
-    try:
+
+    def work() -> None:
+        if (text := information(arguments)) is not None:  # --cfg job
+            print(text)
+            return
         run(arguments)
-    except UserError as error:
-        if rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

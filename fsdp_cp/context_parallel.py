@@ -7,21 +7,27 @@ diffusers' ``ContextParallelInput`` and ``ContextParallelOutput`` are such objec
 models from elsewhere. Attention itself is the model's business: its processor calls
 :func:`fsdp_cp.attention.context_parallel_attention`.
 
+What a module returns may be a tensor, a tuple or list, a mapping or a dataclass (``ModelOutput`` is both): a position
+is then that of a value in its order, values that are ``None`` not counted for mappings and dataclasses.
+
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it has the sequence's length
 from the split of the argument that it names (``of``), of the same forward.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from fsdp_cp.mesh import Mesh
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 
 
@@ -40,7 +46,7 @@ class SplitTokens:
 
 @dataclass(frozen=True)
 class GatherTokens:
-    """Gather an output of a module along ``gather_dim``.
+    """Gather an output of a module along ``gather_dim``: a tensor, or a value of a ``ModelOutput``, dict or dataclass.
 
     It has the tokens of the argument ``of``: its split says how many there are. Where no argument of this name is
     split, all splits must have the same number of tokens.
@@ -74,8 +80,15 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
         plan: see the module's docstring.
 
     Raises:
-        ValueError: an entry that names no module or no argument, or that is neither split nor gather.
+        UserError: a mesh of another kind; a model that is sharded already.
+        ValueError: an entry that names no module or no argument, or that is neither split nor gather. In a forward: an
+            output that has not as many values as the plan has gathers, or none that can be gathered.
     """
+    check_mesh(mesh)
+    if isinstance(model, FSDPModule):
+        raise UserError(f"{type(model).__name__} is sharded already; call parallelize_context before shard_module")
+    if not isinstance(plan, Mapping):
+        raise UserError(f"plan is a {type(plan).__name__}; use {{module name: SplitTokens, GatherTokens, ...}}")
     if mesh.cp_size == 1:
         return
     totals: dict[str, int] = {}
@@ -125,9 +138,16 @@ def _register_splits(
         return tuple(args), kwargs
 
     def split_outputs(_module, _args, output):
-        if isinstance(output, Tensor):
-            return apply_split(output, outputs[0], f"{name}[0]")
-        return tuple(apply_split(x, outputs[i], f"{name}[{i}]") if i in outputs else x for i, x in enumerate(output))
+        values, rebuilt = _outputs(output)
+        missing = [i for i in outputs if not isinstance(i, int) or not 0 <= i < len(values)]
+        if missing:
+            raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
+        return rebuilt(
+            [
+                apply_split(_tensor(x, name, i), outputs[i], f"{name}[{i}]") if i in outputs else x
+                for i, x in enumerate(values)
+            ]
+        )
 
     if inputs:
         module.register_forward_pre_hook(split_inputs, with_kwargs=True)
@@ -186,13 +206,54 @@ def _register_gathers(module: nn.Module, name: str, gathers: list[Any], mesh: Me
         return lengths.pop()
 
     def gather_outputs(_module, _args, output):
-        outputs = [output] if isinstance(output, torch.Tensor) else list(output)
-        if len(outputs) != len(gathers):
-            raise ValueError(f"{name!r} has {len(outputs)} outputs, its context-parallel plan {len(gathers)}")
-        outputs = [
-            x if gather is None else gather_tokens(x, mesh, total_of(gather), gather.gather_dim)
-            for x, gather in zip(outputs, gathers, strict=True)
-        ]
-        return outputs[0] if isinstance(output, torch.Tensor) else tuple(outputs)
+        values, rebuilt = _outputs(output)
+        if len(values) != len(gathers):
+            raise ValueError(
+                f"{name!r} returns {len(values)} values ({type(output).__name__}), but its context-parallel plan has"
+                f" {len(gathers)} gathers; give a list with a gather or None for each, or name the sub-module whose"
+                " output is the tensor"
+            )
+        return rebuilt(
+            [
+                x if gather is None or (x is None and len(values) > 1)
+                else gather_tokens(_tensor(x, name, i), mesh, total_of(gather), gather.gather_dim)
+                for i, (x, gather) in enumerate(zip(values, gathers, strict=True))
+            ]
+        )  # fmt: skip
 
     module.register_forward_hook(gather_outputs)
+
+
+def _tensor(x: Any, name: str, index: int) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"value {index} of what {name!r} returns is a {type(x).__name__}, not a tensor; name the sub-module whose"
+            " output is the tensor, or call the model with return_dict=False"
+        )
+    return x
+
+
+def _outputs(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The values of what a module returned, and what puts others in their places."""
+    if isinstance(output, (list, tuple)):
+        kind = type(output)
+        return list(output), kind._make if hasattr(kind, "_make") else kind
+    fields = None
+    if dataclasses.is_dataclass(output):  # ModelOutput too, whose items are the fields that are not None
+        fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    elif isinstance(output, Mapping):
+        fields = dict(output)
+    if fields is None:
+        return [output], lambda values: values[0]
+    names = [name for name, value in fields.items() if value is not None]
+
+    def rebuilt(values: list[Any]) -> Any:
+        changed = copy.copy(output)
+        for name, value in zip(names, values, strict=True):
+            if isinstance(output, Mapping):
+                changed[name] = value  # a ModelOutput sets its attribute too
+            else:
+                object.__setattr__(changed, name, value)  # a frozen dataclass refuses the plain way
+        return changed
+
+    return [fields[name] for name in names], rebuilt

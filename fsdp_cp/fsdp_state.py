@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+_FROZEN_HERE = "_frozen_by_set_trainable"
+"""Attribute of a parameter; :func:`fsdp_cp.materialise` carries it over, as all attributes of parameters."""
+
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit of ``model``, the root first."""
@@ -39,6 +42,15 @@ def is_gathered(module: FSDPModule) -> bool:
 def gathered_units(model: nn.Module) -> list[FSDPModule]:
     """The units of ``model`` whose full parameters are alive, or on their way."""
     return [module for module in fsdp_modules(model) if is_gathered(module)]
+
+
+def never_gathered_units(model: nn.Module) -> list[FSDPModule]:
+    """The units whose full parameters have not had any memory yet."""
+    return [
+        module
+        for module in fsdp_modules(model)
+        if any(not hasattr(p, "_unsharded_param") for group in param_groups(module) for p in group.fsdp_params)
+    ]
 
 
 def reshard(model: nn.Module) -> None:
@@ -127,15 +139,59 @@ def gather_in_compute_stream(model: FSDPModule) -> None:
     model._set_unshard_async_op(True)
 
 
-def set_trainable(model: FSDPModule, trainable: bool) -> None:
+def set_trainable(model: nn.Module, trainable: bool) -> None:
     """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
+
+    ``True`` takes back what ``False`` did: what was frozen before (the base under adapters) stays frozen, however often
+    ``False`` was said. A network of which nothing is trainable, and which nothing was frozen of here, is unfrozen as a
+    whole. For a stretch of code use :func:`frozen`, which nests.
 
     ``requires_grad_`` alone is not enough: FSDP2 settles the dtypes of reductions at the first forward, from the
     parameters that were trainable then. A network that was frozen would reduce in the compute dtype, and fail to store
     bf16 gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
     """
     reshard(model)
-    model.requires_grad_(trainable)
+    parameters = list(model.parameters())
+    if trainable:
+        changed = [p for p in parameters if vars(p).pop(_FROZEN_HERE, False)]
+        if not changed and not any(p.requires_grad for p in parameters):
+            changed = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+    else:
+        changed = [p for p in parameters if p.requires_grad]
+        for parameter in changed:
+            setattr(parameter, _FROZEN_HERE, True)
+    for parameter in changed:
+        parameter.requires_grad_(trainable)
+    _settle_dtypes(model)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside nothing of ``model`` is trainable; afterwards exactly what was before, after an exception too. Nests.
+
+    For whole steps, as :func:`set_trainable`: a backward must end inside.
+    """
+    reshard(model)
+    before = {name: (p.requires_grad, _FROZEN_HERE in vars(p)) for name, p in model.named_parameters()}
+    set_trainable(model, False)
+    try:
+        yield
+    except BaseException:
+        reset_iteration(model)  # a forward or backward that broke off would not let go of its units
+        raise
+    finally:
+        reshard(model)
+        for name, parameter in model.named_parameters():
+            was_trainable, was_frozen_here = before[name]
+            parameter.requires_grad_(was_trainable)
+            vars(parameter).pop(_FROZEN_HERE, None)
+            if was_frozen_here:
+                setattr(parameter, _FROZEN_HERE, True)
+        _settle_dtypes(model)
+
+
+def _settle_dtypes(model: nn.Module) -> None:
+    """Let FSDP2 look again which parameters are trainable, and in which dtype to reduce."""
     for module in fsdp_modules(model):
         for group in param_groups(module):
             group._init_mp_dtypes()
@@ -143,8 +199,8 @@ def set_trainable(model: FSDPModule, trainable: bool) -> None:
 
 def reset_iteration(root: FSDPModule) -> None:
     """Bring FSDP2's own bookkeeping back to rest after an exception in a forward or backward."""
-    state = root._get_fsdp_state()
-    if not state._is_root:
+    state = root._get_fsdp_state() if isinstance(root, FSDPModule) else None
+    if state is None or not state._is_root:
         return  # before the first forward there is nothing to reset, and it would fail
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import NO_ROOM, UserError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,48 @@ def world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def report_error(error: UserError) -> int:
+    """Print a user's mistake as one line, once on each node; the exit code for it, 2.
+
+    Under torchrun the line goes into the worker's error file too, from which torchrun repeats it at the end of its own
+    summary ("Root Cause"): the line itself is some forty lines further up by then.
+
+    Args:
+        error: raised by one rank, or by all of them.
+    """
+    line = "error: " + " ".join(str(error).splitlines())
+    logging.getLogger(__name__).debug(line)
+    if local_rank() != 0:
+        time.sleep(3)  # what all ranks refuse is said once: torchrun ends this one when the first has exited
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # As torch.distributed.elastic's own handler writes it, but without a traceback: it would be shown instead.
+        about = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        try:
+            with open(file, "w") as stream:
+                json.dump(about, stream)
+        except OSError as failure:
+            print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
+    print(line, file=sys.stderr)
+    return 2
+
+
+def exit_code(work: Callable[[], None]) -> int:
+    """What a command ends with: 0, or 2 with one line where ``work`` met a user's mistake or a full disk.
+
+    Anything else that it raises is ours, and comes with its traceback.
+    """
+    try:
+        work()
+    except UserError as error:
+        return report_error(error)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return report_error(UserError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room"))
+    return 0
 
 
 def choose_device(device: str) -> torch.device:

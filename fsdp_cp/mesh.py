@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +76,11 @@ def resolve_mesh(
         UserError: sizes that do not fit the world or the heads.
     """
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ulysses": ulysses, "ring": ring}
+    for name in ("dp_replicate", "dp_shard", "cp"):
+        if not isinstance(given[name], int) or isinstance(given[name], bool):
+            raise UserError(f"mesh.{name}={given[name]!r} is no integer; use a number of ranks")
+    if heads is not None and (not isinstance(heads, int) or isinstance(heads, bool) or heads < 1):
+        raise UserError(f"heads={heads!r} is no number of attention heads; use an integer of at least 1, or None")
     shape = _fit(world_size, heads, sharded, **given)
     if isinstance(shape, MeshShape):
         return shape
@@ -100,8 +105,8 @@ def _fit(
     if dp_shard != -1 and dp_shard < 1:
         return f"mesh.dp_shard={dp_shard} must be at least 1, or -1 for what is left of the world"
     for name, degree in (("mesh.ulysses", ulysses), ("mesh.ring", ring)):
-        if degree != "auto" and (not isinstance(degree, int) or degree < 1):
-            return f"{name}={degree} must be auto or a number of at least 1"
+        if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+            return f"{name}={shown(degree)} must be auto or a number of at least 1"
     if dp_shard == -1:
         if world_size % (dp_replicate * cp):
             return f"mesh.dp_replicate={dp_replicate} x mesh.cp={cp} does not divide the world of {world_size} ranks"
@@ -233,6 +238,20 @@ class Mesh:
         return self.device_mesh.device_type
 
 
+def check_mesh(mesh: object) -> None:
+    """Refuse what is no mesh of :func:`build_mesh`, a plain ``DeviceMesh`` above all.
+
+    Raises:
+        UserError: it is not.
+    """
+    # What has the same view of the groups will do: one process without a process group has no Mesh.
+    if not isinstance(mesh, Mesh) and not hasattr(mesh, "context"):
+        raise UserError(
+            f"mesh is a {type(mesh).__name__}; use the mesh that fsdp_cp.build_mesh(dp_shard=..., cp=...) returns"
+            " (its parts, mesh.fsdp and mesh.cp among them, are DeviceMeshes)"
+        )
+
+
 @lru_cache(maxsize=64)
 def _gather_ring(ring: DeviceMesh) -> None:
     """NCCL's first ``batch_isend_irecv`` on a group needs all its ranks; a step of the ring may leave some out."""
@@ -251,10 +270,15 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     """
     if isinstance(mesh, Mesh):
         return mesh.context
+    if not isinstance(mesh, DeviceMesh):
+        check_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if names not in (("ring", "ulysses"), ("ring",), ("ulysses",)):
         axes = ", ".join(names) or "without names"
-        raise ValueError(f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order")
+        raise UserError(
+            f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order, or the mesh that"
+            " fsdp_cp.build_mesh returns"
+        )
     groups = {name: mesh.get_group(name) for name in names}
     if mesh.device_type == "cuda" and "ring" in names and mesh["ring"].size() > 1:
         _gather_ring(mesh["ring"])
@@ -278,6 +302,18 @@ def _replicated(device_type: str, shape: MeshShape) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
 
 
+def _checked_device_type(device_type: str) -> str:
+    try:
+        kind = torch.device(device_type).type if isinstance(device_type, (str, torch.device)) else None
+    except RuntimeError:
+        kind = None
+    if kind is None or kind == "meta":
+        raise UserError(f"device_type={device_type!r} is unknown; use 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("device_type='cuda', but torch sees no GPU; use 'cpu'")
+    return kind
+
+
 def build_mesh(
     *,
     dp_replicate: int = 1,
@@ -292,8 +328,14 @@ def build_mesh(
     """Build the mesh over the initialised process group. Arguments as in :func:`resolve_mesh`.
 
     Raises:
-        UserError: sizes that do not fit the world or the heads.
+        UserError: sizes that do not fit the world or the heads; no process group; a device that is not there.
     """
+    if not dist.is_initialized():
+        raise UserError(
+            "build_mesh needs a process group; call torch.distributed.init_process_group(), or use"
+            " `with fsdp_cp.launch.process_group(device)`, and start with torchrun"
+        )
+    device_type = _checked_device_type(device_type)
     shape = resolve_mesh(
         world_size=dist.get_world_size(),
         dp_replicate=dp_replicate,

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import Mesh
+from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.reduce import all_gather_single
 
 
@@ -26,8 +26,10 @@ def local_token_count(total: int, cp: int) -> int:
     """Tokens that each rank holds, pads included: ``ceil(total / cp)``.
 
     Raises:
-        UserError: if ``total`` is below 1.
+        UserError: if ``total`` is below 1, or no integer.
     """
+    if not isinstance(total, (int, torch.SymInt)) or isinstance(total, bool):
+        raise UserError(f"total={total!r} is no number of tokens; use an integer of at least 1")
     if total < 1:
         raise UserError(f"a sequence of {total} tokens cannot be split; use one of at least 1 token")
     return -(-total // cp)
@@ -52,12 +54,13 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
         Backward gives the other ranks' positions zeros. Forward-mode AD and ``torch.compile`` pass through.
 
     Raises:
-        UserError: a sequence without tokens.
+        UserError: a sequence without tokens, a dimension that ``x`` has not, or a mesh of another kind.
     """
+    dim = _checked_dim(x, mesh, dim)
     cp = mesh.context.cp_size
+    local_token_count(x.shape[dim], cp)  # on one rank too, so that a mistake does not wait for a cluster
     if cp == 1:
         return x
-    dim = dim % x.ndim
     start, stop = own_tokens(x.shape[dim], cp, mesh.context.cp_rank)
     pads = local_token_count(x.shape[dim], cp) - (stop - start)
     own = x.narrow(dim, start, stop - start)
@@ -86,10 +89,12 @@ def gather_tokens(
         tangent gathered in one collective.
 
     Raises:
-        ValueError: if ``total`` tokens are not ``x``'s number of tokens per rank.
+        ValueError: if ``total`` tokens are not ``x``'s number of tokens per rank; a dimension that ``x`` has not, or a
+            mesh of another kind.
         RuntimeError: a dual tensor with gradients enabled.
     """
-    cp, dim = mesh.context.cp_size, dim % x.ndim
+    dim = _checked_dim(x, mesh, dim)
+    cp = mesh.context.cp_size
     total = x.shape[dim] * cp if total is None else total
     if local_token_count(total, cp) != x.shape[dim]:
         raise ValueError(
@@ -107,6 +112,18 @@ def gather_tokens(
     if not torch.is_grad_enabled():  # torch.func transforms refuse such a Function even then
         return _gather(x, group, total, dim)
     return _Gather.apply(x, group, total, dim, partial_grad)
+
+
+def _checked_dim(x: Tensor, mesh: Mesh, dim: int) -> int:
+    """``dim`` from the front, the arguments that splitting and gathering share checked."""
+    check_mesh(mesh)
+    if not isinstance(x, Tensor):
+        raise UserError(f"x is a {type(x).__name__}; use a tensor with the tokens along dim")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise UserError(
+            f"dim={dim!r} is no dimension of x, which has the shape {tuple(x.shape)}; use 0 to {x.ndim - 1}"
+        )
+    return dim % x.ndim
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor:
@@ -128,6 +145,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # in a backward: with create_graph=True
+            # Each rank would have the derivative by its own tokens, and the reduce-scatter below would end its graph.
+            raise UserError(
+                "a backward with create_graph=True (a gradient penalty) through split tokens gives each rank a part of"
+                " the gradient; take a finite difference (docs/gradients.md, 'Gradient penalties')"
+            )
         size, dim, local = dist.get_world_size(ctx.group), ctx.dim, ctx.shape[ctx.dim]
         if ctx.partial_grad:
             chunks = grad.new_zeros((size, *ctx.shape))

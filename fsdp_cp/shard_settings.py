@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -96,16 +97,21 @@ class ShardSettings:
         """
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise UserError(f"{where}{name}={getattr(self, name)} is unknown; use {' or '.join(choices)}")
+                raise UserError(f"{where}{name}={shown(getattr(self, name))} is unknown; use {' or '.join(choices)}")
         for name in ("forward_prefetch", "backward_prefetch", "gradient_buffers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{where}{name}={getattr(self, name)} must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{where}{name}={value} must be at least 1, an integer")
+        if not isinstance(self.gradient_scale, (int, float)):
+            raise UserError(f"{where}gradient_scale={self.gradient_scale!r} must be a number")
+        if isinstance(self.keep_operators, str) or not isinstance(self.keep_operators, Sequence):
+            raise UserError(f"{where}keep_operators={self.keep_operators!r} must be a list of names, e.g. [aten.addmm]")
         if not 0 < self.gradient_scale < math.inf:
             raise UserError(f"{where}gradient_scale={self.gradient_scale} must be above 0 and finite")
         for wrong, message in self._conflicts(device_type):
             if wrong:
                 raise UserError(message.replace("@", where))
-        for name in self.keep_operators:
+        for name in map(str, self.keep_operators):
             find_operator(name, f"{where}keep_operators")
 
     def _conflicts(self, device_type: str) -> list[tuple[bool, str]]:
@@ -189,7 +195,7 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
     found = getattr(packet, overload or "default", None)
     if not isinstance(found, torch._ops.OpOverload) or any(rest):
         raise UserError(
-            f"{setting}: torch has no operator {name};"
+            f"{setting}: torch has no operator {name!r};"
             " use names as aten.addmm, aten.add.Tensor or fsdp_cp.ring_attention"
         )
     # No policy ever sees these, so that nothing would be kept: linear layers come as aten.addmm or aten.mm.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fsdp_cp.activations import wrap_unit
 from fsdp_cp.errors import UserError
 from fsdp_cp.fsdp_state import fsdp_modules, gather_in_compute_stream
-from fsdp_cp.mesh import Mesh
+from fsdp_cp.guards import allow_inference_mode, explain_dtypes, refuse_double_backward
+from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
 
 log = logging.getLogger(__name__)
@@ -40,20 +42,33 @@ def shard_module(
     Attributes of parameters (``parameter.no_decay = True``) go over to the sharded ones. Accumulate gradients under
     :func:`fsdp_cp.microbatch`, which does what the strategy asks for.
 
+    What cannot work later is refused in one sentence: inputs of another dtype that the network does not cast, and a
+    backward with ``create_graph=True`` that would need weights which are gone (docs/gradients.md).
+
     Args:
         model: built on any device, the meta device included; call :func:`materialise` afterwards for that.
-        mesh: the mesh; parameters are sharded over ``mesh.fsdp``.
+        mesh: of :func:`build_mesh`; parameters are sharded over ``mesh.fsdp``.
         units: the modules gathered one at a time, in order of execution (the transformer blocks).
         full_precision_units: modules that compute in fp32 under bf16; units of their own.
         settings: see :class:`fsdp_cp.ShardSettings`.
         changes: single settings by name, e.g. ``strategy="optim"``.
 
     Raises:
-        UserError: settings that are unknown or exclude each other.
+        UserError: settings that are unknown or exclude each other; a mesh of another kind; units that are not modules
+            of ``model``; a model that is sharded already.
         ValueError: a parameter that two units share.
     """
-    settings = replace(settings or ShardSettings(), **changes)
+    check_mesh(mesh)
+    if isinstance(model, FSDPModule):
+        raise UserError(
+            f"{type(model).__name__} is sharded already; call shard_module once, on a model as it was built"
+        )
+    settings = _changed(settings or ShardSettings(), changes)
     settings.check(mesh.device_type)
+    units, full_precision_units = (
+        _modules_of(model, given, name)
+        for given, name in ((units, "units"), (full_precision_units, "full_precision_units"))
+    )
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
     attributes = _attributes(model)
@@ -63,6 +78,8 @@ def shard_module(
     compute_dtype = COMPUTE_DTYPE[settings.precision]
     full_dtype = torch.float64 if settings.precision == "fp64" else torch.float32
     where = _shard_mesh(mesh, settings)
+    explain_dtypes(model, settings)
+    refuse_double_backward(model, settings)
     # Explicit on the root too: by default a root stays gathered after a forward without gradients, and the next
     # optimizer or EMA update would then silently miss it.
     reshard = settings.strategy in ("no_shard", "optim_grads_params")
@@ -80,8 +97,38 @@ def shard_module(
     _configure(model, settings, where)
     _prefetch(model, units, settings)
     model._shard_settings = settings
+    allow_inference_mode(model)
     if torch.__version__ < FORWARD_AD_SINCE:
         model.register_forward_pre_hook(_refuse_duals, with_kwargs=True)
+
+
+def _changed(settings: ShardSettings, changes: dict[str, Any]) -> ShardSettings:
+    known = [field.name for field in fields(ShardSettings)]
+    for name in changes:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            raise UserError(f"shard_module has no setting {name!r}; use {close[0] if close else ', '.join(known)}")
+    return replace(settings, **changes)
+
+
+def _modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> list[nn.Module]:
+    """As a list: a generator would be used up by its first reader, and nothing sharded by unit without a word."""
+    if not isinstance(given, Iterable):
+        raise UserError(f"{argument} is a {type(given).__name__}; use a list of modules, e.g. list(model.blocks)")
+    modules, known = list(given), set(model.modules())
+    for i, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise UserError(f"{argument}[{i}] is a {type(module).__name__}; use modules, e.g. list(model.blocks)")
+        if module is model or module not in known:
+            what = "the model itself" if module is model else f"a {type(module).__name__} that is no part of the model"
+            raise UserError(f"{argument}[{i}] is {what}; use its blocks, e.g. list(model.blocks)")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise UserError(f"{argument}[{i}] is a {type(module).__name__}, which has no forward; use its members")
+        if isinstance(module, FSDPModule):
+            raise UserError(f"{argument}[{i}] is sharded already; call shard_module once, on a model as it was built")
+        if module in modules[:i]:
+            raise UserError(f"{argument}[{i}] is {argument}[{modules.index(module)}] again; name each module once")
+    return modules
 
 
 def _shard_mesh(mesh: Mesh, settings: ShardSettings) -> DeviceMesh:

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from fsdp_cp.errors import UserError
+from models.shipped import find_shipped
 
 ADDITIONS = "additions.safetensors"
 """Beside the network's own files: the tensors of its additions (models/additions.py), which diffusers does not read."""
@@ -34,55 +35,100 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         setting: the setting it came from, for messages ("teacher.checkpoint").
 
     Raises:
-        UserError: no such folder, no ``config.json``, no or broken safetensors files.
+        UserError: no such folder, no ``config.json``, no or broken safetensors files, an index that names files
+            outside the folder.
     """
-    root = Path(checkpoint)
-    if not root.is_dir():
-        raise UserError(f"{setting}={checkpoint} is not a folder; give a diffusers pipeline or transformer folder")
+    where = f"{setting}={checkpoint}"
+    root = find_shipped(checkpoint)
+    if not str(checkpoint).strip() or not root.is_dir():
+        raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder")
     path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
     if not (path / "config.json").is_file():
-        raise UserError(f"{setting}={checkpoint} has neither transformer/config.json nor config.json")
+        raise UserError(f"{where} has neither transformer/config.json nor config.json")
     try:
-        config = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"{setting}={checkpoint}: {path / 'config.json'} is not JSON ({error})") from error
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where}: {path / 'config.json'} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {path / 'config.json'} is not JSON ({one_line(error)})") from error
     if not isinstance(config, dict):
-        raise UserError(f"{setting}={checkpoint}: {path / 'config.json'} is not a JSON object")
+        raise UserError(f"{where}: {path / 'config.json'} is not a JSON object")
     index = path / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{setting}={checkpoint}: {index.name} is not an index of safetensors files") from error
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            raise UserError(f"{setting}={checkpoint} lacks {missing[0]}, which {index.name} names")
+        names = indexed_files(index, where)
         files = [path / name for name in names]
         stray = sorted({p.name for p in path.glob("*.safetensors")} - {*names, ADDITIONS})
         if stray:
-            raise UserError(f"{setting}={checkpoint} holds {stray[0]}, which {index.name} does not name; remove it")
+            raise UserError(f"{where} holds {stray[0]}, which {index.name} does not name; remove it")
     else:
         files = sorted(set(path.glob("*.safetensors")) - {path / ADDITIONS})
         if not files:
-            raise UserError(f"{setting}={checkpoint} has no .safetensors file in {path}")
+            raise UserError(f"{where} has no .safetensors file in {path}")
         if len(files) > 1:
             # The reader takes every file of the folder: a variant's tensors would be mixed into the network's.
             stray = next((f.name for f in files if f.name != "diffusion_pytorch_model.safetensors"), files[-1].name)
-            raise UserError(f"{setting}={checkpoint} holds {stray} besides, and no {index.name}; keep one file")
+            raise UserError(f"{where} holds {stray} besides, and no {index.name}; keep one file")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        shapes |= _read_shapes(file, f"{setting}={checkpoint}")
+        found = _read_shapes(file, where)
+        twice = next(iter(sorted(shapes.keys() & found.keys())), None)
+        if twice is not None:  # the reader would take either
+            raise UserError(f"{where}: {twice} is in {file.name} and in another file; remove one")
+        shapes |= found
     extra = path / ADDITIONS
-    additions = _read_shapes(extra, f"{setting}={checkpoint}") if extra.is_file() else {}
+    additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
+
+
+def indexed_files(index: Path, where: str) -> list[str]:
+    """The files beside ``index`` (``*.safetensors.index.json``) that it names, sorted.
+
+    Args:
+        index: the file.
+        where: setting and folder, for messages.
+
+    Raises:
+        UserError: not an index, a file that is not there, or one that is not in the index's own folder.
+    """
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted(set(named))
+        fits = bool(names) and all(isinstance(name, str) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fits = False
+    if not fits:
+        raise UserError(f"{where}: {index.name} is not an index of safetensors files; copy it again")
+    for name in names:
+        if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
+            raise UserError(f"{where}: {index.name} names {name[:80]!r}, which is no safetensors file of its folder")
+        if not (index.parent / name).is_file():
+            raise UserError(f"{where} lacks {name}, which {index.name} names")
+    return names
+
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
+            dtypes = {name: str(each.get_dtype()) for name, each in slices.items()}
+            sharded = "DCP_SHARDING_INFO" in (tensors.metadata() or {})
     except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
-        raise UserError(f"{where}: {file.name} is not a readable safetensors file ({error})") from error
+        raise UserError(f"{where}: {file.name} is not a readable safetensors file ({one_line(error)})") from error
+    for name, dtype in dtypes.items():
+        if dtype not in _FLOATS:  # the reader would convert: quantized integers to the wrong weights
+            raise UserError(f"{where}: {file.name} holds {name} as {dtype}; give weights in F32, BF16 or F16")
+    if sharded:  # the reader would shift tensors by what it says
+        raise UserError(f"{where}: {file.name} is one rank's part of a sharded save; give the whole weights")
+    return shapes
+
+
+def one_line(error: object) -> str:
+    """An error's message on one line, cut: libraries list every key, or the whole file."""
+    return " ".join(str(error).split())[:200]
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.initialise import initialise
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import local_shard, together
 from fsdp_cp.shard_settings import ShardSettings
 from fsdp_cp.sharding import materialise, shard_module
 from models.additions import PREFIX, Chosen, attach_additions, build_additions, named_additions
-from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
+from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer, one_line
 from models.families import family_of
 from models.role import Role
 from models.wan import Wan
@@ -32,7 +36,7 @@ class RolePlan:
     name: str
     family: type[Wan]
     config: dict[str, Any]
-    """Complete: the family's defaults filled in."""
+    """What defines the network, as JSON gives it back: the family's defaults filled in, no notes of diffusers."""
     folder: TransformerFolder | None
     """Where the weights come from; ``None`` for random ones."""
     sharding: ShardSettings
@@ -47,7 +51,7 @@ class RolePlan:
         Raises:
             UserError: shapes that the network cannot take.
         """
-        setting = f"{self.name}.checkpoint"
+        setting = f"{self.name}.{'architecture' if self.folder is None else 'checkpoint'}"
         wanted = self.family.text_dim(self.config)
         if wanted != text_shape[1]:
             raise UserError(
@@ -108,13 +112,26 @@ def plan_role(
     return RolePlan(
         name=name,
         family=chosen,
-        config=dict(network.config),
+        config=defining(network.config),
         folder=folder,
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
         additions=additions,
     )
+
+
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a network's configuration tells it from others.
+
+    diffusers notes in it which values were not given, as a list made of a set: in another order in every process. A
+    state that held it could not be resumed.
+    """
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in config.items()
+        if not key.startswith("_") or key == "_class_name"
+    }
 
 
 def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
@@ -151,7 +168,8 @@ def build_role(
         seed: of the random weights, where there is no checkpoint; the same weights on every mesh.
 
     Raises:
-        UserError: data whose shapes the network cannot take.
+        UserError: data whose shapes the network cannot take; on every rank, files that have become unreadable since,
+            or that hold weights that are not finite.
     """
     setting = f"{plan.name}.checkpoint"
     tokens = plan.check_sample(latent_shape, text_shape)
@@ -197,8 +215,26 @@ def build_role(
         initialise(network.additions, seed=seed)
     saved = plan.folder.shapes.keys() | plan.folder.additions.keys()
     weights = {name: weight for name, weight in role.weights().items() if name in saved}
-    dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
+    try:
+        dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
+    except CheckpointException as error:  # of all ranks, whichever could not read
+        reason = one_line(next(iter(error.failures.values()))[0])
+        raise UserError(f"{setting}={plan.folder.path} cannot be read ({reason}); copy it again") from error
+    _require_finite(weights, f"{setting}={plan.folder.path}")
     return role
+
+
+def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights with NaN or infinity, which training would spread. Called by all ranks, each looks at its shards.
+
+    Raises:
+        UserError: on every rank the same, with the first such tensor.
+    """
+    mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
+    broken = sorted({name for part in together(lambda: mine) for name in part})
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise UserError(f"{where}: {broken[0]}{more} holds numbers that are not finite; copy the checkpoint again")
 
 
 def build_roles(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.duals import may_be_dual
-from fsdp_cp.fsdp_state import reset_iteration, reshard, set_trainable, unrecorded_forward
+from fsdp_cp.fsdp_state import frozen, reshard, unrecorded_forward
 from fsdp_cp.shard_settings import COMPUTE_DTYPE
 from fsdp_cp.sharding import gather_first_block_early, settings_of
 from models.second_time import second_time
@@ -86,18 +86,15 @@ class Role:
     def frozen(self) -> Iterator[None]:
         """Let gradients pass through to the inputs alone: inside, a trained role gets none and allocates none.
 
-        For whole steps, between two updates: a backward must end inside too.
+        For whole steps, between two updates: a backward must end inside too. Afterwards what was trainable before is so
+        again, and nothing else. Nests.
         """
-        set_trainable(self.network, False)
-        self.trainable = False
+        before, self.trainable = self.trainable, False
         try:
-            yield
-        except BaseException:
-            reset_iteration(self.network)  # a forward or backward that broke off would not let go of its units
-            raise
+            with frozen(self.network):
+                yield
         finally:
-            self.trainable = True
-            set_trainable(self.network, True)
+            self.trainable = before
 
     def gather_early(self) -> None:
         """Begin to gather what this role's next forward needs first, if its settings ask for it."""

@@ -134,6 +134,53 @@ def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
     return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
 
 
+_RANGES = {
+    "num_layers": (1, 512),
+    "num_attention_heads": (1, 4096),
+    "attention_head_dim": (2, 4096),
+    "in_channels": (1, 65536),
+    "out_channels": (1, 65536),
+    "text_dim": (1, 2**20),
+    "freq_dim": (2, 65536),
+    "ffn_dim": (1, 2**20),
+    "rope_max_seq_len": (1, 65536),
+    "pos_embed_seq_len": (1, 2**20),
+}
+"""Least and greatest of what a Wan may have: a damaged file's billion layers would be built for hours."""
+
+
+def _check_values(config: dict[str, Any], setting: str) -> None:
+    """diffusers builds networks of any value that Python takes: of ``True`` layers, or strings for patches.
+
+    Raises:
+        UserError: by key.
+    """
+
+    def refuse(key: str, wanted: str) -> None:
+        shown = " ".join(repr(config[key]).split())[:80]
+        raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
+
+    for key, (least, most) in _RANGES.items():
+        value = config.get(key, least)
+        optional = key in ("out_channels", "pos_embed_seq_len")  # None: as many as go in; no such table
+        if (value is not None or not optional) and (type(value) is not int or not least <= value <= most):
+            refuse(key, f"a whole number from {least} to {most}")
+    if config.get("attention_head_dim", 2) % 2:
+        refuse("attention_head_dim", "even, for the rotary embedding")
+    patch = config.get("patch_size", (1, 2, 2))
+    if not isinstance(patch, (list, tuple)) or len(patch) != 3 or any(type(p) is not int or p < 1 for p in patch):
+        refuse("patch_size", "three whole numbers (frames, height, width) of 1 or more, such as [1, 2, 2]")
+    if max(patch) > 64:
+        refuse("patch_size", "three whole numbers up to 64")
+    eps = config.get("eps", 1e-6)
+    if type(eps) not in (int, float) or not 0 <= eps < 1:
+        refuse("eps", "a number from 0 to 1")
+    if type(config.get("cross_attn_norm", True)) is not bool:
+        refuse("cross_attn_norm", "true or false")
+    if not isinstance(config.get("qk_norm"), (str, type(None))):
+        refuse("qk_norm", "a name, such as rms_norm_across_heads")
+
+
 class Wan:
     """Build, split and call a Wan transformer. Nothing here knows what role it plays."""
 
@@ -148,14 +195,17 @@ class Wan:
         """
         name = config.get("_class_name", "WanTransformer3DModel")
         if name != "WanTransformer3DModel":
-            raise UserError(f"{setting} is a {name}, but family=wan needs a WanTransformer3DModel")
+            shown = " ".join(str(name).split())[:80]
+            raise UserError(f"{setting} is a {shown}, but family=wan needs a WanTransformer3DModel")
         if config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None:
             raise UserError(f"{setting} is an image-to-video Wan; only text-to-video ones are built yet")
+        _check_values(config, setting)
         try:
             return WanTransformer3DModel.from_config(config)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
             given = {key: value for key, value in config.items() if not key.startswith("_")}
-            raise UserError(f"{setting}: no Wan can be built of {given} ({error})") from error
+            reason = " ".join(f"{given} ({error})".split())[:400]
+            raise UserError(f"{setting}: no Wan can be built of {reason}") from error
 
     @staticmethod
     def check_keys(architecture: dict[str, Any], setting: str) -> None:
@@ -235,7 +285,8 @@ class Wan:
         """Tokens of one sample of latents ``(C, T, H, W)``.
 
         Raises:
-            UserError: channels or sizes that the network cannot take.
+            UserError: channels or sizes that the network cannot take, more positions than ``rope_max_seq_len`` along
+                an axis among them.
         """
         channels, *sizes = latent_shape
         if channels != config["in_channels"]:
@@ -243,13 +294,28 @@ class Wan:
                 f"{setting} takes latents of {config['in_channels']} channels, but the data has {channels};"
                 " use a checkpoint made for this VAE, or other data.encoders"
             )
+        if config["out_channels"] not in (None, channels):
+            raise UserError(
+                f"{setting} has out_channels={config['out_channels']}, and a velocity has {channels} channels, as the"
+                " latents; use a network with as many"
+            )
         tokens = 1
+        positions = config["rope_max_seq_len"]
         for key, size, patch in zip(
             ("data.num_frames", "data.height", "data.width"), sizes, config["patch_size"], strict=True
         ):
+            most = positions * patch
+            if size > most:
+                # What a latent is of the clip, only the data's VAE says: none, or one of the two that Wan has.
+                with_vae = 4 * most - 3 if key == "data.num_frames" else 8 * most
+                raise UserError(
+                    f"{key} gives {size} latent positions, but {setting} has rope_max_seq_len={positions} in patches of"
+                    f" {patch}; use at most {most} latent positions ({key}={most} without a VAE, {with_vae} with Wan's)"
+                )
             if size % patch:
                 raise UserError(
-                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide"
+                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
+                    f" use a {key} that gives {size - size % patch or patch}"
                 )
             tokens *= size // patch
         return tokens

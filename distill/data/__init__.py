@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ class ClipDataset(Protocol):
         ...
 
     def embed(self, captions: list[str]) -> Tensor:
-        """fp32 ``(n, L, D)``; UserError for a caption that the data set does not know."""
+        """fp32 ``(n, L, D)``; UserError for a caption that the data set does not know, nor was told of."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -147,15 +148,30 @@ def _moving_shapes(settings: MovingShapesSettings, seed: int) -> ClipDataset:
 
 
 def build_dataset(
-    settings: MovingShapesSettings | VideoFolderSettings, *, seed: int, device: torch.device, run_dir: Path
+    settings: MovingShapesSettings | VideoFolderSettings,
+    *,
+    seed: int,
+    device: torch.device,
+    run_dir: Path,
+    captions: Sequence[str] = (),
 ) -> ClipDataset:
     """The data set of ``settings.name``; called by all ranks (clips and captions are encoded by all together).
 
+    Args:
+        settings: of the data set.
+        seed: of what it renders.
+        device: where the encoders run.
+        run_dir: the cache is there unless ``settings`` say otherwise.
+        captions: others that ``embed`` must know, beside the data set's own: the text encoder is freed before a network
+            is built. ``fingerprint`` does not depend on them.
+
     Raises:
-        UserError: settings that do not fit, a folder without a usable clip.
+        UserError: settings that do not fit, a folder without a usable clip, captions that the data set cannot embed.
     """
     if settings.name == "moving_shapes":
-        return _moving_shapes(settings, seed)
+        data = _moving_shapes(settings, seed)
+        data.embed(list(captions))
+        return data
     from distill.data.captions import Captions
     from distill.data.video_folder import VideoFolder
 
@@ -170,4 +186,5 @@ def build_dataset(
         cache=settings.cache or str(run_dir / "cache"),
         max_text_tokens=settings.max_text_tokens,
         device=device,
+        captions=captions,
     )

@@ -6,16 +6,20 @@ tokens, D width of an embedding.
 
 from __future__ import annotations
 
-import csv
+import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from distill.data.encoded import EncodedData
+from distill.data.table import read_table, read_text
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 
 logger = logging.getLogger(__name__)
+
+_NO_TEXT = {".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".ods", ".yaml", ".yml"}  # their lines are no captions
 
 
 class Captions(EncodedData):
@@ -36,29 +40,28 @@ class Captions(EncodedData):
 
 
 def read_captions(path: Path) -> list[str]:
-    """The captions of ``path``: its column ``caption`` if it ends in ``.csv``, its lines otherwise.
+    """The captions of ``path``: its column ``caption`` if it ends in ``.csv`` (read strictly), its lines otherwise.
 
     White space around a caption is dropped; empty ones are left out, and that is logged.
 
-    Raises: ``UserError`` if the file, the column or every caption is missing, or if it is not UTF-8.
+    Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
+        table would damage a caption (:func:`distill.data.table.read_table`).
     """
     if not path.is_file():
         raise UserError(f"data.path={path} is not a file; give a text file with a caption per line, or a .csv file")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as stream:  # spreadsheets put a byte order mark first
-            found = _column(path, csv.DictReader(stream)) if path.suffix.lower() == ".csv" else list(stream)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"data.path={path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    where, suffix = f"data.path={path}", path.suffix.lower()
+    if suffix in _NO_TEXT:
+        raise UserError(f"data.path={path} ends in {suffix}; give a text file with a caption per line, or a .csv file")
+    if suffix == ".csv":
+        found = [row.values[0] or "" for row in read_table(path, ("caption",), where)]
+    else:
+        found = io.StringIO(read_text(path, where), newline="").readlines()
+        header = [part.strip().strip('"') for part in re.split("[,;\t|]", found[0])] if found else []
+        if "caption" in header:
+            raise UserError(f"data.path={path} begins with the header of a table; name it .csv, or remove that line")
     captions = [caption.strip() for caption in found if caption.strip()]
     if not captions:
         raise UserError(f"data.path={path} has no caption; add one per line")
     if len(captions) < len(found) and rank() == 0:
         logger.warning("%d empty captions of %s left out", len(found) - len(captions), path)
     return captions
-
-
-def _column(path: Path, reader: csv.DictReader) -> list[str]:
-    if "caption" not in (reader.fieldnames or []):
-        found = ",".join(reader.fieldnames or []) or "nothing"
-        raise UserError(f"data.path={path} has no column caption (found {found}); add one")
-    return [row["caption"] or "" for row in reader]

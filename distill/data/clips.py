@@ -6,6 +6,7 @@ Shape legend: T frames, H height, W width, 3 channels in the order red, green, b
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from av.video.reformatter import Interpolation
 
+from fsdp_cp.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 # Decoding rules that change pixels must change this name: it is part of every latent's key.
@@ -23,6 +26,13 @@ DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
 
 # swscale's default drops half of the chroma resolution and rounds coarsely; both would reach the VAE.
 _TO_RGB = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
+
+
+MAX_SIZE = 65536
+"""Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
+FPS = (0.01, 1000.0)
+"""Frame rates that mp4 files can say."""
+_MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
 
 
 class ClipError(Exception):
@@ -43,6 +53,20 @@ class ClipFormat:
     """Frames per second at which the source is sampled."""
 
 
+def check_sizes(*, num_frames: object, height: object, width: object, fps: object) -> None:
+    """Raises ``UserError`` for what is no size of a clip: not a whole number, none at all, or beyond all measure."""
+    for name, value in (("num_frames", num_frames), ("height", height), ("width", width)):
+        if type(value) is not int:
+            raise UserError(f"data.{name}={value} must be a whole number; use 64")
+        if value > MAX_SIZE:
+            raise UserError(f"data.{name}={value} is too large; use {MAX_SIZE} or less")
+    least, most = FPS
+    # nan is neither; `not` catches it
+    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not least <= fps <= most:
+        shown = f"{fps:g}" if isinstance(fps, float) else fps
+        raise UserError(f"data.fps={shown} must be between {least:g} and {most:g} frames per second, above 0; use 8")
+
+
 def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
     """The first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and centre-cropped.
 
@@ -60,7 +84,10 @@ def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
     """
     frames: list[torch.Tensor] = []
     try:
-        with av.open(str(file)) as container:
+        # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
+        with av.open(
+            os.path.abspath(file), options={"protocol_whitelist": "file"}, metadata_errors="ignore"
+        ) as container:
             if not container.streams.video:
                 raise ClipError("holds no video stream")
             stream = container.streams.video[0]
@@ -74,9 +101,10 @@ def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
                 if frame is not last:  # a repeated frame is converted once
                     small, last = frame_to_tensor(frame, clip.height, clip.width, _pixel_aspect(stream)), frame
                 frames.append(small)
-    except (av.FFmpegError, OSError) as error:  # missing, truncated, not a video
+    # Missing, truncated, not a video; of the others, numbers in a damaged header that no arithmetic takes.
+    except (av.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ClipError(f"cannot be decoded ({reason})") from error
+        raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
     return torch.stack(frames, dim=1)
 
 
@@ -91,6 +119,8 @@ def _pick(container: av.container.InputContainer, stream: av.VideoStream, clip: 
         # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
         if frame.is_corrupt:
             raise ClipError(f"is damaged at {frame.time:.2f} s")
+        if frame.width * frame.height > _MAX_PIXELS:
+            raise ClipError(f"has frames of {frame.width} x {frame.height} pixels, more than any camera's")
         decoded += 1
         time = frame.pts * frame.time_base
         start = time if start is None else start

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
+from distill.data.clips import ClipFormat, check_sizes
 from distill.data.encoders import EncoderFolder, VideoCodec, inspect_encoders, pad_text
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
@@ -23,6 +23,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.reduce import together
 
 logger = logging.getLogger(__name__)
+_MAX_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
 
 
 class EncodedData:
@@ -46,6 +47,7 @@ class EncodedData:
         max_text_tokens: int = 512,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        captions: Sequence[str] = (),
     ) -> None:
         """Check, then encode what the cache does not hold yet, then free the encoders.
 
@@ -58,16 +60,21 @@ class EncodedData:
             negative_prompt: text of ``null_text``.
             max_text_tokens: L; longer captions are cut (and logged), shorter ones filled with zeros.
             device, dtype: where and in which precision the encoders run; latents and embeddings are fp32.
+            captions: others to embed, beside the items' own; they are no part of ``fingerprint``.
 
         Raises: ``UserError`` on every rank for a setting that does not fit, before weights are loaded or videos
         decoded; and if no item can be used.
         """
+        check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
+        for what, text in (("data.negative_prompt", negative_prompt), *(("the caption", text) for text in captions)):
+            _require_text(what, text)
         self.path, self.fps = Path(path), float(fps)
         clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=self.fps)
 
         def check() -> tuple[EncoderFolder, list[Any]]:
-            if max_text_tokens < 1:
-                raise UserError(f"data.max_text_tokens={max_text_tokens} must be at least 1; Wan uses 512")
+            if type(max_text_tokens) is not int or not 1 <= max_text_tokens <= _MAX_TOKENS:
+                what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {_MAX_TOKENS}"
+                raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512")
             rows = self._read()
             self.encoders = inspect_encoders(encoders)
             self.latent_shape = self.encoders.latent_shape(clip)
@@ -89,7 +96,8 @@ class EncodedData:
             dtype=dtype,
         )
         self._items = self._usable(checked[0][1])
-        texts = list(dict.fromkeys([*self.captions(), negative_prompt]))
+        own = dict.fromkeys([*self.captions(), negative_prompt])
+        texts = list(own | dict.fromkeys(captions))
         self._texts = dict(zip(texts, self.cache.write_texts(texts), strict=True))
         self.null_text = self.embed([negative_prompt])[0]
         encoded = together(lambda: (self.cache.encoded_clips, self.cache.encoded_captions))
@@ -102,7 +110,8 @@ class EncodedData:
                 sum(captions for _, captions in encoded),
                 self.cache.folder,
             )
-        decides = [self._items, sorted(self._texts.items()), negative_prompt, *self._decides()]
+        keys = sorted((text, self._texts[text]) for text in own)  # sampling others must not make it other data
+        decides = [self._items, keys, negative_prompt, *self._decides()]
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
     def _read(self) -> list[Any]:
@@ -131,7 +140,7 @@ class EncodedData:
         raise NotImplementedError
 
     def embed(self, captions: list[str]) -> torch.Tensor:
-        """fp32 (n, L, D). Raises ``UserError`` for a caption that is neither an item's nor the negative prompt."""
+        """fp32 (n, L, D). Raises ``UserError`` for a caption that was not known when the data set was made."""
         for caption in captions:
             if caption not in self._texts:
                 known = self.captions()
@@ -154,3 +163,10 @@ class EncodedData:
         """Free the VAE that ``decode`` loaded; the next ``decode`` loads it again."""
         self._codec = None
         self.cache.release_memory()
+
+
+def _require_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that were no UTF-8
+        raise UserError(f"{what} {text!r} is not UTF-8 text; type it in a UTF-8 terminal") from error

@@ -11,15 +11,17 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from distill.data.clips import ClipFormat
+from distill.data.clips import ClipFormat, check_sizes
 from fsdp_cp.errors import UserError
+from models.checkpoint_files import indexed_files
+from models.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +58,7 @@ class EncoderFolder:
 
         The VAE would not complain: it drops the last frames of a clip that is not ``temporal * k + 1`` long.
         """
-        if not clip.fps > 0:
-            raise UserError(f"data.fps={clip.fps:g} must be above 0; use 8")
+        check_sizes(num_frames=clip.num_frames, height=clip.height, width=clip.width, fps=clip.fps)
         frames_per_token = self.temporal * self.patch[0]
         # t = (T - 1) / temporal + 1 must be a multiple of patch[0], so T = frames_per_token * n - temporal + 1.
         first = frames_per_token - self.temporal + 1
@@ -88,58 +89,126 @@ _IDENTITY = {".json", ".safetensors", ".model", ".txt"}
 def inspect_encoders(path: str | Path) -> EncoderFolder:
     """Read a pipeline folder's settings without loading weights.
 
-    Raises: ``UserError`` if the folder, a sub-folder, its settings or its safetensors weights are missing, or if it
-    holds a VAE or text encoder of another class than WanPipeline's.
+    Raises: ``UserError`` if the folder, a sub-folder, its settings or its safetensors weights are missing or damaged;
+        if it holds a VAE or text encoder of another class than WanPipeline's, or asks for code of its own.
     """
-    folder = Path(path)
+    folder = find_shipped(path)
     if not folder.is_dir():
         raise UserError(f"data.encoders={path} is not a folder; give a diffusers pipeline folder")
     for part in ("vae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise UserError(f"data.encoders={path} has no {part}/; give a diffusers pipeline folder that has one")
-    vae, text = _settings(folder, "vae"), _settings(folder, "text_encoder")
-    _require_class(folder, "vae", [vae.get("_class_name")], VAE_CLASS)
-    _require_class(folder, "text_encoder", text.get("architectures") or [], TEXT_CLASS)
+    where = f"data.encoders={path}"
+    vae, text = _settings(folder, "vae", where), _settings(folder, "text_encoder", where)
+    _require_class(where, "vae", [vae.get("_class_name")], VAE_CLASS)
+    _require_class(where, "text_encoder", text.get("architectures"), TEXT_CLASS)
+    for name in ("tokenizer_config.json", "config.json"):
+        if (folder / "tokenizer" / name).exists():
+            _settings(folder, "tokenizer", where, name)
     for part in ("vae", "text_encoder"):
-        if not any((folder / part).glob("*.safetensors")):
-            raise UserError(f"data.encoders={path}: {part}/ holds no .safetensors weights; other formats are not read")
+        _check_files(folder / part, where)
 
     if any(name not in vae for name in _VAE_SETTINGS):
         vae = _vae_defaults() | vae
+    config = f"{where}: vae/config.json"
+    _check_vae(vae, config)
     for name in ("latents_mean", "latents_std"):
         if len(vae[name]) != vae["z_dim"]:
-            raise UserError(
-                f"data.encoders={path}: vae/config.json has {len(vae[name])} {name} for {vae['z_dim']} channels; give "
-                f"{vae['z_dim']}"
-            )
+            raise UserError(f"{config} has {len(vae[name])} {name} for {vae['z_dim']} channels; give {vae['z_dim']}")
     patch = (1, 1, 1)
     if (folder / "transformer" / "config.json").is_file():
-        patch = tuple(_settings(folder, "transformer").get("patch_size", patch))
+        patch = _settings(folder, "transformer", where).get("patch_size", patch)
+        if not _whole_numbers(patch, most=64) or len(patch) != 3:
+            raise UserError(f"{where}: transformer/config.json has patch_size={_shown(patch)}; use [1, 2, 2]")
+    if not _whole_numbers([text.get("d_model")], most=_MAX_NUMBER):
+        raise UserError(
+            f"{where}: text_encoder/config.json has d_model={_shown(text.get('d_model'))}; give the folder's own"
+        )
     return EncoderFolder(
         path=folder,
         channels=vae["z_dim"],
         # From the layers, not from scale_factor_*: those only label the pipeline, and Wan 2.1 folders leave them out.
         temporal=2 ** sum(vae["temperal_downsample"]),
         spatial=2 ** (len(vae["dim_mult"]) - 1) * (vae.get("patch_size") or 1),
-        patch=patch,
+        patch=tuple(patch),
         text_width=text["d_model"],
     )
 
 
-def _settings(folder: Path, part: str) -> dict[str, Any]:
-    file = folder / part / "config.json"
+_OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
+"""Keys by which a folder makes the libraries fetch code, or run its own."""
+
+
+def _settings(folder: Path, part: str, where: str, name: str = "config.json") -> dict[str, Any]:
+    """The JSON object of ``part/name``, with numbers that a network can be built of."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads((folder / part / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"data.encoders={folder} has no {part}/config.json; save it with save_pretrained") from error
-    except ValueError as error:
-        raise UserError(f"data.encoders={folder}: {part}/config.json is not JSON ({error}); save it again") from error
+        raise UserError(f"{where} has no {part}/{name}; save it with save_pretrained") from error
+    except OSError as error:
+        raise UserError(f"{where}: {part}/{name} cannot be read ({error.strerror}); give a readable file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {part}/{name} is not JSON ({_line(error)}); save it again") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{where}: {part}/{name} is not a JSON object; save it again")
+    for key in _OWN_CODE:
+        if settings.get(key) is not None:
+            raise UserError(f"{where}: {part}/{name} has {key}, code of its own, which is never run; remove that key")
+    if settings.get("quantization_config") is not None:
+        raise UserError(f"{where}: {part}/{name} has quantization_config; give weights that are not quantized")
+    for key, value in settings.items():
+        most = _MAX_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else _MAX_NUMBER
+        # Booleans are numbers too. A tokenizer's model_max_length is "no limit" as 1e30.
+        if part != "tokenizer" and isinstance(value, (int, float)) and not -most <= value <= most:
+            raise UserError(f"{where}: {part}/{name} has {key}={_shown(value)}, beyond {most}; give the folder's own")
+    return settings
 
 
-def _require_class(folder: Path, part: str, found: list[str | None], wanted: str) -> None:
-    if wanted not in found:
-        name = found[0] if found else "a model without a class name"
-        raise UserError(f"data.encoders={folder}: {part}/ holds {name}; use {wanted}")
+_MAX_LAYERS, _MAX_NUMBER = 1024, 2**24
+
+
+def _check_vae(vae: dict[str, Any], config: str) -> None:
+    """Those settings of the VAE that sizes are computed from."""
+
+    def numbers(value: Any) -> bool:
+        return isinstance(value, (list, tuple)) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
+
+    stages = vae["temperal_downsample"]
+    for key, fits in (
+        ("z_dim", _whole_numbers([vae["z_dim"]], most=4096)),
+        ("dim_mult", _whole_numbers(vae["dim_mult"], most=64) and 1 <= len(vae["dim_mult"]) <= 8),
+        ("temperal_downsample", isinstance(stages, (list, tuple)) and all(type(s) is bool for s in stages)),
+        ("latents_mean", numbers(vae["latents_mean"])),
+        ("latents_std", numbers(vae["latents_std"]) and all(v > 0 for v in vae["latents_std"])),
+        ("patch_size", vae.get("patch_size") is None or _whole_numbers([vae["patch_size"]], most=16)),
+    ):
+        if not fits or key == "temperal_downsample" and len(stages) > 8:
+            raise UserError(f"{config} has {key}={_shown(vae[key])}, which no Wan VAE has; give the folder's own")
+
+
+def _whole_numbers(values: Any, *, most: int) -> bool:
+    return isinstance(values, (list, tuple)) and all(type(v) is int and 1 <= v <= most for v in values)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:60]
+
+
+def _check_files(folder: Path, where: str) -> None:
+    """The weights of a part: safetensors alone, inside the folder."""
+    part = folder.name
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{where}: {part}/ holds no .safetensors weights; other formats are not read")
+    for index in folder.glob("*.safetensors.index.json"):
+        indexed_files(index, f"{where}: {part}/")
+    if (folder / "adapter_config.json").exists():  # transformers would load the model that it names instead
+        raise UserError(f"{where}: {part}/ holds adapter_config.json; merge the adapter into the weights")
+
+
+def _require_class(where: str, part: str, found: Any, wanted: str) -> None:
+    if not isinstance(found, list) or wanted not in found:
+        name = _shown(found[0]).strip("'") if isinstance(found, list) and found else "a model without a class name"
+        raise UserError(f"{where}: {part}/ holds {name}; use {wanted}")
 
 
 def _vae_defaults() -> dict[str, Any]:
@@ -194,8 +263,11 @@ class TextEncoder:
 
         self.max_tokens, self.device = max_tokens, device
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder.path / "tokenizer", local_files_only=True)
-        except (OSError, ValueError) as error:
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                folder.path / "tokenizer", local_files_only=True, trust_remote_code=False
+            )
+            self.tokenizer("a", padding="max_length", max_length=2, truncation=True)  # it can fill up and cut
+        except Exception as error:  # the tokenizers library raises bare Exceptions for damaged files
             raise UserError(
                 f"data.encoders={folder.path}: tokenizer/ cannot be read ({_line(error)}); save it again"
             ) from error
@@ -223,6 +295,14 @@ class TextEncoder:
             return_attention_mask=True,
             return_tensors="pt",
         )
+        words = self.model.get_input_embeddings().num_embeddings
+        if int(tokens.input_ids.max()) >= words:  # on a GPU an assertion of the device, which names nothing
+            raise UserError(
+                f"data.encoders: the tokenizer has words that the text encoder of {words} words does not know; give"
+                " the tokenizer/ that belongs to text_encoder/"
+            )
+        if not tokens.attention_mask.any():
+            raise UserError(f"data.encoders: the tokenizer makes no token of the caption {caption[:60]!r}; use T5's")
         mask = tokens.attention_mask.to(self.device)
         hidden = self.model(tokens.input_ids.to(self.device), mask).last_hidden_state
         # The filled-up positions hold garbage that the transformer, which has no text mask, would attend to.
@@ -247,7 +327,9 @@ def _load(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn
         model, info = model_class.from_pretrained(
             folder / part, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
         )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a damaged folder leads the libraries to all kinds, TypeError and KeyError among them
         raise UserError(f"data.encoders={folder}: {part}/ cannot be loaded ({_line(error)}); save it again") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(str(key) for key in info.get(what) or ())
@@ -256,6 +338,9 @@ def _load(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn
                 f"data.encoders={folder}: {part}/ has {len(keys)} {what.replace('_', ' ')}, first {keys[0]}; give "
                 f"weights that fit {part}/config.json"
             )
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise UserError(f"data.encoders={folder}: {part}/ is damaged, {name} is not finite; copy it again")
     return model.eval().requires_grad_(False)
 
 

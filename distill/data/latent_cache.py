@@ -4,6 +4,9 @@
 that decides the content, so a changed setting looks for another file and never reads a stale one. Files appear by
 ``os.replace``: a killed run leaves no half file under a KEY, and the next one goes on with what is there.
 
+Every file's numbers are checked before they are used, at the start of a run and again at each reading: their dtype,
+shape and checksum, and that they are finite. At the start a damaged file is named and written again.
+
 Bytes are hashed, not names, sizes and times: reading a clip costs far less than encoding it, copied and touched folders
 stay cached, and a file replaced by one of the same size and time does not pass for the old one. The files of the
 encoders are shared out over the ranks for hashing, since a text encoder has tens of gigabytes.
@@ -18,12 +21,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tqdm import tqdm
 
@@ -75,15 +79,16 @@ class LatentCache:
         try:
             for part in ("latents", "text"):
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
-                for left in (self.folder / part).glob(".*.tmp"):  # of killed runs; a young one may be in use
-                    if time.time() - left.stat().st_mtime > _DAY:
-                        left.unlink(missing_ok=True)
-        except FileNotFoundError:
-            return self._prepare()  # another rank removed a left-over file first
         except OSError as error:
             raise UserError(
                 f"data.cache={self.folder} cannot be created ({error.strerror}); give a folder that can be written"
             ) from error
+        for left in (file for part in ("latents", "text") for file in (self.folder / part).glob(".*.tmp")):
+            try:  # of killed runs; a young one may be in use
+                if time.time() - left.stat().st_mtime > _DAY:
+                    left.unlink()
+            except OSError:  # another rank was first; or the folder can only be read, which may be enough
+                continue
         return rank(), str(self.folder)
 
     # Writing, all ranks together
@@ -105,13 +110,15 @@ class LatentCache:
         def write(i: int) -> tuple[str, str]:
             nonlocal codec
             try:
+                if files[i].exists() and not files[i].is_file():  # a pipe would never end
+                    return "error", "is not a file"
                 key = _hash(settings | {"bytes": _file_hash(files[i])})
             except FileNotFoundError:
                 return "error", "is missing"
-            except OSError as error:
-                return "error", f"cannot be read ({error.strerror})"
+            except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+                return "error", f"cannot be read ({getattr(error, 'strerror', None) or 'a link to itself'})"
             target = self._latents_file(key)
-            if self._holds(target, "latents", lambda shape: tuple(shape) == self.latent_shape):
+            if self._holds(target, "latents", self._is_latents):
                 return "key", key
             try:
                 video = read_clip(files[i], self.clip)
@@ -168,7 +175,10 @@ class LatentCache:
         self._require_shared([self._text_file(key) for key in keys])
         return keys
 
-    def _is_text(self, shape: list[int]) -> bool:
+    def _is_latents(self, shape: Sequence[int]) -> bool:
+        return tuple(shape) == self.latent_shape
+
+    def _is_text(self, shape: Sequence[int]) -> bool:
         return len(shape) == 2 and 0 < shape[0] <= self.max_text_tokens and shape[1] == self.encoders.text_width
 
     def _share_out(self, count: int, work: Callable[[int], T], what: str) -> list[T]:
@@ -193,9 +203,16 @@ class LatentCache:
         """Hash of every file of these sub-folders of the pipeline, each read by one rank."""
         files = self.encoders.files(*parts)
         names = [f"{file.parent.name}/{file.name}" for file in files]
-        hashes = together(
-            lambda: (names, {names[j]: _file_hash(files[j]) for j in range(self.index, len(files), self.size)})
-        )
+
+        def mine() -> tuple[list[str], dict[str, str]]:
+            try:
+                return names, {names[j]: _file_hash(files[j]) for j in range(self.index, len(files), self.size)}
+            except OSError as error:
+                raise UserError(
+                    f"data.encoders={self.encoders.path}: {error.filename} cannot be read ({error.strerror})"
+                ) from error
+
+        hashes = together(mine)
         if any(listed != names for listed, _ in hashes):
             raise UserError(f"data.encoders={self.encoders.path} differs between ranks; give all the same folder")
         return dict(sorted((name, digest) for _, part in hashes for name, digest in part.items()))
@@ -219,41 +236,87 @@ class LatentCache:
     def _text_file(self, key: str) -> Path:
         return self.folder / "text" / f"{key}.safetensors"
 
-    def _holds(self, file: Path, name: str, fits: Callable[[list[int]], bool]) -> bool:
+    def _holds(self, file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> bool:
         """Whether ``file`` is there and whole; a damaged one is logged and will be replaced."""
         if not file.exists():
             return False
         try:
-            with safe_open(file, framework="pt") as content:
-                if fits(content.get_slice(name).get_shape()):
-                    return True
-        except (SafetensorError, OSError) as error:
+            _read(file, name, fits)
+        except _Damaged as error:
             logger.warning("cache file %s is damaged (%s); it is written again", file, error)
             return False
-        logger.warning("cache file %s has another shape; it is written again", file)
-        return False
+        return True
 
     def _write(self, file: Path, name: str, tensor: torch.Tensor, about: dict[str, Any]) -> None:
         """Write under a name of this process's own, then rename: a reader never sees part of a file."""
         part = file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
+        tensor = tensor.float().contiguous()
+        notes = {"about": json.dumps(about, sort_keys=True), "crc32": _checksum(tensor)}
         try:
-            part.write_bytes(save({name: tensor.contiguous()}, metadata={"about": json.dumps(about, sort_keys=True)}))
-            os.replace(part, file)
-        finally:
-            part.unlink(missing_ok=True)
+            try:
+                part.write_bytes(save({name: tensor}, metadata=notes))
+                os.replace(part, file)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:  # a full disk, or a folder that can only be read
+            raise UserError(
+                f"data.cache={self.folder} cannot be written ({error.strerror}); give a folder with space for it; what"
+                " is encoded already stays"
+            ) from error
 
     def latents(self, key: str) -> torch.Tensor:
-        """fp32 (C, t, h, w) of a clip that ``write_clips`` returned."""
-        return _read(self._latents_file(key), "latents")
+        """fp32 (C, t, h, w) of a clip that ``write_clips`` returned. Raises ``UserError`` if its file is damaged."""
+        return self._get(self._latents_file(key), "latents", self._is_latents)
 
     def text(self, key: str) -> torch.Tensor:
-        """fp32 (tokens, D) of a caption that ``write_texts`` returned, without the zeros behind it."""
-        return _read(self._text_file(key), "text")
+        """fp32 (tokens, D) of a caption that ``write_texts`` returned, without the zeros behind it.
+
+        Raises ``UserError`` if its file is damaged.
+        """
+        return self._get(self._text_file(key), "text", self._is_text)
+
+    def _get(self, file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> torch.Tensor:
+        try:
+            return _read(file, name, fits)
+        except _Damaged as error:
+            raise UserError(
+                f"data.cache: {file} was damaged while the run was using it ({error}); start again, and it is written"
+                " anew"
+            ) from error
 
 
-def _read(file: Path, name: str) -> torch.Tensor:
-    # Not safe_open: its tensors are mapped from the file, and die with a bus error if somebody shortens it.
-    return load(file.read_bytes())[name]
+class _Damaged(Exception):
+    """This file does not hold what was written; the message is the reason."""
+
+
+def _read(file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> torch.Tensor:
+    """The fp32 tensor ``name`` of ``file``. Raises ``_Damaged`` unless it is the one that was written."""
+    try:
+        # Not safe_open: its tensors are mapped from the file, and die with a bus error if somebody shortens it.
+        content = file.read_bytes()
+        tensor = load(content)[name]
+    except OSError as error:
+        raise _Damaged(str(error.strerror)) from error
+    except (SafetensorError, KeyError) as error:
+        raise _Damaged(" ".join(str(error).split())[:200]) from error
+    if tensor.dtype != torch.float32 or not fits(tensor.shape):
+        raise _Damaged(f"it holds {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if not tensor.isfinite().all():
+        raise _Damaged("it holds numbers that are not finite")
+    known = _metadata(content).get("crc32")
+    if known is not None and known != _checksum(tensor):  # files of earlier versions have none
+        raise _Damaged("its checksum is another")
+    return tensor
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """The notes in the header of a safetensors file that ``load`` has taken."""
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return f"{zlib.crc32(tensor.numpy()):08x}"
 
 
 def _file_hash(file: Path) -> str:

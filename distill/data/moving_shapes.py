@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.data.clips import check_sizes
 from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
 
@@ -41,6 +42,7 @@ CAPTIONS = tuple(
 )
 CAPTION_WORDS = 4
 SPLITS = ("train", "heldout")
+_MAX_CLIPS = 2**24
 _REFERENCE_SIDE = 16.0
 _MAX_OFFSET = 3.0  # pixels of a frame of that side
 
@@ -139,13 +141,14 @@ class MovingShapes:
         split: str = "train",
     ) -> None:
         # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels.
+        check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
         for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
             if value < least:
                 raise UserError(f"data.{name}={value} is too small for moving_shapes; use {least} or more")
-        if fps <= 0:
-            raise UserError(f"data.fps={fps} must be positive; use 8")
         if num_clips < len(CAPTIONS):
             raise UserError(f"data.num_clips={num_clips} leaves captions without a clip; use {len(CAPTIONS)} or more")
+        if num_clips > _MAX_CLIPS:  # an epoch's order is a list
+            raise UserError(f"data.num_clips={num_clips} is too large; use {_MAX_CLIPS} or less")
         if seed < 0:
             raise UserError(f"the seed of moving_shapes is {seed}; use 0 or more")
         if split not in SPLITS:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from distill.data import ClipDataset
 from fsdp_cp.errors import UserError
 
+log = logging.getLogger(__name__)
 _HINT = "make them with python -m distill.trajectories and the same settings"
 
 
@@ -39,7 +42,7 @@ class TrajectoryFolder:
         for key, value in _plain(settings).items():
             if saved.get(key) != value:
                 raise UserError(
-                    f"method.trajectories={self.path} was made with {key}={saved.get(key)}, not {value};"
+                    f"method.trajectories={self.path} was made with {key}={_shown(saved.get(key))}, not {value};"
                     " use that, or another folder"
                 )
 
@@ -68,40 +71,77 @@ class TrajectoryFolder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._about.write_text(json.dumps(_plain(settings), indent=2) + "\n")
+            foreign = next((p.name for p in sorted(self.path.iterdir()) if not p.name.startswith(".")), None)
+            if foreign is not None:
+                raise UserError(
+                    f"method.trajectories={self.path} is no folder of trajectories, and holds {foreign}; give an empty"
+                    " or a new one"
+                )
+            part = self._about.with_name(f".{self._about.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+            try:
+                part.write_text(json.dumps(_plain(settings), indent=2) + "\n")
+                os.replace(part, self._about)
+            finally:
+                part.unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(f"method.trajectories={self.path} cannot be written ({error.strerror})") from error
+            raise self._cannot_write(error) from error
 
     def missing(self, count: int, shape: tuple[int, ...]) -> list[int]:
         """Which of ``count`` trajectories with states of ``shape`` ``(K, C, T, H, W)`` are not there, or damaged."""
         return [i for i in range(count) if not self._holds(self.file(i), shape)]
 
     def _holds(self, file: Path, shape: tuple[int, ...]) -> bool:
-        try:
-            with safe_open(file, framework="pt") as content:
-                return tuple(content.get_slice("states").get_shape()) == shape
-        except (FileNotFoundError, SafetensorError):
+        if not file.exists():
             return False
+        try:
+            states, _, _ = _read(file)
+        except _Damaged as error:
+            log.warning("%s is damaged (%s); it is made again", file, error)
+            return False
+        if states.shape != shape:
+            log.warning("%s holds states of shape %s, not %s; it is made again", file, tuple(states.shape), shape)
+        return states.shape == shape
 
     def file(self, index: int) -> Path:
         """Of trajectory ``index``."""
         return self.path / f"{index:08d}.safetensors"
 
     def write(self, index: int, states: Tensor, latents: Tensor, caption: str) -> None:
-        """Write states ``(K, C, T, H, W)`` and the latents ``(C, T, H, W)`` that they lead to."""
+        """Write states ``(K, C, T, H, W)`` and the latents ``(C, T, H, W)`` that they lead to.
+
+        Raises:
+            UserError: a full disk, or a folder that can only be read.
+        """
         file = self.file(index)
         part = file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
         tensors = {"states": states.float().cpu().contiguous(), "latents": latents.float().cpu().contiguous()}
         try:
-            save_file(tensors, part, metadata={"caption": caption})
-            os.replace(part, file)
-        finally:
-            part.unlink(missing_ok=True)
+            try:
+                part.write_bytes(save(tensors, metadata={"caption": caption}))
+                os.replace(part, file)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> UserError:
+        return UserError(
+            f"method.trajectories={self.path} cannot be written ({error.strerror}); use a folder with space for them"
+        )
 
     def read(self, index: int) -> tuple[Tensor, Tensor, str]:
-        """fp32 states and latents, and the caption."""
-        with safe_open(self.file(index), framework="pt") as content:
-            return content.get_tensor("states"), content.get_tensor("latents"), content.metadata()["caption"]
+        """fp32 states and latents, and the caption.
+
+        Raises:
+            UserError: a damaged file.
+        """
+        try:
+            return _read(self.file(index))
+        except _Damaged as error:
+            raise UserError(
+                f"method.trajectories: {self.file(index)} is damaged ({error}); remove it and {_HINT}, which makes what"
+                " is missing"
+            ) from error
 
     def settings(self) -> dict[str, Any]:
         """What the trajectories were made with.
@@ -110,11 +150,17 @@ class TrajectoryFolder:
             UserError: there are none.
         """
         try:
-            return json.loads(self._about.read_text())
-        except FileNotFoundError:
+            settings = json.loads(self._about.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"method.trajectories={self.path} holds no trajectories; {_HINT}") from None
-        except ValueError as error:
-            raise UserError(f"{self._about} is not JSON ({error}); use another method.trajectories") from error
+        except OSError as error:
+            raise UserError(f"method.trajectories: {self._about} cannot be read ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{self._about} is not JSON ({reason}); use another method.trajectories") from error
+        if not isinstance(settings, dict):
+            raise UserError(f"{self._about} is not a JSON object; use another method.trajectories")
+        return settings
 
 
 class TrajectoryClips:
@@ -140,6 +186,32 @@ class TrajectoryClips:
             "caption": caption,
             "trajectory": states,
         }
+
+
+class _Damaged(Exception):
+    """This file holds no trajectory; the message is the reason."""
+
+
+def _read(file: Path) -> tuple[Tensor, Tensor, str]:
+    """fp32 states and latents, and the caption. Raises ``_Damaged``."""
+    try:
+        content = file.read_bytes()  # not mapped: a file that shrinks would end the process
+        tensors = load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        states, latents, caption = tensors["states"], tensors["latents"], header["__metadata__"]["caption"]
+    except OSError as error:
+        raise _Damaged(str(error.strerror)) from error
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise _Damaged(" ".join(f"{type(error).__name__} {error}".split())[:200]) from error
+    if states.ndim != 5 or states.shape[1:] != latents.shape or {states.dtype, latents.dtype} != {torch.float32}:
+        raise _Damaged(f"states {tuple(states.shape)} {states.dtype}, latents {tuple(latents.shape)} {latents.dtype}")
+    if not (states.isfinite().all() and latents.isfinite().all()):
+        raise _Damaged("numbers that are not finite")
+    return states, latents, caption
+
+
+def _shown(value: Any) -> str:
+    return " ".join(str(value).split())[:200]
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

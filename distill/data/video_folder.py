@@ -6,12 +6,13 @@ video folder); ``file_name`` is relative to it. Shape legend: C t h w latents, L
 
 from __future__ import annotations
 
-import csv
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from distill.data.encoded import EncodedData
+from distill.data.table import VIDEO_SUFFIXES, read_table
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 TABLE = "metadata.csv"
 COLUMNS = ("file_name", "caption")
-_VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi"}
 
 
 class VideoFolder(EncodedData):
@@ -37,13 +37,13 @@ class VideoFolder(EncodedData):
 
     def _usable(self, rows: list[tuple[str, str | None]]) -> list[tuple[str, str]]:
         """(cache key, caption) of the usable clips, the same on every rank; rank 0's log names the others."""
-        results = self.cache.write_clips([self.path / name for name, _ in rows])
+        # Without a caption nothing is encoded; an empty one would train the student to do without.
+        results = iter(self.cache.write_clips([self.path / name for name, caption in rows if caption is not None]))
         items, left_out = [], []
-        for (name, caption), (what, value) in zip(rows, results, strict=True):
+        for name, caption in rows:
+            what, value = ("error", f"has no caption in {TABLE}") if caption is None else next(results)
             if what == "error":
                 left_out.append((name, value))
-            elif caption is None:
-                left_out.append((name, f"has no caption in {TABLE}"))
             else:
                 items.append((value, caption))
         if rank() == 0:
@@ -51,11 +51,12 @@ class VideoFolder(EncodedData):
                 logger.warning("clip left out: %s %s", name, reason)
             if left_out:
                 logger.warning("%d of %d clips left out", len(left_out), len(rows))
-            listed = {(self.path / name).resolve() for name, _ in rows}
+            # realpath, not Path.resolve: that raises RuntimeError for a link to itself.
+            listed = {os.path.realpath(self.path / name) for name, _ in rows}
             extra = sorted(
                 file.name
                 for file in self.path.iterdir()
-                if file.suffix.lower() in _VIDEO_SUFFIXES and file.resolve() not in listed
+                if file.suffix.lower() in VIDEO_SUFFIXES and os.path.realpath(file) not in listed
             )
             if extra:
                 names = ", ".join(extra[:5])
@@ -78,28 +79,30 @@ class VideoFolder(EncodedData):
 
 
 def read_metadata(path: Path) -> list[tuple[str, str | None]]:
-    """(file name, caption) of every row of ``path``/metadata.csv; the caption is None where the row ends before it.
+    """(file name, caption) of every row of ``path``/metadata.csv; the caption is None where there is none.
 
-    Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing.
+    Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
+        table would damage a caption (:func:`distill.data.table.read_table`), and for a file outside the folder.
     """
     if not path.is_dir():
         raise UserError(f"data.path={path} is not a folder; give a folder with videos and {TABLE}")
     file = path / TABLE
     if not file.is_file():
         raise UserError(f"data.path={path} has no {TABLE}; add one with the columns {','.join(COLUMNS)}")
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:  # spreadsheets put a byte order mark first
-            reader = csv.DictReader(stream)
-            absent = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
-            if absent:
-                found = ",".join(reader.fieldnames or []) or "nothing"
-                raise UserError(f"data.path: {file} has no column {absent[0]} (found {found}); use {','.join(COLUMNS)}")
-            rows = [(row["file_name"] or "", row["caption"]) for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"data.path: {file} is not a UTF-8 table ({error}); save it as UTF-8 csv") from error
+    rows = []
+    for row in read_table(file, COLUMNS, f"data.path: {file}"):
+        name, caption = row.values
+        if not name or not name.strip():
+            raise UserError(f"data.path: {file} has no file_name in line {row.line}; fill it in or remove the line")
+        if "\n" in name or "\r" in name:
+            raise UserError(f"data.path: {file} has a line break in the file_name of line {row.line}; write it on one")
+        # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
+        if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
+            raise UserError(
+                f"data.path: {file} line {row.line} names {name[:100]!r}, which is outside the folder; use a path"
+                f" relative to {path}, or link the file into it"
+            )
+        rows.append((name, caption if caption and caption.strip() else None))
     if not rows:
         raise UserError(f"data.path: {file} has no rows; add one per video")
-    for number, (name, _) in enumerate(rows, start=1):
-        if not name.strip():
-            raise UserError(f"data.path: {file} has no file_name in row {number}; fill it in or remove the row")
     return rows

@@ -7,15 +7,18 @@ The table is a file, ``words.safetensors``: one fp32 tensor ``vectors`` of shape
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.paths import user_path
+from models.shipped import find_shipped
 
 FILE_NAME = "words.safetensors"
 PAD = "<pad>"
@@ -65,7 +68,7 @@ class WordTable:
     @classmethod
     def load(cls, folder: str | Path) -> "WordTable":
         """The table in ``folder/words.safetensors`` (or the file itself). Raises UserError if there is none."""
-        path = Path(folder)
+        path = find_shipped(folder)
         if path.suffix != ".safetensors":
             path = path / FILE_NAME
         if not path.is_file():
@@ -74,14 +77,17 @@ class WordTable:
                 "(assets/quickstart_teacher) or write one with python -m distill.data.word_table"
             )
         try:
-            with safe_open(str(path), framework="pt") as file:
-                words = json.loads((file.metadata() or {})["vocabulary"])
-                vectors = file.get_tensor("vectors")
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            words, vectors = _read(path)
+        except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
             raise UserError(
                 f"data.encoders: {path} is not a word table ({type(error).__name__}); "
                 "write one with python -m distill.data.word_table"
             ) from error
+        if not vectors.isfinite().all():
+            raise UserError(
+                f"data.encoders: {path} is damaged (a vector is not finite); write one with python -m"
+                " distill.data.word_table"
+            )
         return cls(words, vectors)
 
     @property
@@ -106,11 +112,41 @@ class WordTable:
         return self.vectors[rows]
 
 
+def _read(path: Path) -> tuple[list[str], Tensor]:
+    """Words and vectors; ValueError, KeyError or SafetensorError for another file."""
+    content = path.read_bytes()  # not mapped: a file that shrinks would end the process
+    vectors = load(content)["vectors"]
+    with safe_open(str(path), framework="pt") as file:
+        words = json.loads((file.metadata() or {})["vocabulary"])
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("the vocabulary is not a list of words")
+    if not vectors.is_floating_point():
+        raise ValueError(f"vectors of {vectors.dtype}")
+    return words, vectors
+
+
 def write(path: str | Path) -> None:
-    """Writes the table of ``VOCABULARY`` to ``path`` (its folder is made)."""
+    """Writes the table of ``VOCABULARY`` to ``path`` (its folder is made).
+
+    Raises:
+        UserError: a file there that is not a word table, or a folder that cannot be written.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"vectors": make_vectors()}, str(path), metadata={"vocabulary": json.dumps(VOCABULARY)})
+    if path.exists() or path.is_symlink():
+        try:
+            _read(path)
+        except (SafetensorError, OSError, KeyError, ValueError, RecursionError):
+            raise UserError(f"{path} is there and is not a word table; remove it, or name another file") from None
+    part = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(save({"vectors": make_vectors()}, metadata={"vocabulary": json.dumps(VOCABULARY)}))
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another file") from error
 
 
 def main(arguments: list[str]) -> int:
@@ -118,7 +154,11 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1 or not arguments[0].endswith(".safetensors"):
         print("usage: python -m distill.data.word_table OUT.safetensors", file=sys.stderr)
         return 2
-    write(arguments[0])
+    try:
+        write(user_path(arguments[0], "OUT"))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"wrote {len(VOCABULARY)} words of {DIM} entries to {arguments[0]}")
     return 0
 

@@ -36,8 +36,8 @@ class DcmSettings(StepListSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.grid_steps < 1:
-            raise UserError(f"method.grid_steps={self.grid_steps} must be at least 1")
+        if not 1 <= self.grid_steps <= 10_000:
+            raise UserError(f"method.grid_steps={self.grid_steps} must be at least 1 and at most 10000")
         if self.target not in TARGETS:
             raise UserError(f"method.target={self.target} is unknown; use {' or '.join(TARGETS)}")
 

@@ -44,6 +44,8 @@ class OdeRegressionSettings(StepListSettings):
         for key in ("num_trajectories", "teacher_steps"):
             if getattr(self, key) < 1:
                 raise UserError(f"method.{key}={getattr(self, key)} must be at least 1")
+        if self.teacher_steps > 10_000:
+            raise UserError(f"method.teacher_steps={self.teacher_steps} must be at most 10000")
         if self.teacher_sampler != "euler":
             raise UserError(
                 f"method.teacher_sampler={self.teacher_sampler}: the trajectories are Euler's, and the training samples"

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fsdp_cp.attention.arguments import check_arguments, check_split_arguments
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import make_ring, ring_attention
@@ -86,6 +87,8 @@ def context_parallel_attention(
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
     """
     groups = context_groups(mesh)
+    check_arguments(q, k, v, key_mask, scale, backend)
+    check_split_arguments(total_tokens, causal_block, head_groups, joint)
     q, k, v = _autocast((q, k, v))
     if joint is not None:
         if not isinstance(mesh, Mesh):
@@ -127,6 +130,7 @@ def cross_attention(
     Raises:
         ValueError, RuntimeError: as :func:`context_parallel_attention`.
     """
+    check_arguments(q, k, v, key_mask, scale, backend)
     q, k, v = _autocast((q, k, v))
     _check(q, k, v, key_mask, None, backend)
     layout = Layout((q.shape[1],), (k.shape[1],), ulysses=1, ring=1)
@@ -242,8 +246,6 @@ def _segments(total_tokens: int | Sequence[int] | None, q: Tensor, groups: Conte
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int | None, backend: str) -> None:
     """Before anything is sent; ``keys`` is the number of all keys, ``None`` for those of ``k``."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, tokens, heads, head_dim)")
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; no size may be 0")
         if x.dtype != q.dtype or x.device != q.device:

@@ -166,7 +166,9 @@ def choose_kernel(
                 break
             reasons.append(f"{kernel.name} {reason}")
         else:
-            raise ValueError(f"no attention kernel takes {dtype} on {device.type}: {'; '.join(reasons)}")
+            raise ValueError(
+                f"no attention kernel takes {dtype} on {device.type}: {'; '.join(reasons)}; cast q, k and v"
+            )
         why = "the only one with a forward-mode derivative" if jvp else "; ".join(reasons) or "first choice"
         what = f"{dtype} on {device.type}{', masked' if masked else ''}{', JVP' if jvp else ''}"
         _explain(kernel.name, what, why)

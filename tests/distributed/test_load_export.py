@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
 from fsdp_cp import build_mesh, checkpoint
+from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
 from models.ema import Ema
 from models.export import export_weights
@@ -140,3 +141,42 @@ def _bytes_read(path):
 def test_state_file_is_json(folder, tmp_path):
     run_ranks(3, _save_checkpoint, folder / "student", tmp_path)
     assert json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["configs"]["student"]
+
+
+def _outcome(path, cut=0):
+    mesh = build_mesh(dp_shard=3, cp=1, heads=4)
+    plan = plan_role("student", checkpoint=str(path))
+    torch.distributed.barrier()
+    if cut and torch.distributed.get_rank() == 1:  # after the plan has looked at it, as a copy that goes wrong would
+        file = next(path.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-cut])
+    torch.distributed.barrier()
+    try:
+        build_role(
+            plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE,
+            text_shape=TEXT_SHAPE,
+        )  # fmt: skip
+    except UserError as error:
+        return str(error)
+
+
+def test_weights_that_are_not_finite_are_named_on_every_rank(folder, tmp_path):
+    """The NaN is in one rank's shard: the others would go on into a collective that never ends."""
+    network = WanTransformer3DModel.from_pretrained(folder / "student")
+    with torch.no_grad():
+        network.blocks[0].ffn.net[2].weight[-1, -1] = torch.nan
+        network.proj_out.bias[0] = torch.inf
+    network.save_pretrained(tmp_path)
+    said = run_ranks(3, _outcome, tmp_path)
+    assert said == [
+        f"student.checkpoint={tmp_path}: blocks.0.ffn.net.2.weight (and 1 more) holds numbers that are not finite; copy"
+        " the checkpoint again"
+    ] * 3  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [4, 10**6])
+def test_a_file_that_was_cut_since_the_plan_is_refused_on_every_rank(folder, tmp_path, cut):
+    WanTransformer3DModel.from_pretrained(folder / "student").save_pretrained(tmp_path)
+    for said in run_ranks(3, _outcome, tmp_path, cut):
+        assert said.startswith(f"student.checkpoint={tmp_path} cannot be read (") and "\n" not in said
+        assert said.endswith("; copy it again")

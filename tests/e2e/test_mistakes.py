@@ -1,14 +1,19 @@
 """A user's mistake: exit code 2 and one clear line, before anything is built."""
 
 import json
+import os
 import shutil
 import time
 
 import pytest
 from diffusers import WanTransformer3DModel
+from omegaconf import OmegaConf
 
 from benchmarks.parity import ARCHITECTURE
+from distill.config import load_config
+from tests.e2e import mistakes
 from tests.e2e.launch import ROOT, train
+from tests.e2e.mistakes_table import ACCEPTED
 from train import main
 
 
@@ -25,57 +30,115 @@ def _refused(capsys, tmp_path, *overrides):
     return err
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where the rows of the table are typed; as it was, byte for byte, when all have been."""
+    place = mistakes.make_place(tmp_path_factory.mktemp("mistakes"))
+    before = mistakes.listing(place.base, deep=True)
+    yield place
+    assert mistakes.listing(place.base, deep=True) == before
+
+
+def _rows():
+    """Every 16th at once, the others with the slow tests."""
+    for number, row in enumerate(mistakes.rows()):
+        yield pytest.param(row, id=f"{number}", marks=() if number % 16 == 0 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("row", list(_rows()))
+def test_one_line_exit_code_2_and_nothing_changed(place, row):
+    outcome, wrong = mistakes.answer(row, place)
+    assert wrong is None, f"{row[1]}: {wrong}\n{outcome.error}"
+
+
+def test_the_table_has_rows_of_every_setting_of_the_run():
+    typed = " ".join(row[1] for row in mistakes.rows())
+    assert len(list(mistakes.rows())) >= 180
+    for group in ("mesh", "attention", "teacher", "student", "fake", "method", "optim", "data", "checkpoint", "log"):
+        assert f"{group}." in typed
+    assert all(
+        f"{name}=" in typed for name in ("steps", "seed", "batch_size", "precision", "device", "run_dir", "world")
+    )
+    methods = {path.stem for path in (ROOT / "configs" / "method").glob("*.yaml")} - {"dmd2", "flow_matching"}
+    assert all(f"experiment=quickstart_{method}" in typed for method in methods)
+
+
+@pytest.mark.slow
+def test_a_run_is_refused_with_the_line_of_a_dry_run(place):
+    real = mistakes.DRY | {"dry_run": "false"}
+    rows = [
+        row for row in mistakes.rows() if row[3] is mistakes.DRY and "world=" not in row[1] and "-" not in row[1][:2]
+    ]
+    for section, typed, says, _ in rows[::7]:
+        dry = mistakes.attempt(typed, place, mistakes.DRY)
+        outcome, wrong = mistakes.answer((section, typed, says, real), place)
+        assert wrong is None and outcome == dry, (typed, wrong, outcome, dry)
+
+
+@pytest.mark.parametrize(("typed", "becomes"), ACCEPTED)
+def test_what_looks_like_a_mistake_and_is_none(place, typed, becomes, capsys):
+    home = {key: value for key, value in mistakes.DRY.items() if key not in ("run_dir", "dry_run")}
+    _, _, words = mistakes.command_of(typed, place, home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", place.names["home"])
+        assert main([*words, "--cfg", "job"]) == 0
+    config = OmegaConf.create(capsys.readouterr().out)
+    for key, value in becomes.items():
+        found = OmegaConf.select(config, key)
+        value = place.filled(value) if isinstance(value, str) else value
+        assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value, (key, found)
+
+
+@pytest.mark.slow
+def test_a_run_with_every_such_path_at_once(tmp_path, monkeypatch):
+    """From another folder, with a home folder, and all in config.yaml as it was typed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "ho me"))
+    name = """it's (1) [2] {3} a=b, c "d" größe 数 #5 $x; \\ end"""
+    shutil.copytree(ROOT / "assets" / "quickstart_teacher", tmp_path / "ho me" / name)
+    words = [f"{key}={value}" for key, value in mistakes.QUICK.items()]
+    more = ["steps=1", "export.at_end=false", f"run_dir=runs/{name}", f"student.checkpoint=~/{name}", "data.fps=4"]
+    assert main([*words, *more]) == 0
+    config = load_config(tmp_path / "runs" / name / "config.yaml")
+    assert config.run_dir == f"runs/{name}" and config.student.checkpoint == f"{tmp_path}/ho me/{name}"
+    assert config.teacher.checkpoint == "assets/quickstart_teacher"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ho me", "runs"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_read_only(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    try:
+        words = [f"{key}={value}" for key, value in mistakes.QUICK.items()]
+        assert main([*words, "steps=1", f"run_dir={tmp_path}/run"]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("words", "says"),
     [
-        ("batch_sise=4", "did you mean batch_size?"),
-        ("optim.student.lrr=1", "did you mean optim.student.lr?"),
-        ("method.guidance_scal=1", "did you mean method.guidance_scale?"),
-        ("data.hight=16", "did you mean data.height?"),
-        ("steps=many", "steps"),
-        ("method=dmd3", "did you mean dmd2?"),
-        ("experiment=quikstart", "did you mean quickstart?"),
-        ("mesh.cp=2", "does not divide the world of 1 ranks"),
-        ("mesh.dp_shard=3", "needs 3 ranks, but the world has 1"),
-        ("teacher.checkpoint=/no/such/folder", "teacher.checkpoint=/no/such/folder is not a folder"),
-        ("precision=fp8", "use fp32 or bf16"),
-        ("attention.backend=flashy", "attention.backend='flashy' is unknown; use auto or cpu_flash"),
-        ("attention.backend=cudnn", "attention.backend='cudnn' runs on CUDA devices, not on cpu; use auto"),
-        ("attention.head_groups=3", "does not divide the 4 heads of a rank; use 1, 2, 4"),
-        ("attention.head_groups=0", "attention.head_groups=0 must be at least 1"),
-        ("method.step_list=[0.5,0.9]", "must descend from 1.0"),
-        ("micro_batch_size=5", "micro_batch_size=5 does not divide"),
-        ("student.strategy=zero3", "student.strategy=zero3 is unknown; use no_shard or optim or optim_grads or"),
-        ("fake.stratgy=optim", "did you mean fake.strategy?"),
-        ("teacher.ofload=cpu", "did you mean teacher.offload?"),
-        ("student.activation_checkpointing=5", "student.activation_checkpointing=5 is unknown; use none or full or"),
-        (
-            "student.keep_operators=[aten.mm]",
-            "student.keep_operators is for student.activation_checkpointing=selective",
-        ),
-        ("fake.communication_buffers=symmetric", "is memory of NCCL, and the device is cpu; use default"),
-        (
-            "teacher.gather_early=true",
-            "begins with a forward of the teacher; use student.gather_early=true",
-        ),
-        (
-            "teacher.activation_checkpointing=full",
-            "is for a role that trains, and with method=dmd2 the teacher does not; leave it out",
-        ),
-        ("teacher.forward_prefetch=0", "teacher.forward_prefetch=0 must be at least 1"),
-        ("optim.student.no_decay=[*.bais]", "optim.student.no_decay: '*.bais' matches no parameter; names are as"),
-        ("optim.fake.lr_scale={block.*: 0.1}", "optim.fake.lr_scale: 'block.*' matches no parameter"),
-        (
-            "optim.fake.implementation=fast",
-            "optim.fake.implementation=fast is unknown; use foreach or fused or for_loop",
-        ),
-        ("log.norms_every=-1", "log.norms_every=-1 must be at least 0"),
+        (("optim.student.lr=fast",), "optim.student.lr=fast must be a number"),
+        (("mesh.cp=4",), "does not divide the world of 2 ranks; use a mesh.cp among 1, 2"),
+        (("checkpoint.resume={base}/nowhere",), "has no complete checkpoint"),
+        (("run_dir={base}/file/run",), "file is a file); give another folder"),
+        (("method.shift=-1", "--multirun"), "there are no sweeps yet"),
     ],
 )
-def test_one_line_and_exit_code_2(capsys, tmp_path, override, message):
-    # The quickstart's mesh.cp=2 does not fit one process; where that is not the mistake, it is set right.
-    alone = () if override.startswith(("mesh.cp", "experiment")) else ("mesh.cp=1",)
-    assert message in _refused(capsys, tmp_path, override, *alone)
+def test_under_torchrun_the_line_ends_its_summary(tmp_path, words, says):
+    (tmp_path / "file").write_text("mine")
+    words = [word.replace("{base}", str(tmp_path)) for word in words]
+    done = train(2, "experiment=quickstart", f"run_dir={tmp_path}/run", *words, check=False)
+    assert done.returncode == 1, "torchrun's own"
+    assert says in "".join(done.stderr.splitlines()[-6:]), done.stderr[-3000:]
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(set(ours)) == 1 and says in ours[0], "all ranks say the same, and nothing else"
+    assert "train.py" not in "".join(line for line in done.stderr.splitlines() if line.startswith("  File")), (
+        done.stderr
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_average_needs_masters_that_can_hold_it(capsys, tmp_path):

@@ -100,7 +100,7 @@ def test_start_afresh_moves_the_earlier_run_aside_and_sample_shows_clips(tmp_pat
     sample = [sys.executable, "-m", "distill.sample", str(tmp_path), "--out", str(out), "--steps", "2"]
     captions = ["--caption", "a red circle growing", "--caption", "a blue square falling"]
     subprocess.run([*sample, *captions], cwd=ROOT, env=environment(), check=True)
-    assert {p.name for p in out.iterdir()} == {"0.mp4", "1.mp4", "samples.png"}
+    assert {p.name for p in out.iterdir()} == {"0.mp4", "1.mp4", "samples.png", "fsdp_cp_export.json"}
     refused = subprocess.run(
         [*sample, "--caption", "a purple cow"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )

@@ -195,8 +195,8 @@ def test_the_operators_asked_for_are_kept():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("aten.no_such", "torch has no operator aten.no_such"),
-        ("mm", "torch has no operator mm"),
+        ("aten.no_such", "torch has no operator 'aten.no_such'"),
+        ("mm", "torch has no operator 'mm'"),
         # Autograd takes these apart before a policy sees them: naming them would keep nothing, silently.
         ("aten.linear", "aten.linear is made of other operators"),
         ("aten.scaled_dot_product_attention", "is made of other operators"),

@@ -1,7 +1,11 @@
 """A role's checkpoint folder: what is found in it, and one clear line for whatever is wrong with it."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,3 +238,123 @@ def test_neither_and_both_of_checkpoint_and_architecture(wan):
 def test_unknown_family(wan):
     message = planning_refusal(checkpoint=str(wan), family="won")
     assert message == "student.family=won is unknown; use wan"
+
+
+# ---------------------------------------------------------------- files from outside
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "sub/part-2.safetensors", "part-2.bin", "", "a\0b", "..", 3, None]
+)
+def test_an_index_names_safetensors_of_its_folder_alone(sharded, name):
+    (sharded / "sub").mkdir()
+    for place in (sharded / "sub" / "part-2.safetensors", sharded.parent / "outside.safetensors"):
+        shutil.copy(sharded / "part-2.safetensors", place)
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["b"] = name
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert INDEX in refusal(sharded)
+
+
+def test_links_are_followed(folder, tmp_path):
+    """The layout of the Hugging Face cache."""
+    (tmp_path / "blob").write_bytes((folder / FILE).read_bytes())
+    (folder / FILE).unlink()
+    (folder / FILE).symlink_to("../blob")
+    assert inspect_transformer(str(folder), "teacher.checkpoint").shapes == SHAPES
+
+
+def test_a_tensor_in_two_files(sharded):
+    save_file(
+        {"b": TENSORS["b"], "a.weight": TENSORS["a.weight"] + 1, "a.bias": TENSORS["a.bias"]},
+        sharded / "part-2.safetensors",
+    )
+    assert "a.weight is in part-2.safetensors and in another file" in refusal(sharded)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floats(folder, dtype):
+    """A flipped bit in a header turns F32 into I32: the same bytes, converted to other weights."""
+    save_file({**TENSORS, "b": torch.zeros(4).to(dtype)}, folder / FILE)
+    message = refusal(folder)
+    assert f"{FILE} holds b as " in message and "use" not in message.split("holds")[0]
+
+
+def test_one_ranks_part_of_a_sharded_save(folder):
+    save_file(TENSORS, folder / FILE, metadata={"DCP_SHARDING_INFO": "{}"})
+    assert "one rank's part" in refusal(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, '{"_class_name": "a\\nb"}'])
+def test_json_that_breaks_readers(wan, text):
+    (wan / "config.json").write_text(text)
+    assert planning_refusal(checkpoint=str(wan)).startswith("student.checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_layers", 10**9), ("num_layers", -1), ("num_layers", 0), ("num_layers", True), ("num_layers", 2.0),
+        ("num_layers", None), ("num_layers", [2]), ("patch_size", "122"), ("patch_size", [1, 2]), ("patch_size", 2),
+        ("patch_size", [1, 2, 0]), ("patch_size", [1, 2, "2"]), ("patch_size", [1, 2, 10**9]), ("patch_size", None),
+        ("attention_head_dim", 13), ("attention_head_dim", 10**9), ("num_attention_heads", 0), ("eps", "tiny"),
+        ("eps", float("nan")), ("eps", -1), ("cross_attn_norm", "yes"), ("qk_norm", {"a": 1}), ("text_dim", {}),
+        ("rope_max_seq_len", 10**12), ("freq_dim", 1), ("ffn_dim", -16), ("out_channels", "two"), ("in_channels", None),
+    ],
+)  # fmt: skip
+def test_values_that_no_wan_has(wan, key, value):
+    """Some would be built for hours, some with another meaning, some end in a traceback of diffusers."""
+    rewrite_config(wan, **{key: value})
+    message = planning_refusal(checkpoint=str(wan))
+    assert message.startswith("student.checkpoint") and f"{key}=" in message
+    message = planning_refusal(checkpoint=None, architecture={**SMALL, key: value})
+    assert message.startswith("student.architecture") and f"{key}=" in message
+
+
+def test_the_plans_configuration_is_what_defines_the_network(wan):
+    """diffusers' notes on it are left out: ``_use_default_values`` is in another order in every process."""
+    given = {key: value for key, value in SMALL.items() if key != "rope_max_seq_len"}
+    planned = plan_role("student", checkpoint=None, architecture=given).config
+    assert not [key for key in planned if key.startswith("_")]
+    assert planned == json.loads(json.dumps(planned)), "no tuples: a state gives back lists"
+    assert planned["rope_max_seq_len"] == 1024 and planned["patch_size"] == [1, 2, 2]
+    from_file = plan_role("student", checkpoint=str(wan)).config
+    assert from_file.pop("_class_name") == "WanTransformer3DModel"
+    assert from_file == planned | {"rope_max_seq_len": 32}
+    assert plan_role("student", checkpoint=None, architecture=planned).config == planned
+
+
+@pytest.mark.slow
+def test_the_plans_configuration_does_not_depend_on_the_hash_seed():
+    code = (
+        "import json; from models.load import plan_role\n"
+        "print(json.dumps(plan_role('student', checkpoint=None, architecture={'num_layers': 1}).config))"
+    )
+    command, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[2]
+    said = [
+        subprocess.run(
+            command, cwd=root, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("latents", "words"),
+    [
+        ((2, 33, 4, 4), "data.num_frames gives 33 latent positions, but student.checkpoint has rope_max_seq_len=32 in"
+            " patches of 1; use at most 32 latent positions (data.num_frames=32 without a VAE, 125 with Wan's)"),
+        ((2, 32, 66, 4), "data.height gives 66 latent positions, but student.checkpoint has rope_max_seq_len=32 in"
+            " patches of 2; use at most 64 latent positions (data.height=64 without a VAE, 512 with Wan's)"),
+        ((2, 1, 4, 10**6), "data.width gives 1000000 latent positions"),
+    ],
+)  # fmt: skip
+def test_more_positions_than_the_rotary_tables_have(wan, latents, words):
+    plan = plan_role("student", checkpoint=str(wan))
+    assert plan.check_sample((2, 32, 64, 64), (1, 6)) == 32 * 32 * 32
+    with pytest.raises(UserError) as error:
+        plan.check_sample(latents, (1, 6))
+    assert words in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="but student.architecture has rope"):
+        plan_role("student", checkpoint=None, architecture=SMALL).check_sample((2, 33, 4, 4), (1, 6))

@@ -1,6 +1,8 @@
 """Samples during training: student against teacher, in the run's folder and wherever else the run logs."""
 
 import json
+import logging
+import re
 from types import SimpleNamespace
 
 import av
@@ -10,9 +12,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from distill.config import Config, LogSettings, SampleSettings, compose_config
+from distill.config import LogSettings, SampleSettings, compose_config
 from distill.data.moving_shapes import CAPTIONS, MovingShapes
-from distill.evaluate import Evaluator
+from distill.evaluate import Evaluator, _duration
 from distill.measures import HIGHER_IS_BETTER
 from distill.metrics import MetricsLog
 from fsdp_cp.errors import UserError
@@ -24,6 +26,13 @@ class Painter:
     def __init__(self):
         self.roles = {name: SimpleNamespace(network=nn.Identity()) for name in ("teacher", "student")}
         self.calls, self.updates, self.noise = [], 0, []
+        self.settings = SimpleNamespace(name="painter")
+
+    def evaluations(self, role, steps):
+        return 2 * steps if role == "teacher" else steps
+
+    def trained_role(self, step):
+        return "student" if step % 5 == 0 else "fake"
 
     def generate(self, role, noise, text, null_text, steps, random):
         self.calls.append((role, steps))
@@ -33,9 +42,11 @@ class Painter:
 
 def evaluator(tmp_path, method, **settings):
     sample = SampleSettings(**{"prompts": 2, "teacher_steps": [5, 2], "student_steps": [3]} | settings)
+    config = compose_config([f"run_dir={tmp_path}"])
+    config.sample = sample
     return Evaluator(
-        config=Config(sample=sample),
-        mesh=SimpleNamespace(dp_size=1, dp_rank=0, dp=SimpleNamespace(size=lambda: 1)),
+        config=config,
+        mesh=SimpleNamespace(shape="1 x 1", dp_size=1, dp_rank=0, dp=SimpleNamespace(size=lambda: 1)),
         device=torch.device("cpu"),
         data=MovingShapes(encoders="assets/quickstart_teacher"),
         method=method,
@@ -99,6 +110,91 @@ def test_a_caption_that_the_data_does_not_know_is_refused_before_any_step(tmp_pa
     with pytest.raises(UserError, match="^sample.captions: 'a red circle' is not a caption of moving_shapes"):
         compose_config([f"sample.captions=[{CAPTIONS[0]},a red circle]"])
     assert compose_config([f"sample.captions=[{CAPTIONS[0]}]"]).sample.captions == [CAPTIONS[0]]
+
+
+def test_sampling_says_what_it_does_and_how_long_it_will_take(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    evaluate = evaluator(tmp_path, Painter(), report_clips=4)
+    evaluate.write_samples(10, None)
+    evaluate.write_report({"steps": 10})
+    said = [record.message for record in caplog.records if record.name == "distill.evaluate"]
+    time = r"[\d.]+ s"
+    expected = [
+        rf"sampling teacher, 5 steps: 2 clips in {time}; about {time} of sampling left",
+        rf"sampling teacher, 2 steps: 2 clips in {time}; about {time} of sampling left",
+        rf"sampling student, 3 steps: 2 clips in {time}",
+        rf"samples of step 10: {tmp_path}/samples/step_00000010.png",
+        *(line for name, left in (("teacher, 5 steps", True), ("teacher, 2 steps", True), ("student, 3 steps", False))
+          for line in (rf"sampling {name}: 4 clips in {time}" + rf"; about {time} of sampling left" * left,
+                       rf"measured {name} in {time}")),
+        "writing the report",
+    ]  # fmt: skip
+    assert len(said) == len(expected)
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_the_time_left_is_what_the_other_rows_cost(tmp_path, caplog, monkeypatch):
+    """Five teacher steps with guidance are ten evaluations, three of the student three: 30 s make 9 s."""
+    caplog.set_level(logging.INFO)
+    evaluate = evaluator(tmp_path, Painter())
+    ticks = iter([100.0, 130.0])
+    monkeypatch.setattr("distill.evaluate.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    evaluate.clips("teacher", 5, CAPTIONS[:2], then=[("student", 3)])
+    assert "sampling teacher, 5 steps: 2 clips in 30 s; about 9.0 s of sampling left" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (99, "99 s"), (600, "10 min"), (36000, "10.0 h")]
+)
+def test_durations_read_well(seconds, said):
+    assert _duration(seconds) == said
+
+
+def test_the_report_of_a_run_has_its_settings_starts_and_updates(tmp_path):
+    line = {"step": 10, "student/loss": 0.5, "student/grad_norm": 1.0, "student/skipped": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "starts.jsonl").write_text(json.dumps({"command": "train.py 'a=<b>'", "from_step": 0}) + "\n")
+    evaluator(tmp_path, Painter(), report_clips=2).write_report({"steps": 10})
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["troubles"][0] == (
+        "1 of 2 updates of the student was skipped because its gradient norm was not finite."
+    ), "of ten steps the student had two"
+    assert data["starts"][0]["command"] == "train.py 'a=<b>'"
+    changed = {row["key"]: row["value"] for row in data["settings"] if row["differs"]}
+    assert changed["sample.teacher_steps"] == [5, 2] and "seed" not in changed
+    page = (tmp_path / "report.html").read_text()
+    assert "train.py &#x27;a=&lt;b&gt;&#x27;" in page and 'href="report.png"' in page and 'href="samples/"' not in page
+
+
+def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
+    samples = tmp_path / "samples"
+    mine = ("mine.mp4", "step_00000010.tmp", "step_00000010_student_3steps_9.mp4", "teacher_50steps_0.mp4", "cli/0.mp4",
+            "step_00000009.png", ".step_00000010.tmp.png")  # fmt: skip
+    for name in mine:
+        (samples / name).parent.mkdir(parents=True, exist_ok=True)
+        (samples / name).write_text("mine")
+    evaluate = evaluator(tmp_path, Painter())
+    for _ in range(2):  # a run that was killed and resumed writes its own files again
+        evaluate.write_samples(10, None)
+        evaluate.teacher_clips.clear()
+    assert all((samples / name).read_text() == "mine" for name in mine)
+    written = {str(p.relative_to(samples)) for p in samples.rglob("*") if p.is_file()} - set(mine)
+    assert written == {
+        "step_00000010.png", *(f"step_00000010_student_3steps_{i}.mp4" for i in (0, 1)),
+        *(f"teacher_{n}steps_{i}.mp4" for n in (5, 2) for i in (0, 1)),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_written_after_the_training_is_one_line(tmp_path):
+    (tmp_path / "samples").write_text("a file in the way")
+    evaluate = evaluator(tmp_path, Painter(), report_clips=2)
+    with pytest.raises(UserError, match="samples cannot be written .* what was trained is in the newest checkpoint"):
+        evaluate.write_samples(10, None)
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(UserError, match="report.html cannot be written .* what was trained is in the newest check"):
+        evaluate.write_report({"steps": 10})
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [], "no half file stays"
 
 
 # ---------------------------------------------------------------- other places than the run's folder

@@ -1,6 +1,7 @@
 """Clips as files: what is written decodes to the same pixels, at the right size, count and rate."""
 
 import io
+import math
 from fractions import Fraction
 
 import av
@@ -134,3 +135,50 @@ def test_contact_sheet_refuses():
         media.contact_sheet(None, [])
     with pytest.raises(ValueError, match="shape"):
         media.contact_sheet(None, [("one clip only", moving_disc())])
+
+
+def read_gif(data: bytes) -> tuple[np.ndarray, list[int], int]:
+    """Frames, their lengths in milliseconds, and how often it loops (0 for ever)."""
+    with Image.open(io.BytesIO(data)) as gif:
+        frames, lengths = [], []
+        for i in range(gif.n_frames):
+            gif.seek(i)
+            frames.append(np.asarray(gif.convert("RGB")))
+            lengths.append(gif.info["duration"])
+        return np.stack(frames), lengths, gif.info["loop"]
+
+
+@pytest.mark.parametrize(("fps", "milliseconds"), [(8, 750), (16, 370), (24, 250), (23.976, 250), (2.5, 2400)])
+def test_gif_shows_the_clip_at_its_rate(fps, milliseconds):
+    clip = moving_disc()
+    data, size = media.gif_bytes(clip, fps)
+    frames, lengths, loop = read_gif(data)
+    assert size == frames.shape[1:3] == (256, 256) and len(frames) == 6 and loop == 0
+    np.testing.assert_array_equal(frames, clip.repeat(16, axis=1).repeat(16, axis=2))
+    assert sum(lengths) == pytest.approx(milliseconds, abs=10) and min(lengths) >= 20
+
+
+def test_gif_of_a_large_clip_is_shrunk_and_of_an_odd_one_is_whole():
+    photo = np.random.default_rng(0).integers(0, 255, (3, 480, 832, 3), dtype=np.uint8)
+    data, size = media.gif_bytes(photo, 16)
+    assert size == (185, 320) == read_gif(data)[0].shape[1:3]
+    assert media.gif_bytes(moving_disc(2, 15, 17), 8)[1] == (240, 272)
+    assert len(read_gif(media.gif_bytes(moving_disc(1), 8)[0])[0]) == 1
+    assert min(read_gif(media.gif_bytes(moving_disc(), 120)[0])[1]) == 20, "players take less for a tenth of a second"
+
+
+@pytest.mark.parametrize("fps", [0, -1, math.nan, math.inf])
+def test_gif_refuses_what_is_no_rate(fps):
+    with pytest.raises(ValueError, match="is not a frame rate"):
+        media.gif_bytes(moving_disc(), fps)
+
+
+def test_temporary_files_are_nobody_elses(tmp_path):
+    """Two processes of one number on two nodes may write the same file in a shared folder."""
+    path = tmp_path / "a.png"
+    with media.atomic_path(path) as first, media.atomic_path(path) as second:
+        assert first != second and first.suffix == second.suffix == ".png"
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first", "the outer one is moved last"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]

@@ -1,12 +1,16 @@
-"""metrics.jsonl: cut back on resume, and valid JSON whatever the numbers are."""
+"""metrics.jsonl: cut back on resume, valid JSON whatever the numbers are; a service that fails ends no run."""
 
 import json
 import math
+import os
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from distill.config import LogSettings
-from distill.metrics import MetricsLog, cut_back
+from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
+from fsdp_cp.errors import UserError
 
 
 def line(step, **metrics):
@@ -72,3 +76,108 @@ def test_numbers_keep_all_digits_and_non_finite_ones_become_null(path):
 
     record = json.loads(path.read_text(), parse_constant=refuse)
     assert record == {"step": 1, "student/loss": loss, "a": None, "b": None, "c": None, "perf/mfu": None}
+
+
+# ---------------------------------------------------------------- disks
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_one_line(tmp_path):
+    for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to("/dev/full")
+    log, norms = MetricsLog(tmp_path, LogSettings(), {}), NormsLog(tmp_path)
+    sheet = Image.new("RGB", (4, 4))
+    for name, write in (
+        ("metrics", lambda: log.write(1, {"student/loss": 1.0})),
+        ("norms", lambda: norms.write(1, "student", {"weight": (1.0, None)})),
+        ("measures", lambda: log.show(1, sheet, {}, {"accuracy": 1.0}, fps=8)),
+    ):
+        with pytest.raises(UserError, match=rf"{name}.jsonl cannot be written .No space left on device.; make room"):
+            write()
+    log.close()  # and no line that could not be written comes up again here
+    norms.close()
+
+
+def test_a_folder_in_the_place_of_the_file_is_one_line(path):
+    path.mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl cannot be written .Is a directory."):
+        MetricsLog(path.parent, LogSettings(), {})
+
+
+# ---------------------------------------------------------------- Weights & Biases
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    yield wandb
+    wandb.teardown()
+
+
+@pytest.mark.slow
+def test_where_the_server_does_not_answer_the_run_is_logged_offline(wandb, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    log = MetricsLog(run_dir, LogSettings(wandb=True), {"steps": 3})
+    log.write(1, {"student/loss": 0.5})
+    log.close()
+    assert "cannot be reached" in caplog.text and f"wandb sync {run_dir}/wandb/offline-run-*" in caplog.text
+    (offline,) = (run_dir / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    assert steps(run_dir / "metrics.jsonl") == [1]
+
+
+def test_what_wandb_refuses_by_itself_is_one_line(wandb, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match="^log.wandb=true, but Weights & Biases refuses: .*log.project") as refused:
+        MetricsLog(tmp_path, LogSettings(wandb=True, project="a/b:c"), {})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_service_that_fails_on_the_way_is_left_out_and_said_once(wandb, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = MetricsLog(tmp_path, LogSettings(wandb=True), {})
+    log.write(1, {"student/loss": 0.5})
+    wandb.run.finish()  # as when its process dies: whatever is logged from here on raises
+    for step in (2, 3):
+        log.write(step, {"student/loss": 0.5})
+    log.close()
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert caplog.text.count("Weights & Biases failed and is left out from here on") == 1
+
+
+# ---------------------------------------------------------------- TensorBoard
+
+
+def test_tensorboard_gets_looping_clips_without_moviepy(tmp_path, monkeypatch):
+    """The event file that torch's and tensorboard's parts wrote together, read back with tensorboard's own reader."""
+    pytest.importorskip("tensorboard")
+    import io
+    import sys
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setitem(sys.modules, "moviepy", None)  # importing it would raise
+    clips = np.random.default_rng(0).integers(0, 255, (2, 5, 16, 24, 3), dtype=np.uint8)
+    log = MetricsLog(tmp_path, LogSettings(tensorboard=True), {})
+    for step in (10, 20):
+        videos = {"student_4steps": (clips, [])} | ({"teacher_50steps": (clips[:1], [])} if step == 10 else {})
+        log.show(step, Image.new("RGB", (8, 8)), videos, {"accuracy": 0.5}, fps=8)
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {"samples/sheet", "samples/student_4steps/0", "samples/student_4steps/1", "samples/teacher_50steps/0"}
+    assert set(events.Tags()["images"]) == tags
+    first, second = events.Images("samples/student_4steps/1")
+    assert (first.step, second.step, first.height, first.width) == (10, 20, 176, 264)
+    with Image.open(io.BytesIO(second.encoded_image_string)) as gif:
+        assert (gif.format, gif.n_frames, gif.size, gif.info["loop"]) == ("GIF", 5, (264, 176), 0)
+    assert len(events.Images("samples/teacher_50steps/0")) == 1

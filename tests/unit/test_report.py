@@ -12,6 +12,7 @@ from distill import charts
 from distill.measures import HIGHER_IS_BETTER, Measure
 from distill.report import ReportRow, report_picture, student_beats_teacher, verdict, write_report
 from distill.report_page import number
+from distill.run_facts import FILES
 
 CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
 
@@ -91,7 +92,8 @@ def test_page_loads_nothing_and_runs_nothing(run):
         assert tag not in {"script", "link", "iframe", "object", "embed", "base"}
         assert not any(name.startswith("on") for name in attributes)
         for name in ("src", "href", "xlink:href", "srcset", "data"):
-            assert attributes.get(name, "#").startswith(("#", "data:image/")), (tag, attributes)
+            link = tag == "a" and name == "href" and attributes[name] in FILES  # a link loads nothing by itself
+            assert link or attributes.get(name, "#").startswith(("#", "data:image/")), (tag, attributes)
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
 
 
@@ -147,7 +149,7 @@ def test_rows_come_in_reading_order(run):
 
 def test_page_tells_of_torn_lines_and_facts(run):
     _, text, _, data = run
-    assert data["metrics"] == {"records": 60, "unreadable_lines": 1}
+    assert data["metrics"] == {"records": 60, "unreadable_lines": 1, "repeated_steps": 0}
     assert "1 line of metrics.jsonl that could not be read" in text
     assert "torchrun train.py &#x27;a=&lt;b&gt;&#x27;" in text and "0.50" in text
     for key in ("student/loss", "fake/loss", "student/grad_norm", "fake/grad_norm"):
@@ -245,17 +247,17 @@ def test_read_metrics_leaves_out_what_is_no_record(tmp_path):
     good = [b'{"step": 2, "fake/loss": NaN}', b'{"step": 1, "student/loss": 0.5}', b'{"step": 2, "fake/loss": 0.25}']
     bad = [b"[1, 2]", b'{"loss": 1}', b"\xff\xfe", b"7", b'{"step": null}', b'{"step": 3, "fake']
     path.write_bytes(b"\n".join([*good[:2], b"", *bad[:-1], good[2], bad[-1]]))
-    records, unreadable = charts.read_metrics(path)
+    records, unreadable, repeated = charts.read_metrics(path)
     assert [r["step"] for r in records] == [1, 2] and records[1]["fake/loss"] == 0.25
-    assert unreadable == len(bad)
-    assert charts.read_metrics(tmp_path / "none.jsonl") == ([], 0)
+    assert (unreadable, repeated) == (len(bad), 1), "of step 2 the later line stands"
+    assert charts.read_metrics(tmp_path / "none.jsonl") == ([], 0, 0)
 
 
 def test_curves_have_gaps_where_values_are_not_finite():
     records = [{"step": i, "fake/loss": v} for i, v in enumerate([1.0, math.nan, 3.0, None, math.inf, 5], start=1)]
     records += [{"step": 7, "student/loss": 1.0, "student/grad_norm": 2.0, "perf/mfu": None, "student/lr": 1e-4}]
     found = charts.curves(records)
-    assert list(found) == ["student/loss", "fake/loss", "student/grad_norm"]
+    assert list(found) == ["student/loss", "fake/loss", "student/grad_norm", "student/lr"]
     steps, values = found["fake/loss"]
     np.testing.assert_array_equal(steps, [1, 2, 3, 4, 5, 6])
     np.testing.assert_array_equal(values, [1, math.nan, 3, math.nan, math.nan, 5])
@@ -265,6 +267,51 @@ def test_curves_have_gaps_where_values_are_not_finite():
     assert "not finite (3)" in svg and svg.startswith("<svg")
     assert charts.curve_svg("fake/loss", steps[:0], values[:0]).startswith("<svg")
     assert charts.curve_svg("fake/loss", steps[1:2], values[1:2]).startswith("<svg")
+
+
+def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():
+    """Which a null is says the total of the same step: with a finite total no sample fell into the bin."""
+    records = [
+        {"step": 1, "fake/loss": 0.5, "fake/loss/t0.25": 0.4, "fake/loss/t0.9375": None, "fake/grad_norm": None},
+        {"step": 2, "fake/loss": 0.5, "fake/loss/t0.25": None, "fake/loss/t0.9375": None},
+        {"step": 3, "fake/loss": None, "fake/loss/t0.25": None},
+        {"step": 4, "fake/loss": 0.5, "fake/loss/t0.25": math.inf},
+        {"step": 5, "fake/loss/t0.25": None},  # no total: nothing says that it was empty
+        {"step": 6, "student/loss": 0.5, "fake/loss": math.nan, "fake/loss/t0.25": None},  # another role's total
+        {"step": 7, "fake/loss": 0.5, "fake/loss/t0.25": 0.3},
+    ]
+    found = charts.curves(records)
+    steps, values = found["fake/loss/t0.25"]
+    np.testing.assert_array_equal(steps, [1, 3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(values, [0.4, math.nan, math.nan, math.nan, math.nan, 0.3])
+    assert "not finite (4)" in charts.curve_svg("fake/loss/t0.25", steps, values)
+    assert "fake/loss/t0.9375" not in found, "a curve without a point is not drawn"
+    np.testing.assert_array_equal(found["fake/grad_norm"][1], [math.nan])  # a null elsewhere is a broken value
+    healthy = charts.curves(records[:2] + records[-1:])
+    svg = charts.curve_svg("fake/loss/t0.25", *healthy["fake/loss/t0.25"])
+    assert len(healthy["fake/loss/t0.25"][0]) == 2 and "not finite" not in svg
+
+
+@pytest.mark.parametrize("values", [[1e308, -1e308, 1e308], [5e-324, 1e308], [1e300] * 3, [0.0], [-1e-320, 1.0]])
+def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values):
+    values = np.array(values)
+    assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1), values).startswith("<svg")
+    assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1) * 2.0**49, values).startswith("<svg")
+
+
+def test_rates_and_speed_have_their_curves():
+    records = [{"step": i, "student/lr": 1e-3 / i, "perf/tokens_per_second": 100.0 * i} for i in range(1, 41)]
+    found = charts.curves(records)
+    assert list(found) == ["student/lr", "perf/tokens_per_second"]
+    rate, speed = (charts.curve_svg(key, *found[key]) for key in found)
+    assert "student: learning rate" in rate and "log scale" not in rate and "mean of" not in rate
+    assert "video tokens per second" in speed
+
+
+def test_one_huge_loss_leaves_the_mean_of_later_ones_alone():
+    values = np.full(60, 0.1)
+    values[10] = 1e25
+    np.testing.assert_allclose(charts.moving_average(values, 5)[15:], 0.1)
 
 
 def test_moving_average_is_the_plain_mean_of_the_window():

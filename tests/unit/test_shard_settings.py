@@ -106,7 +106,7 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
         (
             {"activation_checkpointing": "selective", "keep_operators": [o]},
             "cpu",
-            f"operator {o}",
+            f"operator {o!r}",
             {"keep_operators": ["aten.addmm"]},
         )
         for o in ("aten.mmm", "mm", "aten", "", "aten.add.Tensorr", "fsdp_cp.ring_attentoin", "aten.mm.default.x")

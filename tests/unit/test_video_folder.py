@@ -136,11 +136,13 @@ def test_no_usable_clip_is_an_error(tmp_path, tiny):
     assert "no usable clip (2 left out, first: broken.mp4" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_row_that_ends_before_its_caption_is_left_out(make, videos, caplog):
-    (videos / "metadata.csv").write_text("file_name,caption\nclip_0.mp4\nclip_1.mp4,\nclip_2.mp4,last\n")
+def test_clips_without_a_caption_are_named_counted_and_left_out(make, counts, videos, caplog):
+    (videos / "metadata.csv").write_text("file_name,caption\nclip_0.mp4\nclip_1.mp4, \nclip_2.mp4,last\n")
     data = make()
-    assert [data[i]["caption"] for i in range(len(data))] == ["", "last"]  # an empty caption is one
-    assert "clip_0.mp4 has no caption" in caplog.text
+    assert [data[i]["caption"] for i in range(len(data))] == ["last"] and len(counts["clips"]) == 1
+    for name in ("clip_0.mp4", "clip_1.mp4"):  # without one, and with white space alone
+        assert f"{name} has no caption in metadata.csv" in caplog.text
+    assert "2 of 3 clips left out" in caplog.text
 
 
 # Settings
@@ -173,7 +175,7 @@ def test_settings_that_do_not_fit_fail_before_any_work(make, counts, tmp_path, c
         (b"file,caption\na.mp4,x\n", "no column file_name .found file,caption"),
         (b"file_name,text\na.mp4,x\n", "no column caption"),
         (b"file_name,caption\n", "no rows"),
-        (b"file_name,caption\nclip_0.mp4,x\n,y\n", "no file_name in row 2"),
+        (b"file_name,caption\nclip_0.mp4,x\n,y\n", "no file_name in line 3"),
         (b"file_name,caption\nclip_0.mp4,\xff\xfe\n", "UTF-8"),
     ],
 )

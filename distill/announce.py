@@ -1,0 +1,54 @@
+"""What the log says once, before the first step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_cp.diagnostics import connection_advice, group_report, report_table
+from fsdp_cp.launch import rank
+from fsdp_cp.sequence import local_token_count
+from fsdp_cp.sharding import settings_of
+
+if TYPE_CHECKING:  # which calls this
+    from distill.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def announce(trainer: Trainer) -> None:
+    """Log the size of every role, the mesh, the tokens of a rank, the accumulation and the steps. Rank 0 logs."""
+    if rank() != 0:
+        return
+    for name, role in trainer.method.roles.items():
+        count = sum(p.numel() for p in role.parameters())
+        log.info("%s: %s parameters, %s", name, f"{count:,}", "trained" if role.trainable else "frozen")
+        if trainer.config.log.groups:
+            log.info(
+                "%s on rank 0, %s:\n%s",
+                name,
+                settings_of(role.network).strategy,
+                report_table(group_report(role.network)),
+            )
+    tokens = next(iter(trainer.roles.values())).tokens
+    local = local_token_count(tokens, trainer.mesh.cp_size)
+    pads = local * trainer.mesh.cp_size - tokens
+    note = f" ({pads} of them pads at the end)" if pads else ""
+    log.info("mesh: %s; %d tokens a sample, %d on each rank%s", trainer.mesh.shape, tokens, local, note)
+    capability = torch.cuda.get_device_capability(trainer.device) if trainer.device.type == "cuda" else None
+    advice = connection_advice(trainer.device.type, capability, trainer.mesh.cp_size, os.environ)
+    if advice is not None:
+        log.warning(advice)
+    log.info(
+        "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
+        trainer.config.batch_size,
+        trainer.batching.accumulation,
+        trainer.batching.micro,
+        trainer.mesh.dp_size,
+        trainer.config.steps,
+        len(trainer.training_data),
+        trainer.run_dir,
+    )

@@ -1,0 +1,164 @@
+"""Tables of captions: a strict reader of comma-separated files. What would damage a caption is refused by its line.
+
+Python's own reader takes whatever comes: a comma too many cuts a caption, a quote that nothing closes swallows the rows
+after it, and both train on.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_cp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"}
+_QUOTES = 'put captions with commas in double quotes, and write a quote inside them twice ("")'
+_FIELD_LIMIT = 1 << 20  # characters; the longest captions have a few thousand
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Row:
+    """One row of a table."""
+
+    line: int
+    """Where it begins, counted from 1."""
+    values: tuple[str | None, ...]
+    """One for each wanted column; ``None`` where the row ends before it."""
+
+
+def read_text(file: Path, where: str) -> str:
+    """The text of a UTF-8 file, without a byte order mark; line ends as they are.
+
+    Raises: ``UserError`` for a file that cannot be read, is in another encoding, or holds NUL bytes.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror}); give a readable file") from error
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise UserError(f"{where} is not UTF-8 text but UTF-16; save it as UTF-8")
+    try:
+        text = data.decode("utf-8-sig")  # spreadsheets put a byte order mark first
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{where} is not UTF-8 text (line {line}); save it as UTF-8") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise UserError(f"{where} is not UTF-8 text (a NUL byte in line {line}); save it as UTF-8")
+    return text
+
+
+def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
+    """The rows of a comma-separated file with a header, in its order; lines that are empty are no rows.
+
+    Args:
+        file: UTF-8; byte order mark and line ends as spreadsheets write them.
+        columns: those wanted, by name.
+        where: the setting and the file, for messages.
+
+    Raises: ``UserError`` by line for a row with more fields than the header has, a quote that is not closed or that
+        swallowed rows; and for a header without one of ``columns``, with a name twice, or with other separators.
+    """
+    text = read_text(file, where)
+    lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
+    _check_separator(lines[0] if lines else "", columns, where)
+    records = _records(lines, where)
+    if not records:
+        raise UserError(f"{where} has no column {columns[0]} (found nothing); use {','.join(columns)}")
+    (first, header), *body = records
+    header = [name.strip() for name in header]
+    _check_header(header, first, columns, where)
+    wanted = [header.index(column) for column in columns]
+    rows: list[Row] = []
+    broken = 0
+    ends = [line for line, _ in records[2:]] + [len(lines) + 1]
+    for (line, fields), end in zip(body, ends, strict=False):
+        # A field without a name can only come from a comma too many: spreadsheets fill the header up with such names.
+        extra = [value for i, value in enumerate(fields) if (i >= len(header) or not header[i]) and value.strip()]
+        if extra or len(fields) > len(header):
+            raise UserError(
+                f"{where}: line {line} has {len(fields)} fields for {len([n for n in header if n])} columns; {_QUOTES}"
+            )
+        if any("\n" in value or "\r" in value for value in fields):
+            broken += 1
+            _check_swallowed(lines[line : end - 1], line, header, file, where)
+        rows.append(Row(line=line, values=tuple(fields[i] if i < len(fields) else None for i in wanted)))
+    if broken:
+        logger.info("%d rows of %s hold line breaks in quotes", broken, file)
+    return rows
+
+
+def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
+    """(line where it begins, fields) of every record that is not an empty line."""
+    records: list[tuple[int, list[str]]] = []
+    before = csv.field_size_limit(_FIELD_LIMIT)
+    # A blank before a quote would make the quote a part of the caption, and the comma in it a separator.
+    reader = csv.reader(lines, strict=True, skipinitialspace=True)
+    begins = 1
+    try:
+        for fields in reader:
+            if fields:
+                records.append((begins, fields))
+            begins = reader.line_num + 1
+    except csv.Error as error:
+        what = str(error)
+        if "unexpected end of data" in what or "field larger" in what:
+            problem = f"has a double quote in line {begins} that nothing closes"
+        elif reader.line_num > begins:
+            problem = f"has a double quote in line {begins} that is not closed before line {reader.line_num}"
+        else:
+            problem = f"has text behind a closing double quote in line {begins}"
+        raise UserError(f"{where} {problem}; {_QUOTES}") from error
+    finally:
+        csv.field_size_limit(before)
+    return records
+
+
+def _check_separator(header: str, columns: Sequence[str], where: str) -> None:
+    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        parts = [part.strip().strip('"') for part in header.split(separator)]
+        if "," not in header and len(parts) > 1 and set(parts) >= set(columns):
+            raise UserError(f"{where} separates its columns with {name}; save it with commas")
+
+
+def _check_header(header: list[str], line: int, columns: Sequence[str], where: str) -> None:
+    absent = [column for column in columns if column not in header]
+    if absent:
+        found = " ".join(",".join(header).split())[:100] or "nothing"
+        raise UserError(f"{where} has no column {absent[0]} (found {found}); use {','.join(columns)}")
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{where} has the column {twice[:60]!r} twice in line {line}; remove one")
+
+
+def _check_swallowed(inner: list[str], line: int, header: list[str], file: Path, where: str) -> None:
+    """Refuse a quoted field whose later lines look like rows of the table: its quote was closed by another's.
+
+    Args:
+        inner: the record's lines after the first.
+        line: where the record begins.
+    """
+    for number, text in enumerate(inner, start=line + 1):
+        parts = [part.strip().strip('"') for part in text.split(",")]
+        if "file_name" in header:
+            at = header.index("file_name")
+            name = parts[at] if len(parts) == len(header) or len(parts) > at + 1 else ""
+            row = Path(name).suffix.lower() in VIDEO_SUFFIXES or (bool(name) and os.path.isfile(file.parent / name))
+        else:
+            # Prose has commas too, but rarely exactly as many, with as little room: numbers and names are short.
+            at = header.index("caption") if "caption" in header else 0
+            others = parts[:at] + parts[at + 1 :]
+            row = len(parts) == len(header) > 1 and all(re.fullmatch(r"\S{0,40}", part) for part in others)
+        if row:
+            raise UserError(
+                f"{where} has a double quote that opens in line {line} and holds line {number}, which looks"
+                f" like a row of its own; close the quote in line {line}, or write that caption on one line"
+            )

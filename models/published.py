@@ -1,0 +1,173 @@
+"""Folders that appear whole or not at all, and in whose place nothing else is ever lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_cp.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "fsdp_cp_export.json"
+"""In every published folder: what made it, and which files are its own."""
+
+
+def refuse_occupied(folder: Path, setting: str) -> None:
+    """Refuse a folder that :func:`published` could not write without losing somebody's files; changes nothing.
+
+    Args:
+        folder: the folder to be written.
+        setting: what the user calls it, for messages.
+
+    Raises:
+        UserError: a file, the working directory, or a folder that holds anything but an unchanged earlier export.
+    """
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{setting} {folder} is a file; give a folder")
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{setting} {folder} cannot be written ({error.strerror}); give another folder") from error
+    if (file := file_above(folder)) is not None:
+        raise UserError(f"{setting} {folder} cannot be written ({file} is a file); give another folder")
+    real = folder.resolve()
+    if real == Path.cwd() or real in Path.cwd().parents:
+        raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
+    foreign = _foreign(real)
+    if foreign is not None:
+        raise UserError(
+            f"{setting} {folder} is not empty, and {foreign}; nothing was changed, give an empty or a new folder"
+        )
+
+
+def file_above(folder: Path) -> Path | None:
+    """The parent of ``folder`` that is no folder, so that it cannot be made; ``None`` where there is none."""
+    return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
+
+
+def _foreign(folder: Path) -> str | None:
+    """What in ``folder`` is no part of an earlier export, or has changed since, in words; ``None`` if nothing is."""
+    if not folder.is_dir():
+        return None
+    found = sorted(p.name for p in folder.iterdir())
+    if not found:
+        return None
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        own = {name: (int(size), int(time)) for name, (size, time) in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"no earlier export: it holds {found[0]} and no readable {MANIFEST}"
+    for name in found:
+        if name != MANIFEST and name not in own:
+            return f"{name} is not of the earlier export in it"
+        if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != own[name]):
+            return f"{name} has changed since it was exported"
+    return None
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """Size in bytes and time of the last change in ns: what tells a file of ours from another in its place."""
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+@contextmanager
+def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
+    """A new folder to write plain files into; on success it becomes ``folder``, on failure nothing has changed.
+
+    An earlier export stays until the new one is whole. One process writes.
+
+    Args:
+        folder: where it is to appear.
+        about: JSON-serialisable: what made it, for the manifest.
+        move_aside: rename what stands in the way and is not ours to ``NAME_kept_1``, instead of refusing it: at the
+            end of a long run there is nobody to ask.
+
+    Raises:
+        UserError: see :func:`refuse_occupied`; a folder that cannot be written.
+    """
+    if not move_aside:
+        refuse_occupied(folder, "the folder")
+    folder = folder.resolve()
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _bring_back(folder)
+        for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
+            log.warning("%s is of an export that was killed, or is still being written; remove it if not", left)
+        # A name that nobody else has: OUT.tmp could be a folder of the user's, or another export's at this moment.
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.unfinished_", dir=folder.parent))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
+    try:
+        yield unfinished
+        unfinished.chmod(0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
+        files = {p.name: _state(p) for p in sorted(unfinished.iterdir())}
+        (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
+        _put_in_place(unfinished, folder, move_aside)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in missing:  # nearest first; none that something else is in by now
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"{folder} cannot be written ({error.strerror}); nothing in it has changed") from error
+        raise
+
+
+def withdraw(folder: Path) -> None:
+    """Remove an earlier export; anything else in its place stays, and the log says so."""
+    if not folder.is_dir():
+        return
+    foreign = _foreign(folder)
+    if foreign is not None:
+        log.warning("%s is out of date and stays, since %s", folder, foreign)
+    elif any(folder.iterdir()):
+        _remove_export(folder)
+
+
+def _put_in_place(unfinished: Path, folder: Path, move_aside: bool) -> None:
+    if move_aside and (foreign := _foreign(folder)) is not None:
+        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}_kept_{n}").exists())
+        kept = folder.with_name(f"{folder.name}_kept_{number}")
+        folder.rename(kept)
+        log.warning("%s was not empty, and %s; it is kept as %s", folder, foreign, kept)
+    refuse_occupied(folder, "the folder")  # which may have been filled since
+    if not folder.exists() or not any(folder.iterdir()):
+        unfinished.rename(folder)  # takes the place of an empty folder
+        return
+    earlier = folder.with_name(unfinished.name.replace(".unfinished_", ".replaced_"))
+    folder.rename(earlier)
+    unfinished.rename(folder)
+    _remove_export(earlier)
+
+
+def _bring_back(folder: Path) -> None:
+    """Undo the first of the two renames by which an export takes another's place, if it was killed between them."""
+    if not folder.exists():
+        for earlier in sorted(folder.parent.glob(f".{folder.name}.replaced_*"))[-1:]:
+            earlier.rename(folder)
+            log.warning("%s was left half replaced by a killed export; the earlier one is back", folder)
+
+
+def _remove_export(folder: Path) -> None:
+    """Delete the files that the manifest names, and the folder if that leaves it empty."""
+    for name in [*json.loads((folder / MANIFEST).read_text())["files"], MANIFEST]:
+        (folder / name).unlink(missing_ok=True)
+    try:
+        folder.rmdir()
+    except OSError:
+        log.warning("%s holds files that appeared while it was being replaced; they are kept there", folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

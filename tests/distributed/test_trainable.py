@@ -1,0 +1,239 @@
+"""Freezing a network for a while gives back exactly what was trainable before, and FSDP2's cached dtypes with it."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
+from fsdp_cp import build_mesh, materialise, microbatch, set_trainable, shard_module
+from fsdp_cp.fsdp_state import frozen, gathered_units, param_groups
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.shard_settings import STRATEGIES, ShardSettings
+from models.load import build_role, plan_role
+from models.role import Role
+from tests.distributed.test_library import DIM, TOKENS, Transformer
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(RANKS) as ranks:
+        yield ranks
+
+
+@lru_cache
+def _mesh():
+    return build_mesh()
+
+
+class AdaptedBlock(nn.Module):
+    """A block, and a trainable layer beside it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.adapter = block, nn.Linear(DIM, DIM)
+
+    def forward(self, hidden_states):
+        return self.block(hidden_states) + self.adapter(hidden_states)
+
+
+def _adapted(strategy, precision):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Transformer().requires_grad_(False)
+        model.blocks = nn.ModuleList(AdaptedBlock(block) for block in model.blocks)
+    shard_module(model, mesh=_mesh(), units=model.blocks, strategy=strategy, precision=precision)
+    return model
+
+
+def _trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _gradients(model, precision):
+    """Of two micro-batches, this rank's own samples."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    x = torch.randn(2, TOKENS, 5, generator=generator).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    for i, part in enumerate(x.split(1)):
+        with microbatch(model, is_first=i == 0, is_last=i == 1):
+            model(part).float().square().mean().backward()
+    gradients = {name: p.grad.to_local().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _same(model, fresh, precision):
+    ours, theirs = _gradients(model, precision), _gradients(fresh, precision)
+    assert ours.keys() == theirs.keys() == _trained(fresh)
+    for name, gradient in theirs.items():
+        assert ours[name].dtype == gradient.dtype == torch.float32
+        assert torch.equal(ours[name], gradient), name
+    dtypes = [
+        [(g._reduce_dtype, g._orig_dtype) for m in network.blocks for g in param_groups(m)]
+        for network in (model, fresh)
+    ]
+    assert dtypes[0] == dtypes[1]
+
+
+def _given_back(strategy, precision):
+    model, fresh = _adapted(strategy, precision), _adapted(strategy, precision)
+    adapters = _trained(fresh)
+    count = (len(adapters), len(list(model.parameters())))
+    set_trainable(model, False)
+    set_trainable(model, False)  # a setter: said twice is said once
+    assert not _trained(model)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    x = torch.randn(1, TOKENS, 5, dtype=dtype, requires_grad=True)
+    model(x).float().square().mean().backward()  # the first forward of all, while frozen
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
+    set_trainable(model, True)
+    assert _trained(model) == adapters
+    set_trainable(model, True)
+    assert _trained(model) == adapters
+    _same(model, fresh, precision)
+
+    with frozen(model):
+        with frozen(model):
+            assert not _trained(model)
+            model(x.detach())
+        assert not _trained(model), "the inner one must not end the outer one"
+        set_trainable(model, True)
+        assert _trained(model) == adapters
+        set_trainable(model, False)
+    assert _trained(model) == adapters
+    _same(model, fresh, precision)
+
+    set_trainable(model, False)
+    with frozen(model):
+        pass
+    assert not _trained(model), "it was frozen when the context began"
+    set_trainable(model, True)
+    assert _trained(model) == adapters
+    return count
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_was_frozen_before_stays_frozen(pool, strategy, precision):
+    assert pool.run(_given_back, strategy, precision) == [(6, 46)] * RANKS
+
+
+def _after_exceptions(strategy):
+    model, fresh = _adapted(strategy, "bf16"), _adapted(strategy, "bf16")
+    adapters = _trained(fresh)
+    x = torch.randn(1, TOKENS, 5, dtype=torch.bfloat16, requires_grad=True)
+
+    def refuse(*_):
+        raise ZeroDivisionError
+
+    handle = model.blocks[1].block.mlp.register_forward_hook(refuse)
+    with pytest.raises(ZeroDivisionError), frozen(model), frozen(model):
+        model(x)
+    handle.remove()
+    assert _trained(model) == adapters and not gathered_units(model)
+    handle = model.blocks[1].block.mlp.register_full_backward_hook(refuse)
+    with pytest.raises(ZeroDivisionError), frozen(model):
+        model(x).float().sum().backward()
+    handle.remove()
+    assert _trained(model) == adapters and not gathered_units(model)
+    _same(model, fresh, "bf16")
+    return True
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_an_exception(pool, strategy):
+    assert pool.run(_after_exceptions, strategy) == [True] * RANKS
+
+
+def _whole():
+    """A network that was built frozen is unfrozen as a whole, its integers apart; new memory keeps what is known."""
+    with torch.device("meta"):
+        model = Transformer().requires_grad_(False)
+    shard_module(model, mesh=_mesh(), units=model.blocks)
+    set_trainable(model, True)
+    assert len(_trained(model)) == len(list(model.parameters()))
+    model.head.requires_grad_(False)
+    before = _trained(model)
+    set_trainable(model, False)
+    materialise(model, "cpu")
+    set_trainable(model, True)
+    assert _trained(model) == before and not any(p.requires_grad for p in model.head.parameters())
+    return True
+
+
+def test_a_network_built_frozen(pool):
+    assert pool.run(_whole) == [True] * RANKS
+
+
+def _role(name, strategy) -> Role:
+    plan = plan_role(
+        name,
+        checkpoint=None,
+        architecture=ARCHITECTURE,
+        sharding=ShardSettings(strategy=strategy, precision="bf16"),
+    )
+    role = build_role(
+        plan,
+        mesh=_mesh(),
+        device=torch.device("cpu"),
+        trainable=True,
+        latent_shape=LATENT_SHAPE,
+        text_shape=TEXT_SHAPE,
+        seed=0,
+    )
+    for parameter_name, parameter in role.network.named_parameters():
+        parameter.requires_grad_("attn1" in parameter_name)  # as adapters would be
+    return role
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    x, text = (torch.randn(1, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
+    return x, torch.tensor([0.3]), text
+
+
+def _role_gradients(role):
+    with microbatch(role.network, is_first=True, is_last=True):
+        role.velocity(*_inputs()).square().mean().backward()
+    found = {n: p.grad.to_local().clone() for n, p in role.network.named_parameters() if p.grad is not None}
+    role.network.zero_grad(set_to_none=True)
+    return found
+
+
+def _fake_then_student(strategy):
+    """The fake score trains while the student is frozen; then the student, through the frozen fake score."""
+    student, fake, fresh = (_role(name, strategy) for name in ("student", "fake", "student"))
+    trained = _trained(fresh.network)
+    with student.frozen():
+        assert not student.trainable
+        with torch.no_grad():
+            student.velocity(*_inputs())
+        _role_gradients(fake)
+    assert student.trainable and _trained(student.network) == trained
+    x, t, text = _inputs()
+    with fake.frozen(), microbatch(student.network, is_first=True, is_last=True):
+        fake.velocity(student.velocity(x, t, text), t, text).square().mean().backward()
+    assert all(p.grad is None for p in fake.parameters())
+    through = {n for n, p in student.network.named_parameters() if p.grad is not None}
+    student.network.zero_grad(set_to_none=True)
+    assert through == trained == _trained(fake.network)
+    ours, theirs = _role_gradients(student), _role_gradients(fresh)
+    assert ours.keys() == theirs.keys() == trained
+    assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == torch.float32 for n in trained)
+
+    teacher = student
+    teacher.network.requires_grad_(False)
+    teacher.trainable = False
+    with teacher.frozen():
+        pass
+    assert not teacher.trainable and not _trained(teacher.network), "a frozen role stays one"
+    return len(trained)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fake_score_then_student(pool, strategy):
+    (count,) = set(pool.run(_fake_then_student, strategy))
+    assert 0 < count < 58

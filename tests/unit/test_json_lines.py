@@ -1,0 +1,143 @@
+"""Files of JSON lines: cut back on resume without losing what can be read, whatever became of them."""
+
+import json
+import logging
+import math
+import resource
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.json_lines import cut_back, finite_number, read_objects
+from fsdp_cp.errors import UserError
+from tests.unit import damaged_lines
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def lines(*records):
+    return b"".join(json.dumps(r).encode() + b"\n" if isinstance(r, dict) else r + b"\n" for r in records)
+
+
+def test_a_damaged_line_in_the_middle_costs_that_line_alone(path, caplog):
+    caplog.set_level(logging.INFO)
+    good = [{"step": step, "student/loss": step / 7} for step in range(1, 8)]
+    damaged = lines(*good[:2], b'{"step": 3, "stu', b"[1, 2]", {"loss": 1}, {"step": "4"}, *good[3:])
+    path.write_bytes(damaged)
+    cut_back(path, 5)
+    assert path.read_bytes() == lines(*good[:2], *good[3:5]), "what is kept is kept byte for byte"
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    assert "4 damaged line(s)" in caplog.text and "metrics.jsonl.damaged" in caplog.text
+    assert "2 line(s) after step 5 left out" in caplog.text
+    # A second damage keeps both.
+    path.write_bytes(b"?\n" + lines({"step": 1}))
+    cut_back(path, 5)
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    assert path.with_name("metrics.jsonl.damaged_2").read_bytes() == b"?\n" + lines({"step": 1})
+
+
+def test_lines_that_will_be_written_again_and_a_torn_one_are_no_damage(path, caplog):
+    caplog.set_level(logging.INFO)
+    path.write_bytes(lines({"step": 1}, {"step": 2}) + b'{"step": 3, "fak')
+    cut_back(path, 1)
+    assert path.read_bytes() == lines({"step": 1})
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
+    assert "the last line was torn" in caplog.text and "1 line(s) after step 1" in caplog.text
+
+
+def test_a_last_line_that_is_whole_and_no_record_is_damage(path):
+    path.write_bytes(lines({"step": 1}, {"loss": 2}))
+    cut_back(path, 5)
+    assert path.read_bytes() == lines({"step": 1})
+    assert path.with_name("metrics.jsonl.damaged").exists()
+
+
+def test_other_files_stay_as_they_are(path):
+    ours = ("metrics.tmp", ".metrics.tmp", "metrics.jsonl.tmp", "metrics.jsonl.bak")
+    for name in ours:
+        path.with_name(name).write_text("mine")
+    path.write_bytes(lines({"step": 1}, {"step": 2}))
+    cut_back(path, 1)
+    assert {p.name: p.read_text() for p in path.parent.iterdir() if p.name != path.name} == dict.fromkeys(ours, "mine")
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(path):
+    before = lines(*({"step": step} for step in range(1, 100)), b"damaged", {"step": 100})
+    path.write_bytes(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))  # no file of this process grows larger
+    try:
+        with pytest.raises(UserError, match="metrics.jsonl cannot be cut back to step 1000 .File too large."):
+            cut_back(path, 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"], "nor does anything stay beside it"
+
+
+def oracle_step(line: bytes) -> int | None:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if type(record) is dict else None
+    return step if type(step) is int and 0 <= step < 2**53 else None
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(damaged_lines.files, st.integers(0, 12))
+def test_whatever_is_in_the_file_nothing_readable_is_lost(content, step):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "metrics.jsonl")
+        path.write_bytes(content)
+        cut_back(path, step)
+        given_lines = [line for line in content.split(b"\n") if line.strip()]
+        found = [oracle_step(line) for line in given_lines]
+        kept = [line for line, at in zip(given_lines, found, strict=True) if at is not None and at <= step]
+        assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
+        damaged = path.with_name("metrics.jsonl.damaged")
+        # Of the last line one cannot tell damage from a kill in the middle of a write, unless it is whole.
+        surely = None in found[:-1]
+        possibly = None in found
+        assert surely <= damaged.exists() <= possibly
+        assert not damaged.exists() or damaged.read_bytes() == content
+        before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+        assert before.keys() <= {"metrics.jsonl", "metrics.jsonl.damaged"}, "no temporary file stays"
+        cut_back(path, step)
+        assert {p.name: p.read_bytes() for p in Path(folder).iterdir()} == before, "what is clean stays as it is"
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(damaged_lines.files)
+def test_every_line_is_an_object_or_counted(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "starts.jsonl")
+        path.write_bytes(content)
+        found = read_objects(path)
+        assert len(found.records) + found.unreadable == sum(bool(line.strip()) for line in content.split(b"\n"))
+        assert all(type(record) is dict for record in found.records)
+
+
+def test_no_file_and_a_folder_hold_nothing(tmp_path):
+    assert read_objects(tmp_path / "none") == read_objects(tmp_path)
+    assert read_objects(tmp_path).records == []
+
+
+@given(damaged_lines.odd)
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+def test_a_number_is_finite_or_nan(value):
+    number = finite_number(value)
+    assert math.isnan(number) or number == value
+    if type(value) is float and math.isfinite(value):
+        assert number == value
+
+
+@pytest.mark.parametrize("value", [True, False, None, "1", [1], {}, math.inf, -math.inf, 10**400])
+def test_what_is_no_finite_number_is_nan(value):
+    assert math.isnan(finite_number(value))

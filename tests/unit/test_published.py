@@ -1,0 +1,153 @@
+"""Folders that appear whole or not at all: random folders in the place, failures in the middle, two at once."""
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_cp.errors import UserError
+from models.export import export_scheduler
+from models.published import MANIFEST, published, refuse_occupied, withdraw
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def write(folder: Path, text: str, names=("config.json", "weights.safetensors"), **options) -> None:
+    with published(folder, {"text": text}, **options) as unfinished:
+        for name in names:
+            (unfinished / name).write_text(text)
+
+
+def test_a_new_an_empty_and_an_earlier_export_are_written(tmp_path):
+    out = tmp_path / "deep" / "er" / "out"
+    write(out, "one", ("config.json", "a", "b"))
+    assert {p.name for p in out.iterdir()} == {"config.json", "a", "b", MANIFEST}
+    assert out.stat().st_mode & 0o777 == 0o777 & ~_umask(), "not mkdtemp's, which others cannot read"
+    write(out, "two")
+    assert {p.name for p in out.iterdir()} == {"config.json", "weights.safetensors", MANIFEST}
+    assert (out / "config.json").read_text() == "two"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    write(empty, "one")
+    assert [p.name for p in out.parent.iterdir()] == ["out"], "nothing is left beside it"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_nothing_of_somebody_else_is_touched(tmp_path_factory, seed):
+    """Random folders in the place of an export: files, folders, links, earlier exports with something in addition."""
+    draw = random.Random(seed)
+    place = tmp_path_factory.mktemp("place")
+    out = place / "out"
+    kind = draw.choice(["foreign", "added", "changed", "folder", "link", "manifest", "file"])
+    if kind in ("added", "changed", "manifest"):
+        write(out, "earlier")
+    elif kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+    if kind == "foreign":
+        (out / draw.choice(["config.json", "notes.txt", "diffusion_pytorch_model.safetensors", ".hidden"])).write_text(
+            "x"
+        )
+    elif kind == "added":
+        (out / draw.choice(["mine.txt", "README.md", ".git"])).write_text("mine")
+    elif kind == "changed":
+        (out / "config.json").write_text("mine, now")
+    elif kind == "folder":
+        (out / "sub").mkdir()
+    elif kind == "link":
+        (out / "config.json").symlink_to(draw.choice(["/etc/hostname", "nowhere"]))
+    elif kind == "manifest":
+        (out / MANIFEST).write_text(
+            draw.choice(["", "[]", "{}", '{"files": 3}', '{"files": {"config.json": "x"}}', "\0"])
+        )
+    before = contents(place)
+    with pytest.raises(UserError, match="is not empty, and|is a file"):
+        write(out, "new")
+    assert contents(place) == before and {p.name for p in place.iterdir()} == {"out"}
+    if kind != "file":
+        write(out, "new", move_aside=True)
+        kept = {name.removeprefix("out_kept_1/"): value for name, value in contents(place).items() if "kept" in name}
+        assert kept == {name.removeprefix("out/"): value for name, value in before.items()}
+        assert (out / "config.json").read_text() == "new"
+
+
+def test_a_failure_leaves_the_earlier_export_whole(tmp_path):
+    out = tmp_path / "out"
+    write(out, "one")
+    before = contents(tmp_path)
+    for error in (RuntimeError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")):
+        with pytest.raises(UserError if isinstance(error, OSError) else type(error)) as caught:
+            with published(out, {}) as unfinished:
+                (unfinished / "half").write_text("x")
+                raise error
+        assert contents(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert "No space left on device" in str(caught.value)
+
+
+def test_a_kill_between_the_two_renames_is_undone(tmp_path, caplog):
+    out = tmp_path / "out"
+    write(out, "one")
+    before = contents(out)
+    out.rename(tmp_path / ".out.replaced_abc")
+    with pytest.raises(RuntimeError):
+        with published(out, {}):
+            assert contents(out) == before, "the earlier one is back before anything else"
+            raise RuntimeError
+    assert "is back" in caplog.text and contents(out) == before
+
+
+def test_what_a_killed_export_left_is_named_and_kept(tmp_path, caplog):
+    left = tmp_path / ".out.unfinished_abc"
+    left.mkdir()
+    (left / "weights").write_text("x")
+    write(tmp_path / "out", "one")
+    assert str(left) in caplog.text and (left / "weights").is_file()
+
+
+def test_two_at_once_both_end_whole(tmp_path):
+    out = tmp_path / "out"
+    with published(out, {}) as first, published(out, {}) as second:
+        assert first != second
+        (first / "a").write_text("first")
+        (second / "a").write_text("second")
+    assert (out / "a").read_text() == "first", "the last to end" and sorted(p.name for p in tmp_path.iterdir()) == [
+        "out"
+    ]
+
+
+def test_the_working_directory_is_no_place(tmp_path, monkeypatch):
+    inside = tmp_path / "a" / "b"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    for place in (".", "..", str(tmp_path)):
+        with pytest.raises(UserError, match="is the working directory or holds it; give a folder of its own"):
+            refuse_occupied(Path(place), "OUT")
+
+
+def test_a_scheduler_is_withdrawn_unless_it_has_changed(tmp_path, caplog):
+    folder = tmp_path / "scheduler"
+    export_scheduler(folder, FlowMatchEulerDiscreteScheduler(shift=3.0))
+    assert FlowMatchEulerDiscreteScheduler.from_pretrained(folder).config.shift == 3.0
+    export_scheduler(folder, None)
+    assert not folder.exists()
+    export_scheduler(folder, None)
+    export_scheduler(folder, FlowMatchEulerDiscreteScheduler(shift=5.0))
+    (folder / "notes").write_text("mine")
+    withdraw(folder)
+    assert (folder / "notes").is_file() and "stays" in caplog.text

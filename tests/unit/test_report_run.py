@@ -1,0 +1,233 @@
+"""What a report's page tells of the run: what went wrong, how it was started, its settings and files, all escaped."""
+
+import json
+import math
+import shutil
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.measures import Measure
+from distill.report import ReportRow, write_report
+from tests.unit import damaged_lines
+
+EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+class Page(HTMLParser):
+    """Tags with attributes; the texts by the id or class of the elements around them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.text = ""
+        self.feed((folder / "report.html").read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def classes(self) -> set[str]:
+        return {word for _, attributes in self.tags for word in (attributes.get("class") or "").split()}
+
+
+def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:
+    def scores(accuracy):  # of one measure: each is a chart, which takes its time
+        return {"colour_accuracy": Measure(accuracy, 0.01)}
+
+    clips = np.random.default_rng(0).integers(0, 255, (1, 3, 8, 8, 3), dtype=np.uint8)
+    made = [
+        ReportRow("teacher, 50 steps", "teacher", 50, scores(0.98), clips, 100),
+        ReportRow("teacher, 1 step", "teacher", 1, scores(0.2), clips, 2),
+        ReportRow(student, "student", 1, scores(0.9 if better else 0.1), clips, 1),
+    ]
+    return made, ReportRow("held-out renders", "heldout", None, scores(1.0), clips, 0)
+
+
+def write(folder: Path, records=(), *, better=True, caption="a circle", title="t", **arguments) -> Page:
+    if records:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    made, reference = rows(better)
+    arguments = {"config_summary": {"steps": len(records)}} | arguments
+    write_report(folder, title=title, rows=made, reference=reference, captions=[caption], **arguments)
+    return Page(folder)
+
+
+def healthy(steps: int = 10) -> list[dict]:
+    return [{"step": i, "student/loss": 1 / i, "student/grad_norm": 2.0, "student/skipped": 0.0, "student/lr": 1e-4}
+            for i in range(1, steps + 1)]  # fmt: skip
+
+
+# ---------------------------------------------------------------- what went wrong
+
+
+def test_a_healthy_run_is_shown_as_a_success(tmp_path):
+    page = write(tmp_path, healthy())
+    assert "Something went wrong" not in page.text and "troubles" not in page.classes
+    assert {"verdict", "won"} <= page.classes and "on 1 of the 1 measures" in page.text
+    assert json.loads((tmp_path / "report.json").read_text())["troubles"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"student/loss": None}, "The last loss of the student is not finite (1 of its 10 logged losses is not)."),
+        ({"student/loss": math.nan}, "The last loss of the student is not finite"),
+        ({"student/skipped": 3.0}, "3 of 10 updates of the student were skipped because its gradient norm was not fin"),
+        ({"student/grad_norm": 1e9}, "The gradient norm of the student ended at 1e+09; it began at 2"),
+        ({"student/grad_norm": None}, "1 of the 10 logged gradient norms of the student is not finite."),
+    ],
+)
+def test_a_run_that_went_wrong_says_so_above_its_verdict(tmp_path, caplog, change, said):
+    records = healthy()
+    records[-1] |= change
+    page = write(tmp_path, records, updates={"student": 10}, settings={"optim": {"clip": 10.0}})
+    assert said in page.text and page.text.index(said) < page.text.index("At the same number of steps")
+    assert page.text.index("Something went wrong in this run.") < page.text.index(said)
+    assert "won" not in page.classes and "troubles" in page.classes, "no green above a broken run"
+    assert said in " ".join(json.loads((tmp_path / "report.json").read_text())["troubles"])
+    assert said in caplog.text, "who reads only the log sees it too"
+
+
+def test_a_run_without_metrics_says_so(tmp_path):
+    page = write(tmp_path)
+    assert "No loss is logged in metrics.jsonl" in page.text and "won" not in page.classes
+
+
+def test_a_lost_comparison_stays_red_beside_troubles(tmp_path):
+    records = healthy()
+    records[3]["student/loss"] = None
+    assert {"lost", "troubles"} <= write(tmp_path, records, better=False).classes
+
+
+# ---------------------------------------------------------------- starts, settings, files
+
+
+def start(step: int, **more) -> str:
+    record = {"started": f"2026-11-22T1{step}:00:00+01:00", "from_step": step,
+              "command": f"torchrun train.py steps={step}", "directory": "/w", "host": "node7",
+              "commit": "0123456789abcdef", "clean": step == 0,
+              "versions": {"torch": "2.13.0", "python": "3.11"}, "device": "8 x NVIDIA H20", "world_size": 8,
+              "config": {"secret": 1}}  # fmt: skip
+    return json.dumps(record | more) + "\n"
+
+
+def test_the_page_tells_how_the_run_was_started(tmp_path):
+    (tmp_path / "starts.jsonl").write_text(start(0) + start(3) + start(7))
+    page = write(tmp_path, healthy(), config_summary={"steps": 10, "versions": "torch 1", "minutes of training": 2.5})
+    for said in ("torchrun train.py steps=7", "0123456789abcdef with uncommitted changes", "2026-11-22 17:00:00+01:00",
+                 "node7", "8 x NVIDIA H20, 8 processes", "torch 2.13.0, python 3.11", "3 starts, from steps 0, 3, 7",
+                 "10 steps, 8 x NVIDIA H20, written 20", "minutes of training2.5"):  # fmt: skip
+        assert said in page.text, said
+    assert "0123456789ab with uncommitted changes" in page.text, "shorter in the table of all starts"
+    assert "torch 1," not in page.text, "versions are told once"
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert [s["from_step"] for s in data["starts"]] == [0, 3, 7] and data["starts"][0]["clean"] is True
+
+
+def test_a_run_of_an_older_version_and_damaged_starts_have_a_page(tmp_path):
+    assert "starts" not in write(tmp_path, healthy()).text
+    (tmp_path / "starts.jsonl").write_bytes(
+        b'\xff\n[1]\n"x"\n{"command": 3}\n' + start(2).encode() + b'{"started": "20'
+    )
+    page = write(tmp_path, healthy())
+    assert "5 lines of starts.jsonl that could not be read" in page.text and "steps=2" in page.text
+
+
+def test_all_settings_are_folded_away_with_the_changed_ones_first(tmp_path):
+    given_settings = {"steps": 60, "seed": 0, "optim": {"student": {"lr": 0.5, "betas": [0.0, 0.99]}, "clip": None}}
+    defaults = {"steps": "???", "seed": 0, "optim": {"student": {"lr": 1e-5, "betas": [0.0, 0.99]}, "clip": 10.0}}
+    page = write(tmp_path, healthy(), settings=given_settings, defaults=defaults)
+    assert "All 5 settings; 3 differ from the defaults" in page.text
+    assert "steps60none; must be givenoptim.student.lr0.51e-05optim.clipnull10.0seed0" in page.text.replace("\n", "")
+    assert sum(attributes.get("class") == "differs" for attributes in page.all("tr")) == 3
+    assert "settings" not in write(tmp_path, healthy()).classes
+
+
+def test_links_are_relative_and_lead_somewhere(tmp_path):
+    for name in ("export/student", "samples/x", "checkpoints", "previous/1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config.yaml").touch()
+    page = write(tmp_path, healthy())
+    links = [attributes["href"] for attributes in page.all("a")]
+    assert links == ["export/", "samples/", "metrics.jsonl", "config.yaml", "report.json", "previous/"]
+    assert all((tmp_path / link).exists() for link in links)
+
+
+# ---------------------------------------------------------------- nothing of a stranger's becomes markup
+
+
+def test_text_from_outside_is_escaped_everywhere(tmp_path):
+    (tmp_path / "starts.jsonl").write_text(
+        start(0, started=EVIL, command=EVIL, host=EVIL, device=EVIL, commit=EVIL, directory=EVIL, versions={EVIL: EVIL})
+        + start(1, command=EVIL, host=EVIL, commit=EVIL, started=EVIL)
+    )
+    records = healthy()
+    records[0] |= {f"student/loss{EVIL}": 1.0, f"{EVIL}/loss": None, "student/loss/<script>": 1.0}
+    facts = {EVIL: EVIL, "sample command": f"python -m distill.sample {EVIL}", "nested": {EVIL: EVIL}, "list": [EVIL]}
+    page = write(tmp_path, records, caption=EVIL, title=EVIL, config_summary=facts,
+                 settings={EVIL: EVIL, "run_dir": EVIL, "l": [EVIL]}, defaults={EVIL: EVIL, "l": []})  # fmt: skip
+    assert {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "link", "base", "form"} == set()
+    for tag, attributes in page.tags:
+        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            assert not attributes.get(name, "").startswith(("http", "//", "javascript"))
+    assert page.text.count("<script>alert(1)</script>") > 15, "shown as what it is"
+    (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == POLICY
+
+
+def test_half_characters_are_replaced(tmp_path):
+    """A path that is no UTF-8 and an escape in a file's JSON give text that no file takes."""
+    (tmp_path / "starts.jsonl").write_text(start(0, command="train.py \\ud800".replace("\\\\", "\\"), host="\udcff"))
+    page = write(tmp_path, healthy(), caption="a \ud800 circle", title="\udcff", config_summary={"\ud800": "\udcff"})
+    assert "a ? circle" in page.text
+    assert "a ? circle" in json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["captions"]
+
+
+def check_any_folder(metrics: bytes, starts: bytes, norms: bytes, measures: bytes) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        (folder / "samples").mkdir()
+        contents = {"metrics.jsonl": metrics, "starts.jsonl": starts, "norms.jsonl": norms,
+                    "samples/measures.jsonl": measures}  # fmt: skip
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+        page = write(folder)
+        assert "Training" in page.text and "<script" not in {tag for tag, _ in page.tags}
+        data = json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+        total = sum(bool(line.strip()) for line in metrics.split(b"\n"))
+        assert sum(data["metrics"].values()) == total, "every line is in the report or counted as left out"
+        assert {name: (folder / name).read_bytes() for name in contents} == contents, "a report changes nothing"
+        assert {p.name for p in folder.iterdir()} == {*(n for n in contents if "/" not in n), "samples",
+                                                      "report.html", "report.json"}  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
+
+
+four = st.tuples(*[damaged_lines.files] * 4)
+
+
+@settings(max_examples=6, derandomize=True, deadline=None, database=None)
+@given(four)
+def test_a_report_is_written_whatever_the_files_hold(contents):
+    check_any_folder(*contents)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, derandomize=True, deadline=None, database=None)
+@given(four)
+def test_a_report_is_written_whatever_many_folders_hold(contents):
+    check_any_folder(*contents)

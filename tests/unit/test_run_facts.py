@@ -1,0 +1,209 @@
+"""What is said of a run beside its curves: its starts, its settings, its files, and what went wrong."""
+
+import json
+import math
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from distill import charts
+from distill.config import compose_config
+from distill.report import ReportRow
+from distill.run_facts import (
+    Start,
+    compared_settings,
+    default_settings,
+    flat,
+    read_starts,
+    run_files,
+    start_facts,
+    troubles,
+)
+from tests.unit import damaged_lines
+
+START = {"started": "2026-11-22T10:00:00+01:00", "from_step": 30, "command": "train.py 'a=<b>'", "directory": "/w",
+         "host": "node7", "commit": "abc", "clean": False, "versions": {"torch": "2.13.0"}, "device": "8 x NVIDIA H20",
+         "world_size": 8, "config": {"steps": 3}}  # fmt: skip
+
+
+def healthy(steps: int = 40) -> list[dict]:
+    """Losses that wander by a factor of ten, as on a run that is fine."""
+    values = np.exp(np.random.default_rng(0).normal(size=steps))
+    return [
+        {"step": i + 1, "student/loss": v, "student/grad_norm": 2 * v, "student/skipped": 0.0}
+        if i % 5 == 0
+        else {"step": i + 1, "fake/loss": v, "fake/grad_norm": v, "fake/skipped": 0.0, "fake/loss/t0.25": None}
+        for i, v in enumerate(values)
+    ]
+
+
+def rows(**fills) -> list[ReportRow]:
+    noise = np.random.default_rng(1).integers(0, 255, (3, 4, 8, 8, 3), dtype=np.uint8)
+    made = []
+    for role in ("heldout", "teacher", "student"):
+        clips = noise.copy()
+        for i in fills.get(role, ()):
+            clips[i] = 26
+        made.append(ReportRow(f"{role}, 4 steps", role, 4, None, clips, 4))
+    return made
+
+
+def test_a_healthy_run_has_no_troubles():
+    assert troubles(healthy(), rows(), updates={"student": 8, "fake": 32}, clip=10.0) == []
+    # Nor one that begins at nothing (student and teacher alike) and settles.
+    begins = [{"step": i, "student/loss": min(i * 0.1, 0.5) + 1e-9, "student/grad_norm": 1e-8 + i} for i in range(99)]
+    assert troubles(begins, clip=10.0) == []
+    assert troubles([{"step": 1, "student/loss": 0.5, "student/grad_norm": 3.0}], clip=None) == []
+
+
+def test_skipped_updates_are_counted_against_all_that_were_tried():
+    records = healthy()
+    for record in records[20:]:
+        record |= {key: 3.0 for key in record if key == "fake/skipped"}
+    said = "3 of 32 updates of the fake score were skipped because its gradient norm was not finite."
+    assert troubles(records, updates={"student": 8, "fake": 32}) == [said]
+    assert troubles(records) == [said], "every step was logged, so the lines can be counted"
+    records[-1]["fake/skipped"] = 1.0
+    assert troubles(records)[0].startswith("1 of 32 updates of the fake score was skipped")
+    # With log.every=10 fewer lines than updates: no share is better than a wrong one.
+    few = [{"step": 10, "fake/loss": 1.0, "fake/grad_norm": 1.0, "fake/skipped": 7.0}]
+    assert troubles(few) == ["7 updates of the fake score were skipped because its gradient norm was not finite."]
+
+
+def test_losses_that_are_not_finite_are_told_apart_by_whether_the_run_recovered():
+    records = healthy()
+    records[5]["student/loss"] = None
+    assert troubles(records) == ["The loss of the student was not finite on the way (1 of its 8 logged losses is not)."]
+    records[35]["student/loss"] = math.nan
+    assert troubles(records) == ["The last loss of the student is not finite (2 of its 8 logged losses are not)."]
+
+
+def test_norms_and_losses_that_exploded_are_named_with_their_beginning():
+    records = healthy()
+    for record in records[30:]:
+        record |= {key: 1e9 for key in record if key.endswith(("/grad_norm", "/loss"))}
+    found = troubles(records, clip=10.0)
+    assert [text.split(" ended")[0] for text in found] == [
+        "The gradient norm of the student", "The loss of the student",
+        "The gradient norm of the fake score", "The loss of the fake score",
+    ]  # fmt: skip
+    assert "ended at 1e+09; it began at" in found[0] and "optim.clip is 10" in found[0]
+    # As measured with a rate of 0.3: the second update is wild already, and the norm wanders there.
+    wild = [
+        66.0,
+        8e4,
+        3e6,
+        6e6,
+        1e8,
+        1e7,
+        1e8,
+        4e6,
+        1e8,
+        1e7,
+        3e6,
+        2e6,
+        4e6,
+        1e7,
+        1e6,
+        2e6,
+        4e6,
+        3e6,
+        3e6,
+        2e6,
+        7e6,
+        7e5,
+    ]
+    (said,) = troubles([{"step": i, "fake/loss": 1.0, "fake/grad_norm": n} for i, n in enumerate(wild)], clip=10.0)
+    assert said.startswith("The gradient norm of the fake score ended at 3.85e+06; it began at 66, and optim.clip is")
+    # A single spike that is over is none.
+    records = healthy()
+    records[20]["student/grad_norm"] = 1e9
+    assert troubles(records, clip=10.0) == []
+
+
+def test_a_run_without_losses_or_a_student_or_a_picture_is_told():
+    assert troubles([]) == ["No loss is logged in metrics.jsonl, so the training cannot be judged."]
+    assert troubles(healthy(), rows(student=(0, 1, 2))) == [
+        "3 of 3 clips of student, 4 steps are one flat colour throughout."
+    ]
+    assert troubles(healthy(), rows(teacher=(1,)))[0].startswith("1 of 3 clips of teacher, 4 steps are one")
+    assert troubles(healthy(), rows(student=(0,), heldout=(0,))) == [], "the data has such clips too"
+    (shown,) = (row for row in rows() if row.role == "student")
+    alike = ReportRow(shown.name, "student", 4, None, np.stack([shown.clips[0]] * 3), 4)
+    assert troubles(healthy(), [*rows()[:2], alike]) == [
+        "All 3 clips of student, 4 steps are the same picture for picture."
+    ]
+    one = ReportRow(shown.name, "student", 4, None, shown.clips[:1], 4)
+    assert troubles(healthy(), [*rows()[:2], one]) == []
+    assert troubles(healthy(), rows()[:2]) == ["There are no clips of the student."]
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(damaged_lines.files)
+def test_no_file_brings_a_traceback(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.jsonl")
+        path.write_bytes(content)
+        metrics = charts.read_metrics(path)
+        total = sum(bool(line.strip()) for line in content.split(b"\n"))
+        assert len(metrics.records) + metrics.unreadable + metrics.repeated == total
+        steps = [record["step"] for record in metrics.records]
+        assert steps == sorted(set(steps)) and all(type(step) is int for step in steps)
+        for xs, ys in charts.curves(metrics.records).values():
+            assert xs.shape == ys.shape and xs.size and np.isfinite(xs).all() and not np.isinf(ys).any()
+        assert all(isinstance(text, str) for text in troubles(metrics.records, clip=1.0))
+        starts, unreadable = read_starts(path)
+        assert len(starts) + unreadable == total and Start() not in starts
+        for start in starts:
+            assert None not in start_facts(start).values()
+
+
+# ---------------------------------------------------------------- starts, settings, files
+
+
+def test_a_start_reads_as_it_was_written(tmp_path):
+    path = tmp_path / "starts.jsonl"
+    path.write_text(json.dumps(START | {"from_step": 0, "clean": True}) + "\n" + json.dumps(START) + "\n[1]\n{}\n")
+    (first, newest), unreadable = read_starts(path)
+    assert unreadable == 2 and (first.from_step, newest.from_step) == (0, 30)
+    assert start_facts(newest) == {
+        "command": "train.py 'a=<b>'", "directory": "/w", "commit": "abc with uncommitted changes",
+        "started": "2026-11-22T10:00:00+01:00", "host": "node7", "hardware": "8 x NVIDIA H20, 8 processes",
+        "versions": "torch 2.13.0",
+    }  # fmt: skip
+    assert start_facts(first)["commit"] == "abc"
+    assert read_starts(tmp_path / "none") == ([], 0)
+
+
+def test_what_a_start_does_not_say_or_says_wrongly_is_left_out(tmp_path):
+    path = tmp_path / "starts.jsonl"
+    path.write_text(json.dumps({"started": 7, "host": "n", "commit": None, "from_step": True, "clean": "no",
+                                "versions": ["x"], "world_size": "8"}) + "\n")  # fmt: skip
+    assert read_starts(path) == ([Start(host="n")], 0)
+    assert start_facts(Start(host="n")) == {"host": "n"}
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "wan2_1_t2v_1_3b_dmd2", "quickstart_rcm"])
+def test_every_setting_is_compared_with_its_default(experiment):
+    config = compose_config([f"experiment={experiment}", "seed=7", "optim.clip=null"])
+    compared = compared_settings(asdict(config), default_settings(config))
+    assert {row["key"]: row["value"] for row in compared} == flat(asdict(config))
+    differing = {row["key"] for row in compared if row["differs"]}
+    assert {"seed", "optim.clip", "steps", "batch_size"} <= differing
+    assert not {"checkpoint.keep", "mesh.dp_replicate", "optim.max_skipped", "teacher.precision"} & differing
+    assert [row["differs"] for row in compared] == sorted((row["differs"] for row in compared), reverse=True)
+    seed = next(row for row in compared if row["key"] == "seed")
+    assert (seed["value"], seed["default"]) == (7, 0)
+
+
+def test_only_files_that_are_there_are_linked(tmp_path):
+    assert run_files(tmp_path) == []
+    for name in ("export/student", "samples"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("log.txt", "metrics.jsonl", "else.txt", "checkpoints"):
+        (tmp_path / name).touch()
+    assert run_files(tmp_path) == ["export/", "metrics.jsonl", "log.txt"], "an empty folder has nothing to show"

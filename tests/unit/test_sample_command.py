@@ -1,0 +1,189 @@
+"""``python -m distill.sample`` on a run's folder: what it writes, new captions, and one line for each mistake."""
+
+import json
+import resource
+import shutil
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from distill.config import compose_config, load_config
+from distill.data import build_dataset
+from distill.sample import main
+from tests.tiny_pipeline import build_tiny_pipeline
+
+TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
+CAPTION = "a red circle growing"
+
+
+def write_run(folder: Path, export: Path, *overrides: str) -> Path:
+    """A run's folder as sampling reads it: its configuration and its student."""
+    config = compose_config(["experiment=quickstart", "device=cpu", *overrides])
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(asdict(config)), folder / "config.yaml")
+    shutil.copytree(export, folder / "export" / "student")
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return write_run(tmp_path / "run", TEACHER)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
+
+
+@pytest.fixture
+def captions_run(tmp_path, tiny):
+    (tmp_path / "captions.txt").write_text("a red square\na green square\n")
+    sizes = ["data.num_frames=5", "data.height=32", "data.width=48", "data.max_text_tokens=24"]
+    return write_run(
+        tmp_path / "run", tiny / "transformer", "data=captions", "sample.report_clips=0",
+        f"data.path={tmp_path / 'captions.txt'}", f"data.encoders={tiny}", f"teacher.checkpoint={tiny}", *sizes,
+    )  # fmt: skip
+
+
+def refused(capsys, *arguments) -> str:
+    assert main([str(argument) for argument in arguments]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1, line
+    return line
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def clips(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()} - {"fsdp_cp_export.json"}
+
+
+def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
+    out = tmp_path / "clips"
+    assert main([str(captions_run), "--caption", "a bird, flying", "--caption", "a red square", "--out", str(out)]) == 0
+    assert clips(out) == {"0.mp4", "1.mp4", "samples.png"}
+    about = json.loads((out / "fsdp_cp_export.json").read_text())["about"]
+    assert about["captions"] == ["a bird, flying", "a red square"] and about["steps"] == 4
+
+
+def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run):
+    config = load_config(captions_run / "config.yaml")
+    given = {"seed": 0, "device": torch.device("cpu"), "run_dir": captions_run}
+    plain = build_dataset(config.data, **given)
+    told = build_dataset(config.data, **given, captions=["a bird", "a red square", ""])
+    assert told.fingerprint == plain.fingerprint and told.captions() == plain.captions() and len(told) == len(plain)
+    bird, red, empty = told.embed(["a bird", "a red square", ""])
+    assert torch.equal(red, plain.embed(["a red square"])[0]) and torch.equal(empty, plain.null_text)
+    assert not torch.equal(bird, red)
+    with pytest.raises(ValueError, match="'a bird' has no embedding"):
+        plain.embed(["a bird"])
+    with pytest.raises(ValueError, match=r"the caption 'a \\udcff' is not UTF-8 text"):
+        build_dataset(config.data, **given, captions=["a \udcff"])
+
+
+def test_moving_shapes_refuses_unknown_words(run_dir, capsys):
+    line = refused(capsys, run_dir, "--caption", "a bird")
+    assert "unknown word 'bird'; use a, an, red" in line
+    assert not (run_dir / "samples" / "cli").exists()
+
+
+def test_a_second_sampling_replaces_the_first_and_nothing_else(run_dir, tmp_path):
+    assert main([str(run_dir), "--count", "3"]) == 0
+    out = run_dir / "samples" / "cli"
+    assert clips(out) == {"0.mp4", "1.mp4", "2.mp4", "samples.png"}
+    assert main([str(run_dir), "--caption", CAPTION]) == 0
+    assert clips(out) == {"0.mp4", "samples.png"}
+    assert {p.name for p in out.parent.iterdir()} == {"cli"}
+
+
+def test_files_of_others_are_never_overwritten(run_dir, tmp_path, capsys):
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "0.mp4").write_text("mine")
+    before = listing(tmp_path)
+    line = refused(capsys, run_dir, "--out", out, "--count", 1)
+    assert f"--out {out} is not empty" in line and "0.mp4" in line and "nothing was changed" in line
+    assert listing(tmp_path) == before
+    (out / "0.mp4").unlink()
+    assert main([str(run_dir), "--out", str(out), "--count", "1"]) == 0
+    (out / "0.mp4").write_bytes(b"edited")
+    before = listing(tmp_path)
+    assert "0.mp4 has changed since" in refused(capsys, run_dir, "--out", out, "--count", 1)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps 0 must be from 1 to 4, the student's own"),
+        (["--steps", "99"], "--steps 99 must be from 1 to 4"),
+        (["--count", "0"], "--count 0 must be from 1 to 1024"),
+        (["--count", "1000000000"], "--count 1000000000 must be from 1 to 1024"),
+        (["--out", "FILE"], "config.yaml is a file; give a folder"),
+        (["--out", "FILE/below"], "below cannot be written ("),
+        (["--out", "."], "is the working directory or holds it"),
+        (["--student", "FILE"], "config.yaml is not a folder"),
+        (["--student", "nowhere"], "student.checkpoint=nowhere is not a folder"),
+    ],
+)
+def test_arguments_that_do_not_fit(run_dir, capsys, arguments, words):
+    before = listing(run_dir)
+    file = str(run_dir / "config.yaml")
+    assert words in refused(capsys, run_dir, *(argument.replace("FILE", file) for argument in arguments))
+    assert listing(run_dir) == before
+
+
+def test_folders_that_are_no_run(run_dir, tmp_path, capsys):
+    assert "nowhere is not a folder; give a run's" in refused(capsys, tmp_path / "nowhere")
+    assert "config.yaml does not exist; give the folder of a run" in refused(capsys, tmp_path)
+    shutil.rmtree(run_dir / "export")
+    assert "has no export/student: the run has not come to its end" in refused(capsys, run_dir)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("steps:", "stepz:", "is not a configuration of this version (Key 'stepz' not in 'Config'"),
+        ("seed: 0", "seed: zero", "is not a configuration of this version (Value 'zero'"),
+        ("name: dmd2", "name: dmd9", "is not a configuration of this version ('dmd9')"),
+        ("precision: fp32", "precision: fp7", "fp7"),
+        ("device: cpu", "device: tpu", "device=tpu is unknown"),
+        ("fps: 8.0", "fps: .nan", "data.fps=nan"),
+        ("num_frames: 6", "num_frames: 65", "rope_max_seq_len=64 in patches of 1; use at most 64 latent positions"),
+        ("seed: 0", "seed: !!python/object/apply:os.system ['true']", "is not a configuration of this version"),
+        ("seed: 0", "seed: [", "is not a configuration of this version"),
+        ("seed: 0", "seed: \udcff", "is not a configuration of this version"),
+    ],
+)
+def test_configurations_of_others(run_dir, capsys, old, new, words):
+    text = (run_dir / "config.yaml").read_text()
+    assert old in text
+    (run_dir / "config.yaml").write_bytes(text.replace(old, new, 1).encode("utf-8", "surrogateescape"))
+    assert words in refused(capsys, run_dir, "--count", 1)
+
+
+@contextmanager
+def full_disk(size: int):
+    """No file can grow beyond ``size`` bytes: writing fails as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_earlier_clips(run_dir, capsys):
+    assert main([str(run_dir), "--caption", CAPTION]) == 0
+    before = listing(run_dir)
+    capsys.readouterr()
+    with full_disk(2000):
+        line = refused(capsys, run_dir, "--caption", CAPTION)
+    assert "cannot be written (File too large)" in line
+    assert listing(run_dir) == before and {p.name for p in (run_dir / "samples").iterdir()} == {"cli"}
