@@ -114,12 +114,16 @@ class RandomClips:
         self.latents = torch.randn(32, *latent_shape, generator=generator)
         self.text = torch.randn(32, *TEXT_SHAPE, generator=generator)
         self.null_text = torch.randn(*TEXT_SHAPE, generator=generator)
+        self.empty_text = torch.randn(*TEXT_SHAPE, generator=generator)
 
     def __len__(self) -> int:
         return len(self.latents)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"latents": self.latents[index], "text": self.text[index], "caption": str(index)}
+
+    def embed(self, captions: list[str]) -> torch.Tensor:
+        return torch.stack([self.text[int(caption)] if caption else self.empty_text for caption in captions])
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -288,6 +292,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             latents=data.latents[indices].to(dtype),
             text=data.text[indices].to(dtype),
             null_text=data.null_text.to(dtype),
+            empty_text=data.empty_text.to(dtype),
         )
         name = method.trained_role(step)
         parameters = dict(roles[name].network.named_parameters())

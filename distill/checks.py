@@ -151,6 +151,11 @@ def _check_optimizer(where: str, settings: OptimizerSettings) -> None:
     for key in ("lr", "eps", "weight_decay", "warmup", "final_lr"):
         if not 0 <= getattr(settings, key) < math.inf:
             raise UserError(f"{where}.{key}={getattr(settings, key)} must be at least 0")
+    if settings.additions_lr is not None:
+        if not 0 <= settings.additions_lr < math.inf:
+            raise UserError(f"{where}.additions_lr={settings.additions_lr} must be at least 0, or null for {where}.lr")
+        if settings.lr == 0:  # it is kept as a factor of lr
+            raise UserError(f"{where}.lr=0 with {where}.additions_lr={settings.additions_lr}: use {where}.lr=1e-20")
     if len(settings.betas) != 2 or not all(0 <= b < 1 for b in settings.betas):
         raise UserError(f"{where}.betas={settings.betas} must be two numbers of at least 0 and below 1")
     if not _is_scales(settings.lr_scale):

@@ -109,6 +109,9 @@ class OptimizerSettings:
     """Names of parameters without weight decay, as patterns: ``[*.bias,*norm*]``."""
     lr_scale: Any = None  # an optional dict; see RoleSettings.architecture
     """Factors of the rate by pattern of parameter names, ``{patch_embedding.*: 0.1}``; the first match counts."""
+    additions_lr: float | None = None
+    """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
+    second time), which follows the same schedule; null for ``lr``."""
     implementation: str = "foreach"
     """``foreach``, ``fused`` (one kernel for the whole update) or ``for_loop`` (least memory)."""
 

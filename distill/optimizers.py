@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distill.config import OptimizerSettings
 from fsdp_cp.errors import UserError
+from models.additions import PREFIX
 from models.role import Role
 
 
@@ -44,7 +45,8 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
 
     Args:
         names: of the role's parameters.
-        settings: ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included).
+        settings: ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
+            ``additions_lr`` is the rate of those that a method added, before ``lr_scale``.
         where: the settings' prefix in a message, e.g. ``"optim.student"``.
 
     Raises:
@@ -59,6 +61,8 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
         used |= {*undecayed, scaled}
         decay = 0.0 if undecayed else settings.weight_decay
         scale = 1.0 if scaled is None else float(scales[scaled])
+        if settings.additions_lr is not None and name.startswith(PREFIX):
+            scale *= settings.additions_lr / settings.lr
         groups.setdefault(Group(decay, scale), []).append(name)
     for key, patterns in (("no_decay", settings.no_decay), ("lr_scale", scales)):
         for pattern in patterns:

@@ -83,7 +83,7 @@ class Trainer:
             method.student_average = self.ema.swapped_in
         self.training_data = method.training_data(data)
         self.batching = Batching(global_size=config.batch_size, micro=micro, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-        self.null_text = data.null_text.to(device)
+        self.null_text, self.empty_text = data.null_text.to(device), data.embed([""])[0].to(device)
         self.step = 0
         self.samples = 0
         self.updates = dict.fromkeys(self.roles, 0)
@@ -173,6 +173,7 @@ class Trainer:
             latents=items["latents"].to(self.device, non_blocking=True) if "latents" in items else None,
             text=items["text"].to(self.device, non_blocking=True),
             null_text=self.null_text,
+            empty_text=self.empty_text,
             latent_shape=self.data.latent_shape,
             trajectory=items["trajectory"].to(self.device, non_blocking=True) if "trajectory" in items else None,
         )

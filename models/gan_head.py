@@ -1,17 +1,19 @@
 """A discriminator on the features of a score network (Yin et al. 2024, arXiv:2405.14867, section 4.3).
 
-There it is a stack of convolutions on the bottleneck of a UNet. Here it is a small network on each token behind a
-middle block of a transformer, so that no rank needs another's tokens: it is exact however they are split.
+There it is a stack of convolutions on the bottleneck of a UNet. Here it is a small network on each token behind each of
+several blocks of a transformer (three, as in FastGen's recipes for Wan), so that no rank needs another's tokens: it is
+exact however they are split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,14 +23,32 @@ from fsdp_cp.sequence import gather_tokens
 from models.additions import Addition
 
 
+def default_blocks(layers: int) -> list[int]:
+    """Those in the middle, at three quarters and at the end: 15, 22, 29 of Wan 1.3B's 30, as in FastGen."""
+    return sorted({layers // 2, 3 * layers // 4, layers - 1})
+
+
+class _TokenHead(nn.Module):
+    """Normalise, ``Linear``, SiLU, ``Linear`` to one logit, of each token."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.hidden = nn.Linear(width, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = F.layer_norm(features.to(self.out.weight.dtype), features.shape[-1:])
+        return self.out(F.silu(self.hidden(x)))
+
+
 class GanHead(Addition):
-    """Per token normalise, ``Linear``, SiLU, ``Linear`` to one logit; ``D(x)`` is their mean over a sample's tokens.
+    """A small network on the tokens behind each of K blocks; ``D(x)`` are their means over a sample's tokens, K logits.
 
     Computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
 
     Args:
         config: of a diffusers video transformer (``blocks``, ``patch_size``).
-        block: index of the block whose output it reads; the middle one by default.
+        blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
 
     Raises:
         UserError: a block that the network does not have.
@@ -36,45 +56,44 @@ class GanHead(Addition):
 
     full_precision = True
 
-    def __init__(self, config: Mapping[str, Any], *, block: int | None = None):
+    def __init__(self, config: Mapping[str, Any], *, blocks: Sequence[int] | None = None):
         super().__init__(config)
         layers = config["num_layers"]
-        if block is not None and block >= layers:
+        self.blocks = default_blocks(layers) if blocks is None else list(blocks)
+        if self.blocks[-1] >= layers:
             raise UserError(
-                f"method.gan_block={block}, but the network has {layers} blocks; use 0 to {layers - 1}, or null for the"
-                " middle one"
+                f"method.gan_blocks={self.blocks}, but the network has {layers} blocks; use 0 to {layers - 1}, or null"
+                f" for {default_blocks(layers)}"
             )
-        self.block = (layers - 1) // 2 if block is None else block
-        self.depth = (self.block + 1) / layers
+        self.depth = (self.blocks[-1] + 1) / layers
         """Share of the blocks that a gradient of the logits passes."""
         self.patch = tuple(config["patch_size"])
         width = config["num_attention_heads"] * config["attention_head_dim"]
-        self.hidden = nn.Linear(width, width)
-        self.out = nn.Linear(width, 1)
+        self.heads = nn.ModuleList(_TokenHead(width) for _ in self.blocks)
         self._wanted = False
-        self._features: Tensor | None = None
+        self._features: dict[int, Tensor] = {}
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Logits ``(B, S_local)`` of features ``(B, S_local, width)``."""
-        x = F.layer_norm(features.to(self.out.weight.dtype), features.shape[-1:])
-        return self.out(F.silu(self.hidden(x))).squeeze(-1)
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        """Logits ``(B, S_local, K)`` of the features ``(B, S_local, width)`` behind each of the K blocks."""
+        return torch.cat([head(each) for head, each in zip(self.heads, features, strict=True)], dim=-1)
 
     def attach(self, network: nn.Module, mesh: Mesh) -> None:
-        network.blocks[self.block].register_forward_hook(self._capture)
+        for block in self.blocks:
+            network.blocks[block].register_forward_hook(partial(self._capture, block))
         network.register_forward_hook(partial(self._append, mesh), with_kwargs=True)
 
     @contextmanager
     def wanted(self) -> Iterator[None]:
-        """Inside, the network returns ``D`` ``(B,)`` behind its other outputs; it costs nothing outside."""
+        """Inside, the network returns ``D`` ``(B, K)`` behind its other outputs; it costs nothing outside."""
         self._wanted = True
         try:
             yield
         finally:
-            self._wanted, self._features = False, None
+            self._wanted, self._features = False, {}
 
-    def _capture(self, _block: nn.Module, _args: tuple, output: Tensor) -> None:
+    def _capture(self, index: int, _block: nn.Module, _args: tuple, output: Tensor) -> None:
         if self._wanted:
-            self._features = output
+            self._features[index] = output
 
     def _append(
         self, mesh: Mesh, _network: nn.Module, _args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, ...]
@@ -83,5 +102,6 @@ class GanHead(Addition):
             return None
         sizes = kwargs["hidden_states"].shape[2:]
         total = math.prod(size // patch for size, patch in zip(sizes, self.patch, strict=True))
+        logits = self([self._features[block] for block in self.blocks])
         # Nothing with parameters behind the gather: their gradients would be cp times too large.
-        return *output, gather_tokens(self(self._features), mesh, total).mean(1)
+        return *output, gather_tokens(logits, mesh, total).mean(1)

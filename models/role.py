@@ -62,7 +62,7 @@ class Role:
             x, t, text, r: as of :meth:`velocity`.
 
         Returns:
-            ``(B,)`` in the dtype of ``x``.
+            ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
         head = self.network.additions["gan_head"]
         with head.wanted(), second_time(self.network, t, r):

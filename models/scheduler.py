@@ -1,10 +1,10 @@
 """The diffusers scheduler with which a plain pipeline samples a few-step student as it was trained.
 
 A student that denoises and re-noises at the times ``t_1 = 1 > ... > t_n``, ``x <- (1 - t_{k+1}) x0 + t_{k+1} e'``, is
-``FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)`` in diffusers. A saved scheduler keeps no list of times
-but a ``shift`` and a ``shift_terminal``, which make one for ``n`` steps: from 1, evenly spaced, shifted, then
-stretched to end at ``shift_terminal``. Every evenly spaced list after a shift is such a list; others are near one,
-or not.
+``FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)`` in diffusers; without that, the same scheduler takes
+Euler's steps ``x <- x + (t_{k+1} - t_k) v``. A saved scheduler keeps no list of times but a ``shift`` and a
+``shift_terminal``, which make one for ``n`` steps: from 1, evenly spaced, shifted, then stretched to end at
+``shift_terminal``. Every evenly spaced list after a shift is such a list; others are near one, or not.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _SHIFTS = (0.01, 30.0)
 """Between these each time grows with the shift; far above, diffusers' least time of 1/1000 is shifted up too."""
 
 
-def renoising_scheduler(times: list[float]) -> FlowMatchEulerDiscreteScheduler:
+def few_step_scheduler(times: list[float], *, stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
     """The scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
 
     Args:
         times: rectified-flow times of the student, descending, above 0.
+        stochastic: re-noise between the steps; Euler's steps otherwise.
 
     Raises:
         UserError: diffusers has no scheduler for these times.
     """
 
     def distance(log_shift: float) -> float:
-        return _distance(_scheduler(math.exp(log_shift), times), times)
+        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times)
 
     shift = 1.0
     if len(times) > 2:  # with two, the shift changes nothing
         # Each time grows with the shift, so the greatest distance has one minimum.
         bounds = tuple(map(math.log, _SHIFTS))
         shift = math.exp(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x)
-    scheduler = _scheduler(round(shift, 6), times)
+    scheduler = _scheduler(round(shift, 6), times, stochastic)
     off = _distance(scheduler, times)
     if off > TOLERANCE:
         raise UserError(
@@ -51,10 +52,10 @@ def renoising_scheduler(times: list[float]) -> FlowMatchEulerDiscreteScheduler:
     return scheduler
 
 
-def _scheduler(shift: float, times: list[float]) -> FlowMatchEulerDiscreteScheduler:
+def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
     # A list of one time would be stretched by 0/0.
     terminal = times[-1] if len(times) > 1 else None
-    return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=True)
+    return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=stochastic)
 
 
 def _distance(scheduler: FlowMatchEulerDiscreteScheduler, times: list[float]) -> float:

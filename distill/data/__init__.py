@@ -38,7 +38,7 @@ class ClipDataset(Protocol):
         ...
 
     def embed(self, captions: list[str]) -> Tensor:
-        """fp32 ``(n, L, D)``; UserError for a caption that the data set does not know, nor was told of."""
+        """fp32 ``(n, L, D)``, of the empty caption too; UserError for one that is neither known nor told of."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class EncodedData:
         )
         self._items = self._usable(checked[0][1])
         own = dict.fromkeys([*self.captions(), negative_prompt])
-        texts = list(own | dict.fromkeys(captions))
+        texts = list(own | dict.fromkeys(["", *captions]))
         self._texts = dict(zip(texts, self.cache.write_texts(texts), strict=True))
         self.null_text = self.embed([negative_prompt])[0]
         encoded = together(lambda: (self.cache.encoded_clips, self.cache.encoded_captions))

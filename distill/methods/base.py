@@ -27,7 +27,9 @@ class Batch:
     text: Tensor
     """Caption embeddings, ``(B, L, D)``."""
     null_text: Tensor
-    """Embedding of the empty or negative caption, ``(L, D)``."""
+    """Embedding of the negative prompt, ``(L, D)``: the other branch of guidance."""
+    empty_text: Tensor
+    """Embedding of the empty caption, ``(L, D)``: what a dropped caption is replaced by."""
     latent_shape: tuple[int, ...] | None = None
     """:attr:`shape`, where there are no ``latents`` to tell it."""
     trajectory: Tensor | None = None

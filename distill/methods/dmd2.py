@@ -3,13 +3,14 @@
 The student's samples are pushed along the difference of two scores: the frozen teacher's (with guidance) and that of
 a *fake* network which is trained all along on the student's own samples. The multi-step student is trained on the
 inputs that its own sampler makes (backward simulation, section 4.5 there). Captions are enough for that; with real
-clips a GAN may be added, whose discriminator is a small head on the fake score's features (section 4.3 there).
+clips a GAN may be added, whose discriminator is a few small heads on the fake score's features (section 4.3 there).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.methods.sampling import rollout
 from distill.observations import Observations, observe_by_time, observe_latents, per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, denoise, per_sample, shift_time
 from fsdp_cp.errors import UserError
@@ -37,9 +37,9 @@ class Dmd2Settings(StepListSettings):
     fake_updates_per_student_update: int = 5
     """Fake-score updates that follow each student update; at least 1."""
     min_time: float = 0.02
-    """Least time (before the shift) at which the scores are compared."""
+    """Least time of the scores, after the shift: where they are compared, and where the fake score trains."""
     max_time: float = 0.98
-    """Greatest time (before the shift) at which the scores are compared."""
+    """Greatest time of the scores, after the shift."""
     rollout: str = "random"
     """Steps of the student in a rollout, of which the last carries the gradient: ``random`` (1 to all of them, one
     number for all samples of a step) or ``full``."""
@@ -55,8 +55,9 @@ class Dmd2Settings(StepListSettings):
     0 for none."""
     gan_r1_sigma: float = 0.1
     """Standard deviation of the noise with which that penalty disturbs the discriminator's real inputs; > 0."""
-    gan_block: int | None = None
-    """Index of the fake score's block whose output the discriminator reads; null for the middle one."""
+    gan_blocks: list[int] | None = None
+    """Indices of the fake score's blocks whose outputs the discriminator reads, ascending; null for three, in the
+    middle, at three quarters and at the end, as in FastGen."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,9 +84,11 @@ class Dmd2Settings(StepListSettings):
                 raise UserError(
                     f"method.{key}={getattr(self, key)} must be above 0; for no GAN use method.gan_weight_student=0"
                 )
-        if self.gan_block is not None and self.gan_block < 0:
-            raise UserError(f"method.gan_block={self.gan_block} must be at least 0, or null for the middle block")
-        for key in ("gan_weight_head", "gan_r1_weight", "gan_r1_sigma", "gan_block"):
+        if self.gan_blocks is not None:
+            blocks = list(self.gan_blocks)
+            if not blocks or blocks[0] < 0 or any(a >= b for a, b in pairwise(blocks)):
+                raise UserError(f"method.gan_blocks={blocks} must ascend from at least 0, as [15,22,29], or be null")
+        for key in ("gan_weight_head", "gan_r1_weight", "gan_r1_sigma", "gan_blocks"):
             if not self.gan and getattr(self, key) != getattr(type(self), key):
                 raise UserError(
                     f"method.{key}={getattr(self, key)} is for a GAN, which method.gan_weight_student=0 leaves out;"
@@ -107,7 +110,7 @@ class Dmd2(FewStepMethod):
 
     @classmethod
     def additions(cls, settings: Dmd2Settings) -> dict[str, Chosen]:
-        chosen = {"gan_head": {"block": settings.gan_block}} if settings.gan else {}
+        chosen = {"gan_head": {"blocks": settings.gan_blocks}} if settings.gan else {}
         if settings.fake_knows_last_step:
             chosen["last_step"] = {}
         return {"fake": chosen} if chosen else {}
@@ -163,7 +166,7 @@ class Dmd2(FewStepMethod):
     def _sample(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
         """``x_G``, with a gradient through its last step where gradients are enabled."""
         noise = random.normal("dmd2/noise", batch.shape, batch.dtype)
-        return rollout(self.roles["student"], noise, batch.text, times, random, "dmd2/renoise")
+        return self.student_sample(noise, batch.text, times, random, "dmd2/renoise")
 
     def _student_loss(self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom) -> Tensor:
         sample = self._sample(batch, times, random)
@@ -185,19 +188,18 @@ class Dmd2(FewStepMethod):
             return loss
         t = self._score_time("dmd2/gan_time", batch, random)
         x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
-        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text, last))
+        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text, last)).mean(1)
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
 
     def _score_time(self, purpose: str, batch: Batch, random: StepRandom) -> Tensor:
-        """Uniform in [``min_time``, ``max_time``], shifted; ``(B,)``."""
-        span = self.settings.max_time - self.settings.min_time
-        t = self.settings.min_time + span * random.uniform(purpose, batch.dtype)
-        return shift_time(t, self.settings.shift)
+        """Uniform, shifted, and then held within [``min_time``, ``max_time``]; ``(B,)``."""
+        t = shift_time(random.uniform(purpose, batch.dtype), self.settings.shift)
+        return t.clamp(self.settings.min_time, self.settings.max_time)
 
     def _head_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
-        """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
+        """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``, over all logits.
 
         ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions;
         a discriminator that knows the ``last`` step is told the samples' for both.
@@ -215,18 +217,18 @@ class Dmd2(FewStepMethod):
             torch.cat(inputs), t.repeat(n), batch.text.repeat(n, 1, 1), None if last is None else last.repeat(n)
         )
         student, real, *disturbed = logits.chunk(n)
-        self.observations.add("logit_student", student)
-        self.observations.add("logit_real", real)
-        loss = F.softplus(student) + F.softplus(-real)
+        self.observations.add("logit_student", student.mean(1))
+        self.observations.add("logit_real", real.mean(1))
+        loss = (F.softplus(student) + F.softplus(-real)).mean(1)
         if disturbed:
-            r1 = (real - disturbed[0]).square()
+            r1 = (real - disturbed[0]).square().mean(1)
             self.observations.add("gan_r1", r1)
             loss = loss + self.settings.gan_r1_weight * r1
         return loss.mean()
 
     def _fake_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
         """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
-        t = shift_time(random.uniform("dmd2/fake_time", batch.dtype), self.settings.shift)
+        t = self._score_time("dmd2/fake_time", batch, random)
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
         v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, last)
         errors = per_sample_mean((v - (noise - sample)).square())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,10 +11,10 @@ from diffusers import SchedulerMixin
 from torch import Tensor
 
 from distill.methods.base import Method
-from distill.methods.sampling import check_sampler, guided_sample, rollout
+from distill.methods.sampling import STUDENT_SAMPLERS, check_sampler, guided_sample, rollout
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.scheduler import renoising_scheduler
+from models.scheduler import few_step_scheduler
 
 
 @dataclass(kw_only=True)
@@ -26,11 +27,15 @@ class FewStepSettings:
     """Shift of the teacher's sampler, and of the times that the method draws where it says so. > 0."""
     teacher_sampler: str = "euler"
     """How the teacher is sampled for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
+    student_sampler: str = "renoise"
+    """Between the student's steps, where it is trained on its own samples, sampled and exported: ``renoise`` (fresh
+    noise, as DMD2) or ``ode`` (along its own velocity, without noise, as FastGen's DMD2 for Wan)."""
 
     def __post_init__(self) -> None:
         if self.shift <= 0:
             raise UserError(f"method.shift={self.shift} must be above 0")
         check_sampler("teacher_sampler", self.teacher_sampler)
+        check_sampler("student_sampler", self.student_sampler, STUDENT_SAMPLERS)
 
     def student_times(self) -> list[float]:
         """Rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
@@ -66,7 +71,7 @@ def spread(times: list[float], steps: int) -> list[float]:
 
 
 class FewStepMethod(Method):
-    """A student that is sampled by denoising and re-noising at :meth:`FewStepSettings.student_times`."""
+    """A student that is sampled by denoising at :meth:`FewStepSettings.student_times`."""
 
     settings: FewStepSettings
 
@@ -85,7 +90,15 @@ class FewStepMethod(Method):
                 f"method={self.settings.name}: diffusers has neither a network nor a scheduler for this student;"
                 " sample it with python -m distill.sample"
             )
-        return renoising_scheduler(self.settings.student_times())
+        stochastic = self.settings.student_sampler == "renoise"
+        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic)
+
+    def student_sample(
+        self, noise: Tensor, text: Tensor, times: Sequence[float | Tensor], random: StepRandom, purpose: str
+    ) -> Tensor:
+        """The student's sample as :func:`distill.methods.sampling.rollout` makes it, by ``student_sampler``."""
+        sampler = self.settings.student_sampler
+        return rollout(self.roles["student"], noise, text, times, random, purpose, sampler=sampler)
 
     def evaluations(self, role: str, steps: int) -> int:
         return steps if role == "student" or self.settings.guidance_scale == 1 else 2 * steps
@@ -95,7 +108,7 @@ class FewStepMethod(Method):
         self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
     ) -> Tensor:
         if role == "student":
-            return rollout(self.roles[role], noise, text, self.sampling_times(steps), random, "sample/renoise")
+            return self.student_sample(noise, text, self.sampling_times(steps), random, "sample/renoise")
         return guided_sample(
             self.roles[role],
             noise,

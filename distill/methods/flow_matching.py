@@ -68,7 +68,7 @@ class FlowMatching(Method):
         t = draw_time(self.settings, self.settings.shift, random, "flow_matching/time", x0.dtype)
         noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
-        text = torch.where(dropped.view(-1, 1, 1), batch.null_like_text(), batch.text)
+        text = torch.where(dropped.view(-1, 1, 1), batch.empty_text, batch.text)
         v = self.roles["student"].velocity(add_noise(x0, noise, t), t, text)
         errors = per_sample_mean((v - (noise - x0)).square())
         observe_by_time(self.observations, "loss", errors, t)

@@ -7,7 +7,7 @@ which is what the student is trained towards. Its network gets the second time `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -37,20 +37,24 @@ class MeanFlowSettings(StepListSettings):
     """``v`` of the target: the ``teacher``'s, guided, or that of the ``data``, ``e - x0``, without any teacher."""
     time: str = "logit_normal"
     """Distribution of both times before the shift: ``uniform`` or ``logit_normal``."""
-    logit_mean: float = -0.4
-    """Mean of logit(t), for ``logit_normal``."""
-    logit_std: float = 1.0
+    logit_mean: float = -0.8
+    """Mean of logit(t), for ``logit_normal``; FastGen's for Wan, as the deviation."""
+    logit_std: float = 1.6
     """Standard deviation of logit(t), for ``logit_normal``; > 0."""
     time_shift: float = 1.0
     """Shift of both times; ``shift`` is that of the teacher's sampler alone. > 0."""
-    interval_ratio: float = 0.25
-    """Probability of a sample with r < t; the others train the velocity at r = t. 0 to 1."""
-    warmup: int = 0
-    """Student updates with r = t in all samples, which need no derivative."""
+    interval_ratio: float = 1.0
+    """Probability of a sample with r < t; the others train the velocity at r = t. 0 to 1; the paper's: .25."""
+    tangent_warmup: int = 2000
+    """Student updates over which the derivative in the target grows from 0 to its full size; 0 for none."""
     weight_power: float = 1.0
-    """``p`` of a sample's weight ``1 / (error + c)^p``, where the error is its mean square; 0 for equal weights."""
-    weight_floor: float = 1e-3
-    """``c`` of that weight; > 0."""
+    """``p`` of a sample's weight ``1 / (rms + c)^p``, rms of its error; 0 for equal weights."""
+    weight_floor: float = 10.0
+    """``c`` of that weight; > 0. At FastGen's 10 the weights are nearly equal; a small one divides the error out."""
+    step_list: list[float] = field(default_factory=lambda: [1.0, 0.75, 0.5, 0.25])
+    """Where the student's intervals begin, descending from 1; the last one ends at 0."""
+    student_sampler: str = "ode"
+    """``ode`` alone: the student crosses its intervals."""
     jvp: str = "exact"
     """How du/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
     jvp_step: float = 1e-4
@@ -65,7 +69,12 @@ class MeanFlowSettings(StepListSettings):
         for key in ("time_shift", "logit_std", "weight_floor", "jvp_step"):
             if not getattr(self, key) > 0:
                 raise UserError(f"method.{key}={getattr(self, key)} must be above 0")
-        for key in ("warmup", "weight_power"):
+        if self.student_sampler != "ode":
+            raise UserError(
+                f"method.student_sampler={self.student_sampler}: a student of MeanFlow crosses intervals and adds no"
+                " noise; leave it out"
+            )
+        for key in ("tangent_warmup", "weight_power"):
             if getattr(self, key) < 0:
                 raise UserError(f"method.{key}={getattr(self, key)} must be at least 0")
         if not 0 <= self.interval_ratio <= 1:
@@ -112,12 +121,13 @@ class MeanFlow(FewStepMethod):
     def _loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
         # Decided by the step alone: the derivative is a forward more.
-        instant = step < settings.warmup or settings.interval_ratio == 0
-        t, r = self._times(random, batch, instant)
+        warmup = settings.tangent_warmup
+        growth = min(1.0, step / warmup) if warmup else 1.0
+        t, r = self._times(random, batch)
         noise = random.normal("meanflow/noise", batch.shape, batch.dtype)
         x = add_noise(batch.latents, noise, t)
         target = velocity = self._velocity(batch, noise, x, t)
-        if not instant:
+        if growth and settings.interval_ratio:
             derivative = directional_derivative(
                 lambda x, t: student.velocity(x, t, batch.text, r),
                 (x, t),
@@ -125,25 +135,23 @@ class MeanFlow(FewStepMethod):
                 mode=settings.jvp,
                 step=settings.jvp_step,
             )
-            target = velocity - per_sample(t - r, x) * derivative
+            target = velocity - growth * per_sample(t - r, x) * derivative
             self.observations.add("jvp_norm", per_sample_norm(derivative), where=r < t)
         prediction = student.velocity(x, t, batch.text, r)
         errors = per_sample_mean((prediction - target).square())
         # The loss itself says little: with p = 1 every sample's is below 1 by construction.
         self.observations.add("error/instant", errors, where=r == t)
         self.observations.add("error/interval", errors, where=r < t)
-        weights = (errors.detach() + settings.weight_floor).pow(-settings.weight_power)
+        weights = (errors.detach().sqrt() + settings.weight_floor).pow(-settings.weight_power)
         return (weights * errors).mean()
 
-    def _times(self, random: StepRandom, batch: Batch, instant: bool) -> tuple[Tensor, Tensor]:
+    def _times(self, random: StepRandom, batch: Batch) -> tuple[Tensor, Tensor]:
         """``t`` and ``r <= t`` ``(B,)``: the greater and the lesser of two draws (section 4.3)."""
         one, other = (
             draw_time(self.settings, self.settings.time_shift, random, purpose, batch.dtype)
             for purpose in ("meanflow/time", "meanflow/second_time")
         )
         t, r = torch.maximum(one, other), torch.minimum(one, other)
-        if instant:
-            return t, t
         return t, torch.where(random.uniform("meanflow/interval") < self.settings.interval_ratio, r, t)
 
     @torch.no_grad()

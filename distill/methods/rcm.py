@@ -16,7 +16,6 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.dmd2 import distribution_matching
-from distill.methods.sampling import rollout
 from distill.methods.scm import Scm, ScmSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, shift_time
@@ -127,7 +126,7 @@ class Rcm(Scm):
     def _sample(self, batch: Batch, times: list[Tensor], random: StepRandom) -> Tensor:
         """``x_G``, with a gradient through its last step where gradients are enabled."""
         noise = random.normal("rcm/noise", batch.shape, batch.dtype)
-        return rollout(self.roles["student"], noise, batch.text, times, random, "rcm/renoise")
+        return self.student_sample(noise, batch.text, times, random, "rcm/renoise")
 
     def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         times = self._rollout_times(step, batch, random)

@@ -1,4 +1,4 @@
-"""Samplers of teacher and student: Euler and UniPC along the guided velocity, and re-noising between few steps."""
+"""Samplers: Euler and UniPC along a teacher's guided velocity; a student's few steps, re-noised or along its ODE."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from fsdp_cp.rng import StepRandom
 from models.role import Role
 
 SAMPLERS = ("euler", "unipc")
+STUDENT_SAMPLERS = ("renoise", "ode")
 
 
-def check_sampler(setting: str, value: str) -> None:
-    """Refuse a sampler that is not one of ``SAMPLERS``.
+def check_sampler(setting: str, value: str, samplers: Sequence[str] = SAMPLERS) -> None:
+    """Refuse a sampler that is not one of ``samplers``.
 
     Raises:
         UserError: naming ``method.SETTING``.
     """
-    if value not in SAMPLERS:
-        raise UserError(f"method.{setting}={value} is unknown; use {' or '.join(SAMPLERS)}")
+    if value not in samplers:
+        raise UserError(f"method.{setting}={value} is unknown; use {' or '.join(samplers)}")
 
 
 def guided_sample(
@@ -103,9 +104,16 @@ def unipc_sample(
 
 
 def rollout(
-    student: Role, noise: Tensor, text: Tensor, times: Sequence[float | Tensor], random: StepRandom, purpose: str
+    student: Role,
+    noise: Tensor,
+    text: Tensor,
+    times: Sequence[float | Tensor],
+    random: StepRandom,
+    purpose: str,
+    *,
+    sampler: str,
 ) -> Tensor:
-    """The few-step student's sample: denoise, put fresh noise on it, denoise again.
+    """The few-step student's sample: denoise, go to the next time, denoise again.
 
     The last step carries a gradient where gradients are enabled, the ones before never do (backward simulation, Yin et
     al. 2024b, section 4.5).
@@ -117,7 +125,10 @@ def rollout(
         times: of rectified flow, descending, above 0; one for all samples, or ``(B,)`` in the dtype of ``noise``.
         random: of the fresh noise.
         purpose: of the draws: the k-th fresh noise is ``PURPOSE_k``.
+        sampler: how the next time is reached: ``renoise``, ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2), or
+            ``ode``, ``x0 + t' v``, which is Euler's step along the student's own velocity (as in FastGen).
     """
+    assert sampler in STUDENT_SAMPLERS, sampler
     each = [
         time if isinstance(time, Tensor) else torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device)
         for time in times
@@ -125,7 +136,12 @@ def rollout(
     x = per_sample(each[0], noise) * noise
     for k, t in enumerate(each):
         with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
-            x0 = denoise(x, student.velocity(x, t, text), t)
-        if k < len(times) - 1:
+            v = student.velocity(x, t, text)
+            x0 = denoise(x, v, t)
+        if k == len(times) - 1:
+            break
+        if sampler == "ode":
+            x = x0 + per_sample(each[k + 1], v) * v
+        else:
             x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), each[k + 1])
     return x0

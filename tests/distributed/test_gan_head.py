@@ -90,8 +90,9 @@ def test_the_gan_is_felt(checkpoints, oracle):
         other = oracle_trace(gan(method=method, steps=step + 1), checkpoints)
         ours, theirs = oracle.gradients[step], other.gradients[step]
         moved = {name: ((g - theirs[name]).norm() / g.norm()).item() for name, g in ours.items()}
-        # The last block and what follows it are behind the head, whose last bias cancels in R1's difference.
-        behind = {"blocks.2", "proj_out", "scale_shift_table", "additions.gan_head.out.bias"} if step else set()
+        # What follows the last block is behind the heads, whose last biases cancel in R1's difference.
+        behind = {"proj_out", "scale_shift_table", *(f"additions.gan_head.heads.{k}.out.bias" for k in (0, 1))}
+        behind = behind if step else set()
         for name, share in moved.items():
             assert share > 1e-3 or any(name.startswith(prefix) for prefix in behind), (step, name, share)
 
@@ -127,7 +128,7 @@ def test_replicas(pools, checkpoints, oracle):
 
 
 def test_another_block(pools, checkpoints):
-    setup = gan(cp=2, method=replace(METHOD, gan_block=0), steps=2)
+    setup = gan(cp=2, method=replace(METHOD, gan_blocks=[0]), steps=2)
     oracle = oracle_trace(setup, checkpoints)
     assert compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle).largest < 1e-5
     middle = oracle_trace(gan(steps=2), checkpoints)
@@ -204,7 +205,7 @@ def _in_bf16(folder, setup):
     seen = []
     head = trainer.roles["fake"].network.additions["gan_head"]
     head.register_forward_hook(
-        lambda module, args, output: seen.append((module.out.weight.dtype, args[0].dtype, output.dtype))
+        lambda module, args, output: seen.append((module.heads[1].out.weight.dtype, args[0][1].dtype, output.dtype))
     )
     trace = trainer.record()
     masters = {w.dtype for n, w in trainer.roles["fake"].weights().items() if n.startswith("additions.")}
@@ -238,32 +239,34 @@ def test_a_resumed_run_keeps_the_head(pools, checkpoints, tmp_path):
     losses, head, moments = pools[2].run(_resumed, checkpoints, straight, setup, 0, 4)[0]
     pools[2].run(_resumed, checkpoints, stopped, setup, 0, 2)
     resumed, restored, _ = pools[2].run(_resumed, checkpoints, stopped, setup, 2, 4)[0]
-    assert set(moments) == set(head) and len(head) == 4
+    assert set(moments) == set(head) and len(head) == 8
     assert resumed == losses[2:] and all(torch.equal(head[n], restored[n]) for n in head)
 
 
 def _logits(folder, setup):
-    """D of the role, and D written out from the features of the block that it reads."""
+    """D of the role, and D written out from the features of the blocks that it reads."""
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     role, kept = trainer.roles["fake"], []
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, *LATENT_SHAPE, generator=generator)
     text, t = torch.randn(2, *TEXT_SHAPE, generator=generator), torch.tensor([0.2, 0.7])
-    middle = role.network.blocks[(ARCHITECTURE["num_layers"] - 1) // 2]
-    handle = middle.register_forward_hook(lambda _m, _a, out: kept.append(out.detach().clone()))
+    assert ARCHITECTURE["num_layers"] == 3
+    for block in (1, 2):
+        role.network.blocks[block].register_forward_hook(lambda _m, _a, out: kept.append(out.detach().clone()))
     with torch.no_grad():
         d, v = role.logits(x, t, text), role.velocity(x, t, text)
-    handle.remove()
     weights = {n.removeprefix("additions.gan_head."): w for n, w in role.weights().items() if "gan_head" in n}
     full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
-    h = kept[0]
-    h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    hidden = h @ full["hidden.weight"].T + full["hidden.bias"]
-    logits = (hidden * hidden.sigmoid()) @ full["out.weight"].T + full["out.bias"]
-    return d, logits.mean((1, 2)), v.shape
+    written_out = []
+    for k, h in enumerate(kept[:2]):
+        h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        hidden = h @ full[f"heads.{k}.hidden.weight"].T + full[f"heads.{k}.hidden.bias"]
+        logits = (hidden * hidden.sigmoid()) @ full[f"heads.{k}.out.weight"].T + full[f"heads.{k}.out.bias"]
+        written_out.append(logits.mean((1, 2)))
+    return d, torch.stack(written_out, 1), v.shape
 
 
-def test_logits_are_the_mean_over_tokens_of_a_small_network(pools, checkpoints):
+def test_logits_are_the_means_over_tokens_of_small_networks(pools, checkpoints):
     ((d, written_out, shape),) = pools[1].run(_logits, checkpoints, gan())
     torch.testing.assert_close(d, written_out, rtol=1e-5, atol=1e-6)
-    assert shape == (2, *LATENT_SHAPE) and d.shape == (2,) and abs(d[0] - d[1]) > 1e-4
+    assert shape == (2, *LATENT_SHAPE) and d.shape == (2, 2) and (d[0] - d[1]).abs().min() > 1e-4

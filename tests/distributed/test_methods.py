@@ -31,7 +31,7 @@ METHODS = {
         fake_updates_per_student_update=1, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True,
         gan_weight_student=0.3, gan_r1_weight=0.2,
     ),
-    "meanflow": MeanFlowSettings(warmup=1, interval_ratio=0.8, guidance_scale=3.0, step_list=FEW),
+    "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=FEW),
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),
 }  # fmt: skip
 slow = pytest.mark.slow

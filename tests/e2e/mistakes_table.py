@@ -317,7 +317,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = {
         ("method.rollout=some", "use random or full"),
         ("method.fake_knows_last_step=true method.rollout=full", "every rollout has the same last step"),
         ("method.gan_r1_weight=5", "use method.gan_weight_student=1e-3"),
-        ("method.gan_weight_student=1e-3 method.gan_block=99", "the network has 4 blocks; use 0 to 3"),
+        ("method.gan_weight_student=1e-3 method.gan_blocks=[1,99]", "the network has 4 blocks; use 0 to 3"),
         ("experiment=quickstart_rcm method.student_every=1", "use 2 or more, or method=scm"),
         ("experiment=quickstart_rcm method.consistency_steps=-1", "must be at least 0"),
         ("experiment=quickstart_rcm method.consistency_weight=0", "or null for the published ratio"),

@@ -64,7 +64,7 @@ def our_latents(run_dir, noise, lists):
     with torch.no_grad():
         for times in lists:
             torch.manual_seed(3)
-            found.append(rollout(role, noise, text, times, TorchDraws(), "renoise"))
+            found.append(rollout(role, noise, text, times, TorchDraws(), "renoise", sampler="renoise"))
         torch.manual_seed(3)
         method = build_method(config.method, {"student": role})
         found.append(method.generate("student", noise, text, data.null_text.expand_as(text), 4, TorchDraws()))

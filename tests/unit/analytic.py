@@ -160,6 +160,7 @@ def make_batch(problem, count: int, seed: int = 1) -> Batch:
         latents=problem.sample(count, seed),
         text=torch.zeros(count, *TEXT, dtype=torch.float64),
         null_text=torch.zeros(TEXT, dtype=torch.float64),
+        empty_text=torch.zeros(TEXT, dtype=torch.float64),
     )
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from distill.methods import Batch, build_method
@@ -69,14 +70,14 @@ class Net(Recorder):
 
 
 class Judge(Net):
-    """With a discriminator that shares ``mix`` and ``caption`` with it."""
+    """With a discriminator of two logits that shares ``mix`` and ``caption`` with it."""
 
     def __init__(self, seed):
         super().__init__(seed)
-        self.head = nn.Parameter(normal(*SHAPE, seed=seed))
+        self.head = nn.Parameter(normal(2, *SHAPE, seed=seed))
 
     def judge(self, x, t, text):
-        return (self.formula(x, t, text) * self.head).flatten(1).mean(1) * 5
+        return (self.formula(x, t, text)[:, None] * self.head).flatten(2).mean(2) * 5
 
 
 class Painter(Recorder):
@@ -125,6 +126,7 @@ def make_batch(positions=range(4)):
         latents=normal(4, *SHAPE, seed=1)[positions],
         text=normal(4, *TEXT, seed=2)[positions],
         null_text=normal(*TEXT, seed=3),
+        empty_text=normal(*TEXT, seed=13),
     )
 
 
@@ -166,20 +168,33 @@ def flow_matching(student=None, **settings) -> FlowMatching:
     return build_method(FlowMatchingSettings(**settings), {"student": student or Net(5)})
 
 
-def times_and_texts(method, count=1500):
-    """What the student is called with for many positions."""
+def times_and_texts(method, count=1500, null=0.0):
+    """What the student is called with at many positions. Captions are 1, the empty one 0, the negative one ``null``."""
     role = Recorder()
     role.formula = lambda x, t, text: x
     method.roles = {name: role for name in method.roles}
     batch = Batch(
         latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
         text=torch.ones(count, *TEXT, dtype=torch.float64),
-        null_text=torch.zeros(*TEXT, dtype=torch.float64),
+        null_text=torch.full(TEXT, null, dtype=torch.float64),
+        empty_text=torch.zeros(*TEXT, dtype=torch.float64),
     )
     (loss,) = method.losses(1, batch, random_at(1, range(count)))
     loss.closure()
     call = role.calls[-1]
     return call.t, call.text
+
+
+def are_uniform_then_shifted_then_clamped(t, shift, least, most):
+    """Are times ``t`` uniform draws, shifted, with those beyond the bounds moved to them (and only those)?"""
+    inside = t[(t > least) & (t < most)]
+    low, high = unshifted(least, shift), unshifted(most, shift)
+    expected = [low, high - low, 1 - high]
+    found = [(t == least).sum(), len(inside), (t == most).sum()]
+    assert sum(found) == len(t)
+    assert stats.kstest(unshifted(inside, shift).numpy(), "uniform", (low, high - low)).pvalue > 1e-3
+    assert stats.chisquare([int(n) for n in found], [p * len(t) for p in expected]).pvalue > 1e-3
+    return True
 
 
 def unshifted(t, shift):

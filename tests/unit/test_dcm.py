@@ -1,6 +1,7 @@
 """dcm in fp64 against the formulas, and against the map of its own Euler grid."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,8 +59,11 @@ def dcm(student, teacher, **settings) -> Dcm:
 def run_loss(method, problem=PROBLEMS[0], step=0, positions=range(6), null=0.0, caption=0.0):
     positions = list(positions)
     batch = make_batch(problem, max(positions) + 1)
-    batch = type(batch)(
-        latents=batch.latents[positions], text=batch.text[positions] + caption, null_text=batch.null_text + null
+    batch = replace(
+        batch,
+        latents=batch.latents[positions],
+        text=batch.text[positions] + caption,
+        null_text=batch.null_text + null,
     )
     (loss,) = method.losses(step, batch, StepRandom(seed=5, step=step, positions=positions))
     return loss.closure(), batch

@@ -6,12 +6,14 @@ from scipy import stats
 from torch import Tensor
 
 from distill.methods import METHODS
+from distill.methods.dmd2 import Dmd2Settings
 from tests.unit.method_roles import (
     SHAPE,
     Gaussian,
     N,
     Painter,
     Recorder,
+    are_uniform_then_shifted_then_clamped,
     close,
     dmd2,
     gradients,
@@ -21,7 +23,6 @@ from tests.unit.method_roles import (
     run_loss,
     student_sample,
     times_and_texts,
-    unshifted,
     wide,
 )
 
@@ -142,13 +143,17 @@ def test_scores_are_compared_at_one_noised_detached_sample_with_fresh_noise():
     assert len(set(fake.t.tolist())) == 4
 
 
-def test_score_times_are_uniform_in_their_range_before_the_shift():
-    method = dmd2(shift=4.0, min_time=0.1, max_time=0.7, step_list=[1.0], fake_updates_per_student_update=1)
-    method.trained_role = lambda step: "student"
+@pytest.mark.parametrize("role", ["student", "fake"])
+def test_score_times_are_uniform_shifted_and_then_held_in_their_range(role):
+    """Where the student's scores are compared, and where the fake score trains (Self-Forcing, FastVideo)."""
+    method = dmd2(shift=4.0, min_time=0.2, max_time=0.9, step_list=[1.0])
+    method.trained_role = lambda step: role
     t, _ = times_and_texts(method)
-    before = unshifted(t, 4.0)
-    assert 0.1 <= before.min() and before.max() <= 0.7
-    assert stats.kstest(before.numpy(), "uniform", (0.1, 0.6)).pvalue > 1e-3
+    assert are_uniform_then_shifted_then_clamped(t, 4.0, 0.2, 0.9)
+
+
+def test_the_default_bounds_are_the_published_ones():
+    assert (Dmd2Settings().min_time, Dmd2Settings().max_time) == (0.02, 0.98)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -237,9 +242,3 @@ def test_fake_loss_is_flow_matching_on_the_students_samples():
     loss.backward()
     assert not method.roles["teacher"].calls, "the teacher has no part in it"
     assert not gradients(method.roles["student"]) and len(gradients(method.roles["fake"])) == 3
-
-
-def test_fake_times_are_uniform_before_the_shift():
-    method = dmd2(shift=4.0, min_time=0.4, max_time=0.6, step_list=[1.0])
-    t, _ = times_and_texts(method)
-    assert stats.kstest(unshifted(t, 4.0).numpy(), "uniform").pvalue > 1e-3

@@ -45,6 +45,7 @@ def test_the_first_role_of_every_step(case):
         latents=whole.latents,
         text=whole.text,
         null_text=whole.null_text,
+        empty_text=whole.null_text,
         trajectory=normal(4, 4, *SHAPE, seed=4) if case == "ode_regression" else None,
     )
     seen = set()

@@ -36,6 +36,7 @@ def make_batch(count=6, positions=None):
         latents=normal(count, *SHAPE, seed=1)[positions],
         text=normal(count, *TEXT, seed=2)[positions],
         null_text=normal(*TEXT, seed=3),
+        empty_text=normal(*TEXT, seed=13),
         trajectory=normal(count, len(TIMES), *SHAPE, seed=4)[positions],
     )
 

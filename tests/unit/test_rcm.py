@@ -269,6 +269,7 @@ def test_times_of_the_score(name, step):
         latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
         text=torch.ones(count, *TEXT, dtype=torch.float64),
         null_text=torch.zeros(*TEXT, dtype=torch.float64),
+        empty_text=torch.zeros(*TEXT, dtype=torch.float64),
     )
     {loss.name: loss for loss in method.losses(step, batch, random_at(step, range(count)))}[name].closure()
     (call,) = method.roles["fake"].calls

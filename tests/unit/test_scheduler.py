@@ -12,7 +12,7 @@ from distill.methods.sampling import rollout
 from distill.schedules import shift_times
 from fsdp_cp.errors import UserError
 from models.export import export_scheduler
-from models.scheduler import TOLERANCE, renoising_scheduler
+from models.scheduler import TOLERANCE, few_step_scheduler
 from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch
 
 PUBLISHED = [1.0, 0.9375, 0.8333, 0.625]
@@ -29,14 +29,14 @@ def times_of(scheduler, steps):
 @pytest.mark.parametrize("shift", [0.3, 1.0, 3.0, 5.0, 12.0])
 def test_every_shifted_grid_is_met(steps, shift):
     times = shift_times([1 - i / steps for i in range(steps)], shift)
-    assert times_of(renoising_scheduler(times), steps) == pytest.approx(times, abs=1e-6)
+    assert times_of(few_step_scheduler(times, stochastic=True), steps) == pytest.approx(times, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("times", "within"), [(PUBLISHED, 2e-5), ([1.0, 0.9, 0.75, 0.5], 1e-6), ([1.0, 0.4], 1e-6), ([1.0, 0.9, 0.2], 1e-6)]
 )
 def test_step_lists_are_met(times, within):
-    assert times_of(renoising_scheduler(times), len(times)) == pytest.approx(times, abs=within)
+    assert times_of(few_step_scheduler(times, stochastic=True), len(times)) == pytest.approx(times, abs=within)
 
 
 @pytest.mark.parametrize("moved", [0.4, 3.0])
@@ -45,23 +45,23 @@ def test_a_list_is_met_within_the_tolerance_or_refused(moved):
     times = shift_times([1.0, 0.75, 0.5, 0.25], 5.0)
     times[1] += moved * TOLERANCE
     if moved < 1:
-        assert times_of(renoising_scheduler(times), 4) == pytest.approx(times, abs=TOLERANCE)
+        assert times_of(few_step_scheduler(times, stochastic=True), 4) == pytest.approx(times, abs=TOLERANCE)
     else:
         with pytest.raises(UserError, match=r"no scheduler for a student with the times 1, 0\.9405, .* off by 0\.00"):
-            renoising_scheduler(times)
+            few_step_scheduler(times, stochastic=True)
 
 
 @pytest.mark.parametrize("times", [[1.0, 0.999, 0.2], [80 / 81, 0.934, 0.853, 0.609], [0.98]])
 def test_other_lists_are_refused_by_name(times):
     with pytest.raises(UserError, match=f"times {times[0]:.6g}.*docs/run.md") as caught:
-        renoising_scheduler(times)
+        few_step_scheduler(times, stochastic=True)
     assert "\n" not in str(caught.value)
 
 
 def test_saved_and_loaded_as_a_pipeline_loads_it(tmp_path):
     folder = tmp_path / "export" / "scheduler"
-    export_scheduler(folder, renoising_scheduler([1.0, 0.4]))
-    export_scheduler(folder, renoising_scheduler(PUBLISHED))
+    export_scheduler(folder, few_step_scheduler([1.0, 0.4], stochastic=True))
+    export_scheduler(folder, few_step_scheduler(PUBLISHED, stochastic=True))
     loaded = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
     assert times_of(loaded, 4) == pytest.approx(PUBLISHED, abs=2e-5)
     export_scheduler(folder, None)
@@ -87,7 +87,7 @@ def steps_of(scheduler, student, noise, text):
 @pytest.mark.parametrize("times", [[1.0], [1.0, 0.4], PUBLISHED])
 def test_its_update_is_the_students_re_noising(times):
     student, text = Net(3), make_batch().text
-    scheduler = renoising_scheduler(times)
+    scheduler = few_step_scheduler(times, stochastic=True)
     exact = times_of(scheduler, len(times))
     torch.manual_seed(5)
     noise = torch.randn(4, *SHAPE).double()
@@ -95,7 +95,9 @@ def test_its_update_is_the_students_re_noising(times):
 
     def ours(times):
         torch.manual_seed(5)
-        return rollout(student, torch.randn(4, *SHAPE).double(), text, times, TorchDraws(), "renoise")
+        return rollout(
+            student, torch.randn(4, *SHAPE).double(), text, times, TorchDraws(), "renoise", sampler="renoise"
+        )
 
     def off(times):
         return ((ours(times) - theirs).norm() / theirs.norm()).item()

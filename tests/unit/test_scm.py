@@ -144,7 +144,12 @@ def test_times_and_noise():
     method.roles["teacher"].formula = lambda x, t, text: x
     count = 1500
     data = normal(count, *SHAPE, seed=4)
-    batch = Batch(latents=data, text=normal(count, *TEXT, seed=5), null_text=normal(*TEXT, seed=6))
+    batch = Batch(
+        latents=data,
+        text=normal(count, *TEXT, seed=5),
+        null_text=normal(*TEXT, seed=6),
+        empty_text=normal(*TEXT, seed=16),
+    )
     (loss,) = method.losses(1, batch, random_at(1, range(count)))
     loss.closure()
     x, t = noised(method.roles["teacher"].calls[0])

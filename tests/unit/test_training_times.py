@@ -1,0 +1,121 @@
+"""Does every method train where its student is sampled? Of each recipe, the share of draws near each sampling time."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from distill.config import CONFIGS, compose_config
+from distill.methods import METHODS, Batch, build_method
+from distill.methods.meanflow import MeanFlowSettings
+from distill.schedules import euler_times
+from fsdp_cp.rng import StepRandom
+
+COUNT, STEPS = 1000, 40
+NEAR, FLOOR = 0.05, 0.01
+"""Of uniform times, 5 to 10 % are as near as that."""
+FLOOR_TEACHER = 0.001
+"""Of flow matching: Esser et al.'s logit-normal times, the default, have no more near 1, where the velocity is simple."""
+NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003
+"""Of both ends of an interval; of two uniform draws, 2 to 8 % are as near as that."""
+SHAPE = (1, 1, 1, 1)
+RECIPES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+class Recorder(nn.Module):
+    """A role that notes the times at which it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.trained_at = []
+
+    def velocity(self, x, t, text, r=None):
+        if torch.is_grad_enabled():
+            self.trained_at.append((t, r))
+        return x * (1 + self.scale)
+
+    def logits(self, x, t, text, r=None):
+        return (x * self.scale).flatten(1)
+
+
+class Draws(StepRandom):
+    """Of all samples at once: a stream for each would take most of the test's time."""
+
+    def normal(self, purpose, shape, dtype=torch.float32):
+        return torch.randn(COUNT, *shape, generator=self._sample(purpose, 0), dtype=dtype)
+
+    def uniform(self, purpose, dtype=torch.float32):
+        return torch.rand(COUNT, generator=self._sample(purpose, 0), dtype=dtype)
+
+
+def training_times(settings):
+    """``t`` and, where the student has a second time, ``r`` of its updates, over the latter half of a long run."""
+    kind = METHODS[settings.name][0]
+    method = build_method(settings, {name: Recorder() for name in kind.roles_needed(settings)})
+    ones = torch.ones(COUNT, *SHAPE, dtype=torch.float64)
+    text = torch.zeros(COUNT, 1, 1, dtype=torch.float64)
+    times = len(settings.student_times()) if hasattr(settings, "student_times") else 1
+    batch = Batch(
+        latents=ones,
+        text=text,
+        null_text=text[0],
+        empty_text=text[0],
+        trajectory=ones[:, None].expand(-1, times, *SHAPE),
+    )
+    student, done, step = method.roles["student"], 0, 10_000
+    while done < STEPS:
+        step += 1
+        if method.trained_role(step) == "student":
+            for loss in method.losses(step, batch, Draws(seed=0, step=step, positions=range(1))):
+                loss.closure()
+            done += 1
+    t, r = zip(*student.trained_at, strict=True)
+    return torch.cat(t), None if r[0] is None else torch.cat(r)
+
+
+def sampled_intervals(settings):
+    """(t, next t) of every step of every sampler that the student may be given."""
+    method = build_method(settings, {})
+    if settings.name == "flow_matching":  # a teacher takes as many steps as one likes; the last of many matter little
+        lists = [euler_times(steps, settings.shift)[:-1] for steps in range(1, 9)]
+    else:
+        lists = [method.sampling_times(steps) for steps in range(1, len(settings.student_times()) + 1)]
+    return sorted({pair for times in lists for pair in pairwise([*times, 0.0])}, reverse=True)
+
+
+def shares(settings):
+    """(where the sampler calls the student, share of the training near it, the floor), of every call."""
+    t, r = training_times(settings)
+    floor = FLOOR_TEACHER if settings.name == "flow_matching" else FLOOR
+    for time, following in sampled_intervals(settings):
+        if r is None:
+            yield (time,), ((t - time).abs() <= NEAR).double().mean().item(), floor
+        else:
+            near = ((t - time).abs() <= NEAR_PAIR) & ((r - following).abs() <= NEAR_PAIR)
+            yield (time, following), near.double().mean().item(), FLOOR_PAIR
+
+
+def check_all(name, settings):
+    for where, share, floor in shares(settings):
+        assert share >= floor, f"{name}: {share:.5f} of the training is near {where}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_call_of_a_recipes_sampler_is_trained(recipe):
+    check_all(recipe, compose_config([f"experiment={recipe}"]).method)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_call_of_a_methods_sampler_is_trained_by_its_defaults(name):
+    check_all(name, METHODS[name][1]())
+
+
+def test_the_check_finds_a_student_that_is_sampled_where_it_does_not_train():
+    """MeanFlow as it was here: sampled on a list with shift 5, trained at unshifted times."""
+    before = MeanFlowSettings(
+        logit_mean=-0.4, logit_std=1.0, interval_ratio=0.25, step_list=[1.0, 0.9375, 0.8333, 0.625]
+    )
+    assert min(share for _, share, _ in shares(before)) < 1e-4
+    assert min(share / floor for _, share, floor in shares(MeanFlowSettings())) > 1
