@@ -11,10 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def _logging_begins_anew():
-    """A command that runs inside the tests' process sets the root logger up: the next test must not see it."""
+    """A command that ran inside the tests' process has set the root logger up: the next test must not see it."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    for handler in [handler for handler in root.handlers if handler not in handlers]:
+    root.setLevel(logging.WARNING)
+    for handler in [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]:
         root.removeHandler(handler)
-    root.setLevel(level)
