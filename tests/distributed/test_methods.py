@@ -25,7 +25,8 @@ METHODS = {
         consistency_steps=0, student_every=2, guidance_scale=3.0, consistency_weight=0.7, fake_knows_last_step=True
     ),
     "dmd2, last step": Dmd2Settings(
-        fake_updates_per_student_update=2, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True
+        fake_updates_per_student_update=2, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True,
+        student_sampler="ode",
     ),
     "dmd2, last step, GAN": Dmd2Settings(
         fake_updates_per_student_update=1, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True,

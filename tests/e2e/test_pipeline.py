@@ -22,8 +22,7 @@ RCM = [80 / 81, 0.934, 0.853, 0.609]
 """Near rCM's times: no diffusers scheduler has them."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def distil(tmp_path_factory, *changes):
     """A pipeline folder and a run of two steps, sampled after each."""
     pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
     build_tiny_pipeline(pipeline)
@@ -34,9 +33,15 @@ def folders(tmp_path_factory):
         "data.height=32", "data.width=48", "mesh.cp=2", "batch_size=2", "steps=2", "student.ema.enabled=false",
         f"method.step_list={PUBLISHED}", "method.fake_updates_per_student_update=1",
         "sample.every=1", "sample.teacher_steps=[2]", "sample.student_steps=[4]", "sample.report_clips=0",
-        f"sample.captions=['{CAPTIONS[0]}','{CAPTIONS[1]}']", f"run_dir={run_dir}",
+        f"sample.captions=['{CAPTIONS[0]}','{CAPTIONS[1]}']", f"run_dir={run_dir}", *changes,
     )  # fmt: skip
     return pipeline, run_dir
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a student that re-noises."""
+    return distil(tmp_path_factory)
 
 
 class TorchDraws:
@@ -115,3 +120,34 @@ def test_a_plain_pipeline_generates_what_our_sampler_does(folders):
     assert off(ours_other, other) < 1e-5
     assert torch.equal(method, listed) and off(listed, theirs) < 1e-3, "the cost of times that are met to 1e-5"
     assert off(ours_other, theirs) > 1e-2, "the checks above can tell times apart"
+
+
+def _our_own(run_dir, noise):
+    return our_latents(run_dir, noise, [])[0]
+
+
+@pytest.mark.slow
+def test_a_student_that_is_trained_along_its_ode_is_sampled_so_by_a_plain_pipeline(tmp_path_factory):
+    base, run_dir = distil(tmp_path_factory, "method.student_sampler=ode", "method.rollout=full", "sample.every=0")
+    export = run_dir / "export"
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(export / "scheduler")
+    assert not scheduler.config.stochastic_sampling
+    noise = torch.randn(2, 16, 5, 4, 6, generator=torch.Generator().manual_seed(0))
+
+    def generate(scheduler):
+        pipeline = WanPipeline.from_pretrained(
+            base,
+            transformer=WanTransformer3DModel.from_pretrained(export / "student"),
+            scheduler=scheduler,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        torch.manual_seed(3)
+        return pipeline(
+            CAPTIONS, height=32, width=48, num_frames=17, num_inference_steps=4, guidance_scale=1.0,
+            latents=noise, output_type="latent", return_dict=False,
+        )[0]  # fmt: skip
+
+    ours = run_ranks(1, _our_own, run_dir, noise)[0]
+    assert off(ours, generate(scheduler)) < 1e-3, "the cost of times that are met to 1e-5"
+    stochastic = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, stochastic_sampling=True)
+    assert off(ours, generate(stochastic)) > 1e-2, "the check above can tell the samplers apart"

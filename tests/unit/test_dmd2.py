@@ -1,5 +1,7 @@
 """dmd2 in fp64 against ALGORITHMS: x_G the student's sample, ``g / (N B)`` the gradient on it."""
 
+import itertools
+
 import pytest
 import torch
 from scipy import stats
@@ -156,9 +158,27 @@ def test_the_default_bounds_are_the_published_ones():
     assert (Dmd2Settings().min_time, Dmd2Settings().max_time) == (0.02, 0.98)
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_the_ode_goes_on_along_the_students_own_velocity(step):
+    """Euler's steps at the times of the list, without draws between them; the same when it is sampled."""
+    method = dmd2(rollout="full", student_sampler="ode")
+    run_loss(method, step)
+    calls = method.roles["student"].calls
+    assert [call.t[0].item() for call in calls] == [1.0, 0.8, 0.5]
+    assert [call.with_grad for call in calls] == [False, False, method.trained_role(step) == "student"]
+    for before, after in itertools.pairwise(calls):
+        assert close(after.x, before.x + wide(after.t - before.t) * before.v)
+    noise, batch = calls[0].x, make_batch()
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    sample = method.generate("student", noise, batch.text, batch.null_like_text(), 3, random_at(9))
+    assert torch.equal(sample, method.generate("student", noise, batch.text, batch.null_like_text(), 3, random_at(8)))
+    assert close(sample, calls[2].x - wide(calls[2].t) * calls[2].v)
+
+
+@pytest.mark.parametrize("sampler", ["renoise", "ode"])
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_gradient_flows_through_the_last_rollout_step_only(length):
-    method = dmd2()
+def test_gradient_flows_through_the_last_rollout_step_only(length, sampler):
+    method = dmd2(student_sampler=sampler)
     student = method.roles["student"]
     run_loss(method, student_steps(method)[length]).backward()
     ours = gradients(student)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distill.config import OptimizerSettings
+from distill.config import OptimizerSettings, compose_config
 from distill.optimizers import RoleOptimizer, learning_rate, parameter_groups
 from fsdp_cp.errors import UserError
 from models.role import Role
@@ -145,6 +145,24 @@ def test_groups_by_pattern_of_name():
         (0.1, 0.5): ["blocks.0.ffn.weight", "blocks.10.ffn.bias"],
         (0.0, 0.0): ["out"],
     }
+
+
+def test_what_a_method_adds_has_a_rate_of_its_own():
+    """GAN heads hardly learn at a fake score's rate; patterns count on top of it."""
+    names = [*NAMES, "additions.gan_head.heads.0.out.weight", "additions.gan_head.heads.0.out.bias"]
+    settings = OptimizerSettings(lr=4e-7, additions_lr=1e-5, weight_decay=0.1, lr_scale={"*.heads.0.out.bias": 2.0})
+    found = parameter_groups(names, settings, "optim.fake")
+    assert [group for group, chosen in found.items() if chosen == NAMES] == [(0.1, 1.0)]
+    rates = {chosen[0]: settings.lr * group.lr_scale for group, chosen in found.items() if chosen != NAMES}
+    assert rates == pytest.approx({names[-2]: 1e-5, names[-1]: 2e-5})
+    assert len(parameter_groups(names, OptimizerSettings(lr=4e-7), "optim.fake")) == 1, "null: the role's own"
+
+
+@pytest.mark.parametrize("method", ["dmd2", "rcm"])
+def test_the_recipes_give_additions_the_published_rate(method):
+    """FastGen's config_dmd2.py: 1e-5 for the discriminator."""
+    fake = compose_config([f"experiment=wan2_1_t2v_1_3b_{method}"]).optim.fake
+    assert (fake.lr, fake.additions_lr) == (4e-7, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ COUNT, STEPS = 1000, 40
 NEAR, FLOOR = 0.05, 0.01
 """Of uniform times, 5 to 10 % are as near as that."""
 FLOOR_TEACHER = 0.001
-"""Of flow matching: Esser et al.'s logit-normal times, the default, have no more near 1, where the velocity is simple."""
+"""Of flow matching: Esser et al.'s logit-normal times have no more near 1, where the velocity is simple."""
 NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003
 """Of both ends of an interval; of two uniform draws, 2 to 8 % are as near as that."""
 SHAPE = (1, 1, 1, 1)
