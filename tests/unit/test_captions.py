@@ -49,6 +49,9 @@ def test_items_are_the_captions_through_the_text_encoder(make, tiny):
         assert set(item) == {"text", "caption"} and item["caption"] == text
         torch.testing.assert_close(item["text"], pad_text(encoder.encode(text), 24), rtol=1e-5, atol=1e-5)
     assert torch.equal(data.embed(["blurred", TEXTS[1]]), torch.stack([data.null_text, data[1]["text"]]))
+    # The caption that takes the place of a dropped one is not the negative prompt.
+    torch.testing.assert_close(data.embed([""])[0], pad_text(encoder.encode(""), 24), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(data.embed([""])[0], data.null_text) and "" not in data.captions()
     with pytest.raises(UserError, match="'a cat' has no embedding.*captions.txt, such as 'a red square'"):
         data.embed(["a cat"])
     assert data.decode(torch.zeros(2, *data.latent_shape)).shape == (2, 9, 32, 48, 3)

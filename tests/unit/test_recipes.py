@@ -3,16 +3,19 @@
 import itertools
 import json
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import fields
+from functools import lru_cache, reduce
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.tensor import Shard
 
 import models.load
 from distill.config import CONFIGS, compose_config
 from distill.data import sample_shapes
+from distill.methods import METHODS
 from distill.setup import plan_run
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import local_token_count
@@ -42,6 +45,7 @@ SIZES = {"480p": (81, 480, 832, 16.0), "720p": (81, 720, 1280, 16.0)}
 STATES_GB = {("1_3b", 1): 6.0, ("1_3b", 4): 1.5, ("14b", 1): 60.7, ("14b", 4): 15.2}
 RANKS_PER_NODE = 8
 RECIPES = list(itertools.product(ARCHITECTURES, TOKENS, ("dmd2", "rcm")))
+MEANFLOW = ("1_3b", "480p", "meanflow")
 
 
 def recipe_name(network, resolution, method, nodes):
@@ -56,7 +60,9 @@ def compose_experiment(name):
 
 def test_there_is_a_recipe_for_each_combination_and_no_other():
     found = {path.stem for path in (CONFIGS / "experiment").glob("wan2_1_*.yaml")}
-    assert found == {recipe_name(*recipe, nodes) for recipe in RECIPES for nodes in (1, 4)}
+    assert found == {recipe_name(*recipe, nodes) for recipe in RECIPES for nodes in (1, 4)} | {
+        recipe_name(*MEANFLOW, 1)
+    }
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml")))
@@ -191,36 +197,60 @@ def test_a_recipe_fits_its_nodes(recipe, world, pipeline):
     assert states + gathered + gradients + inputs < 75e9  # of 96: the rest is for a block that runs again
 
 
-RATES = {"1_3b": (2e-6, 4e-7), "14b": (1e-6, 1e-7)}
+def documented():
+    """(method, network) -> setting -> (value of ours, the row), as docs/methods/README.md says."""
+    text = (CONFIGS.parent / "docs" / "methods" / "README.md").read_text()
+    tables = {}
+    for part in text[text.index("### Ours and published") : text.index("## Reading metrics")].split("\n#### ")[1:]:
+        method, _, rest = part.partition("\n")
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines() if line[:1] == "|"]
+        networks = {"1.3B": "1_3b", "14B": "14b"}
+        for column, name in enumerate(rows[0][1:], 1):
+            if name in networks:
+                values = {row[0].strip("`"): (yaml.safe_load(row[column].strip("`")), row) for row in rows[2:]}
+                assert len(values) == len(rows) - 2, "a setting stands there twice"
+                tables[method, networks[name]] = values
+    return tables
+
+
+DOCUMENTED = documented()
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
-@pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
-def test_the_settings_are_the_published_ones(recipe, nodes):
-    """None of them may be changed by an experiment's body unnoticed."""
+@pytest.mark.parametrize("recipe", [*RECIPES, MEANFLOW], ids="-".join)
+def test_the_settings_are_those_of_the_table(recipe, nodes):
+    """None of them may be changed by an experiment's body, or by a default, unnoticed."""
     network, _, method = recipe
+    if recipe == MEANFLOW and nodes > 1:
+        return
     config = compose_experiment(recipe_name(*recipe, nodes))
-    optim, settings = config.optim, config.method
-    assert settings.name == method
-    assert (optim.student.lr, optim.fake.lr) == RATES[network]
-    assert list(optim.student.betas) == list(optim.fake.betas) == [0.0, 0.999]
-    assert optim.student.weight_decay == optim.fake.weight_decay == 0.01
+    table = DOCUMENTED[method, network]
+    wanted = {f"method.{item.name}" for item in fields(config.method)} - {"method.name"}
+    trained = METHODS[method][0].trained_roles
+    wanted |= {f"optim.{role}.{key}" for role in trained for key in ("lr", "betas", "weight_decay", "eps", "warmup")}
+    wanted |= {"steps", "batch_size", "precision", "optim.clip", "student.ema.decay", "student.ema.start"}
+    assert not wanted - table.keys(), "settings without a row"
+    for key, (value, _) in table.items():
+        found = reduce(getattr, key.split("."), config)
+        if key == "batch_size":
+            found /= nodes
+        assert found == value, f"{key} is {found}, and the table says {value}"
+    assert config.student.ema.enabled
+    assert all(getattr(config.optim, role).schedule == "constant" for role in trained)
     assert config.data.negative_prompt.startswith("色调艳丽") and config.data.negative_prompt.endswith("倒着走")
-    assert settings.guidance_scale == 5.0 and settings.shift == 5.0
-    ema = config.student.ema
-    assert ema.enabled and optim.student.schedule == optim.fake.schedule == "constant"
-    if method == "dmd2":
-        assert settings.fake_updates_per_student_update == {"1_3b": 5, "14b": 10}[network]
-        assert list(settings.step_list) == [1.0, 0.9375, 0.8333, 0.625]
-        assert (settings.min_time, settings.max_time) == (0.02, 0.98)
-        assert optim.clip == 10.0 and config.steps == 6000
-        assert (ema.decay, ema.start) == (0.99, 200)
-    else:
-        assert (settings.time_mean, settings.time_std) == ({"1_3b": 0.7, "14b": 1.5}[network], 1.6)
-        assert settings.sigma_max == {"1_3b": 80.0, "14b": 200.0}[network]
-        assert list(settings.mid_times) == [1.5, 1.4, 1.0] and settings.rollout == "random"
-        assert settings.tangent_warmup == settings.consistency_steps == {"1_3b": 1000, "14b": 0}[network]
-        assert settings.student_every == {"1_3b": 5, "14b": 10}[network]
-        assert settings.consistency_weight is None and settings.jvp == "exact"
-        assert optim.clip is None and optim.student.warmup == optim.fake.warmup == 100
-        assert (ema.decay, ema.gamma, ema.start) == (None, 6.94, 0)
+
+
+@pytest.mark.parametrize("case", DOCUMENTED, ids="-".join)
+def test_the_table_says_where_a_value_is_published_or_why_it_is_ours(case):
+    for key, (_, row) in DOCUMENTED[case].items():
+        published, where, why = row[-3:]
+        assert where or why or published in ("no", "none"), f"{key}: neither a source nor a reason"
+
+
+def test_the_students_train_as_often_as_the_recipes_say():
+    for name, updates in (("dmd2", 1200), ("rcm", 1200)):
+        for network in ARCHITECTURES:
+            config = compose_experiment(recipe_name(network, "480p", name, 1))
+            method = METHODS[name][0](config.method, {})
+            joint = range(getattr(config.method, "consistency_steps", 0), config.steps)
+            assert sum(method.trained_role(step) == "student" for step in joint) == updates
