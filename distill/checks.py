@@ -7,7 +7,7 @@ import re
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from distill.data.moving_shapes import CAPTIONS
+from distill.data.moving_shapes import captions_of
 from distill.methods import METHODS, Method
 from distill.setting_kinds import fits, settings_of
 from fsdp_cp.errors import UserError, shown
@@ -191,10 +191,11 @@ def _check_samples(config: Config) -> None:
         if len(set(value)) < len(value):
             raise UserError(f"{name}={value} names a number twice; leave one out")
     if getattr(config.data, "name", None) == "moving_shapes":
+        known = captions_of(config.data.colour_shares)
         for caption in config.sample.captions:
-            if caption not in CAPTIONS:
+            if caption not in known:
                 raise UserError(
-                    f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {CAPTIONS[0]!r}"
+                    f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {known[0]!r}"
                 )
 
 

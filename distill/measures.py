@@ -243,7 +243,8 @@ def measure(
 
     Accuracies are shares of clips (binomial standard error), distances are in standard deviations of the reference's
     feature (standard error by a bootstrap over clips, ``resamples`` times, seeded). The captions of clips and of the
-    reference should be balanced alike. The keys are those of ``HIGHER_IS_BETTER``.
+    reference should be balanced alike. A caption that names no colour is met by any. The keys are those of
+    ``HIGHER_IS_BETTER``.
 
     Raises UserError for arrays of other shapes, a caption that moving_shapes does not have, or counts that differ.
     """
@@ -255,7 +256,9 @@ def measure(
     asked = [caption_parts(caption) for caption in captions]
     found = detect(clips)
     result = {
-        "colour_accuracy": _accuracy([a[0] == f[0] for a, f in zip(asked, found, strict=True)]),
+        "colour_accuracy": _accuracy(
+            [f[0] is not None and a[0] in (None, f[0]) for a, f in zip(asked, found, strict=True)]
+        ),
         "motion_accuracy": _accuracy([a[2] == f[1] for a, f in zip(asked, found, strict=True)]),
     }
     ours, theirs = features(clips), features(reference)
@@ -305,6 +308,12 @@ def _root_of_mean(values: np.ndarray, resamples: int, rng: np.random.Generator) 
         return Measure(float("nan"), float("nan"))
     drawn = [np.sqrt(values[rng.integers(len(values), size=len(values))].mean()) for _ in range(resamples)]
     return Measure(float(np.sqrt(values.mean())), float(np.std(drawn, ddof=1)))
+
+
+def colour_shares(clips: np.ndarray) -> dict[str | None, float]:
+    """Shares of clips (uint8, (n, T, H, W, 3)) by the colour that the detector finds; ``None``: undecided."""
+    found = [colour for colour, _ in detect(clips)]
+    return {colour: found.count(colour) / len(found) for colour in (*RGB, None)}
 
 
 def worse_by(a: Measure, b: Measure, key: str) -> float:

@@ -69,6 +69,9 @@ class MovingShapesSettings:
     """Caption of the unconditional branch of guidance."""
     num_clips: int = 65536
     """Clips in an epoch."""
+    colour_shares: list[float] | None = None
+    """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
+    blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
 
 
 @dataclass(kw_only=True)
@@ -143,6 +146,7 @@ def _moving_shapes(settings: MovingShapesSettings, seed: int) -> ClipDataset:
         fps=settings.fps,
         negative_prompt=settings.negative_prompt,
         num_clips=settings.num_clips,
+        colour_shares=settings.colour_shares,
         seed=seed,
     )
 

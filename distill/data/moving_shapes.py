@@ -1,11 +1,13 @@
 """`data=moving_shapes`: short clips of one moving shape, rendered on the fly, in pixel space.
 
 A caption is "a COLOUR SHAPE MOTION", for example "a red circle growing". What the caption leaves open is drawn for each
-clip: position, size, amount of growth, start and speed of the fall. There is no VAE: latents are pixels scaled to
-[-1, 1]. Pixel coordinates run from 0 to the side length, with pixel centres at .5.
+clip: position, size, amount of growth, start and speed of the fall; with ``colour_shares`` the colour too, so that a
+caption's clips have eight modes of known weight. There is no VAE: latents are pixels scaled to [-1, 1]. Pixel
+coordinates run from 0 to the side length, with pixel centres at .5.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -40,6 +42,8 @@ CAPTIONS = tuple(
     f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {shape} {motion}"
     for colour, motion, shape in product(COLOURS, MOTIONS, SHAPES)
 )
+UNCOLOURED_CAPTIONS = tuple(f"a {shape} {motion}" for motion, shape in product(MOTIONS, SHAPES))
+"""Of clips whose colour is drawn."""
 CAPTION_WORDS = 4
 SPLITS = ("train", "heldout")
 _MAX_CLIPS = 2**24
@@ -62,17 +66,33 @@ class Scene:
     """(T,), bool."""
 
 
-def caption_parts(caption: str) -> tuple[str, str, str]:
-    """(colour, shape, motion) of one of ``CAPTIONS``. Raises UserError for another caption."""
+def captions_of(colour_shares: Sequence[float] | None) -> tuple[str, ...]:
+    """The data set's captions: with the colour, or without where clips of a caption have several."""
+    return CAPTIONS if colour_shares is None else UNCOLOURED_CAPTIONS
+
+
+def caption_parts(caption: str) -> tuple[str | None, str, str]:
+    """(colour, shape, motion) of a caption; no colour where it names none. Raises UserError for another caption."""
     words = caption.split()
+    if caption in UNCOLOURED_CAPTIONS:
+        return None, words[1], words[2]
     if caption not in CAPTIONS:
         raise UserError(f"caption {caption!r} is not one of moving_shapes; use for example {CAPTIONS[0]!r}")
     return words[1], words[2], words[3]
 
 
-def draw_scene(caption: str, rng: np.random.Generator, *, num_frames: int, height: int, width: int) -> Scene:
-    """What a clip of ``caption`` shows; all that the caption leaves open is drawn from ``rng``."""
-    colour, shape, motion = caption_parts(caption)
+def draw_scene(
+    caption: str,
+    rng: np.random.Generator,
+    *,
+    num_frames: int,
+    height: int,
+    width: int,
+    colour: str | None = None,
+) -> Scene:
+    """What a clip of ``caption`` shows; all that the caption leaves open, but the ``colour``, is drawn from ``rng``."""
+    named, shape, motion = caption_parts(caption)
+    colour = named or colour
     unit = min(height, width) / _REFERENCE_SIDE
     progress = np.linspace(0.0, 1.0, num_frames)
     u = rng.random(8)  # always eight numbers, so that a change to one motion leaves the clips of the others alone
@@ -123,8 +143,10 @@ class MovingShapes:
         encoders: the folder that holds ``words.safetensors``.
         negative_prompt: what the unconditional branch of guidance is told; empty: pad words.
         split: "train" or "heldout".
+        colour_shares: of each of ``COLOURS`` among the clips of a caption, which then names none (item i has caption i
+            modulo 8); they sum to 1. Captions name the colour by default.
 
-    Raises UserError for a size that is too small, an unknown split or word, a missing word table.
+    Raises UserError for a size that is too small, an unknown split or word, shares that are none, a missing word table.
     """
 
     def __init__(
@@ -139,20 +161,25 @@ class MovingShapes:
         num_clips: int = 65536,
         negative_prompt: str = "",
         split: str = "train",
+        colour_shares: Sequence[float] | None = None,
     ) -> None:
         # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels.
         check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
         for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
             if value < least:
                 raise UserError(f"data.{name}={value} is too small for moving_shapes; use {least} or more")
-        if num_clips < len(CAPTIONS):
-            raise UserError(f"data.num_clips={num_clips} leaves captions without a clip; use {len(CAPTIONS)} or more")
+        self._captions = captions_of(colour_shares)
+        if num_clips < len(self._captions):
+            raise UserError(
+                f"data.num_clips={num_clips} leaves captions without a clip; use {len(self._captions)} or more"
+            )
         if num_clips > _MAX_CLIPS:  # an epoch's order is a list
             raise UserError(f"data.num_clips={num_clips} is too large; use {_MAX_CLIPS} or less")
         if seed < 0:
             raise UserError(f"the seed of moving_shapes is {seed}; use 0 or more")
         if split not in SPLITS:
             raise UserError(f"split {split!r} is unknown; use {' or '.join(SPLITS)}")
+        self._colour_shares = None if colour_shares is None else _checked_shares(colour_shares)
         self._table = WordTable.load(encoders)
         self._encoders, self._negative_prompt = encoders, negative_prompt
         self._size = {"num_frames": num_frames, "height": height, "width": width}
@@ -160,10 +187,12 @@ class MovingShapes:
         self.fps = float(fps)
         self.latent_shape = (3, num_frames, height, width)
         self.text_shape = (CAPTION_WORDS, self._table.dim)
-        self._caption_text = self._table.embed(list(CAPTIONS), CAPTION_WORDS)
+        self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
         self.null_text = self._table.embed([negative_prompt], CAPTION_WORDS)[0]
         identity = repr(("moving_shapes", 1, self.latent_shape, seed, split, num_clips, self._table.words)).encode()
         identity += self._table.vectors.numpy().tobytes() + self.null_text.numpy().tobytes()
+        if self._colour_shares is not None:  # not always: fingerprints of before must stay
+            identity += repr(self._colour_shares).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
 
     def heldout(self) -> "MovingShapes":
@@ -176,6 +205,7 @@ class MovingShapes:
             num_clips=self._num_clips,
             negative_prompt=self._negative_prompt,
             split="heldout",
+            colour_shares=self._colour_shares,
         )
 
     def __len__(self) -> int:
@@ -187,13 +217,13 @@ class MovingShapes:
             raise IndexError(index)
         return {
             "latents": torch.from_numpy(self._render(index)) * 2 - 1,
-            "text": self._caption_text[index % len(CAPTIONS)],
-            "caption": CAPTIONS[index % len(CAPTIONS)],
+            "text": self._caption_text[index % len(self._captions)],
+            "caption": self._captions[index % len(self._captions)],
         }
 
     def captions(self) -> list[str]:
-        """The 64 captions, colour varying slowest."""
-        return list(CAPTIONS)
+        """The 64 captions, colour varying slowest; the 8 without a colour, with ``colour_shares``."""
+        return list(self._captions)
 
     def embed(self, captions: list[str]) -> Tensor:
         """fp32 (n, L, D) of captions made of the table's words, the empty one included. Raises UserError for others."""
@@ -215,5 +245,18 @@ class MovingShapes:
     def _render(self, index: int) -> np.ndarray:
         stream = (self._seed, SPLITS.index(self._split), index)
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(stream)))
-        scene = draw_scene(CAPTIONS[index % len(CAPTIONS)], rng, **self._size)
+        colour = None
+        if self._colour_shares is not None:
+            colour = str(np.random.default_rng((*stream, 1)).choice(COLOURS, p=self._colour_shares))
+        scene = draw_scene(self._captions[index % len(self._captions)], rng, **self._size, colour=colour)
         return render(scene, height=self._size["height"], width=self._size["width"])
+
+
+def _checked_shares(shares: Sequence[float]) -> list[float]:
+    shares = [float(share) for share in shares]
+    if len(shares) != len(COLOURS) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise UserError(
+            f"data.colour_shares={shares} must be {len(COLOURS)} numbers of at least 0 that sum to 1, of"
+            f" {', '.join(COLOURS)}"
+        )
+    return [share / sum(shares) for share in shares]

@@ -12,9 +12,20 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from scipy import stats
 
-from distill.data.moving_shapes import BACKGROUND, CAPTIONS, RGB, MovingShapes, caption_parts, draw_scene, render
+from distill.data.moving_shapes import (
+    BACKGROUND,
+    CAPTIONS,
+    RGB,
+    UNCOLOURED_CAPTIONS,
+    MovingShapes,
+    caption_parts,
+    draw_scene,
+    render,
+)
 from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, make_vectors, write
+from distill.measures import colour_shares, measure
 from fsdp_cp.errors import UserError
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
@@ -98,6 +109,34 @@ def test_motions_move_as_told():
         assert visible.tolist() == [True, True, False, False, True, True]
 
 
+SHARES = [0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03]
+
+
+def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
+    data = MovingShapes(encoders=encoders, colour_shares=SHARES)
+    assert data.captions() == list(UNCOLOURED_CAPTIONS) and len(data.captions()) == 8
+    for split in (data, data.heldout()):
+        clips = split.clips(3000)
+        found = colour_shares(clips.numpy())
+        assert found[None] == 0, "the detector knows every render"
+        counts = [round(found[colour] * len(clips)) for colour in COLOURS]
+        assert stats.chisquare(counts, [share * len(clips) for share in SHARES]).pvalue > 1e-3
+    item = data[11]
+    assert item["caption"] == UNCOLOURED_CAPTIONS[3] and torch.equal(item["text"], data.embed([item["caption"]])[0])
+    assert torch.equal(item["text"][3], WordTable.load(encoders).vectors[0]), "three words and a pad"
+    others = (MovingShapes(encoders=encoders), MovingShapes(encoders=encoders, colour_shares=[0.125] * 8))
+    assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
+
+
+def test_a_caption_without_a_colour_is_met_by_any(encoders):
+    clips = MovingShapes(encoders=encoders, colour_shares=SHARES).clips(64)
+    captions = [UNCOLOURED_CAPTIONS[i % 8] for i in range(64)]
+    found = measure(clips.numpy(), captions, clips.numpy())
+    assert found["colour_accuracy"].value == found["motion_accuracy"].value == 1.0
+    empty = np.full_like(clips.numpy(), 25)
+    assert measure(empty, captions, clips.numpy())["colour_accuracy"].value == 0.0, "a clip of nothing has no colour"
+
+
 def test_decode_inverts_the_scaling(encoders):
     data = MovingShapes(encoders=encoders)
     latents = torch.stack([data[i]["latents"] for i in range(4)])
@@ -132,6 +171,9 @@ def _seconds(data, start):
         ({"seed": -1}, "seed"),
         ({"split": "test"}, "split"),
         ({"negative_prompt": "blurry"}, "blurry"),
+        ({"colour_shares": [0.5, 0.5]}, r"data.colour_shares=\[0.5, 0.5\] must be 8 numbers"),
+        ({"colour_shares": [0.1] * 8}, "data.colour_shares=.* that sum to 1, of red, orange"),
+        ({"colour_shares": [1.5, -0.5, *[0.0] * 6]}, "data.colour_shares=.* of at least 0"),
         ({"negative_prompt": "a red a red a"}, "at most 4"),
     ],
 )

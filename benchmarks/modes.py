@@ -1,0 +1,199 @@
+"""Which modes do students keep? ``python -m benchmarks.modes`` distils a teacher whose captions leave the colour open.
+
+Each caption has eight modes, the colours, with known shares from .3 to .03; the share of each among a student's clips
+is the measure. The teacher is the shipped one after more training on such captions. Students are trained by the recipes
+``experiment=quickstart_METHOD``, DMD2 with a GAN too, one process a run, as many runs at a time as there are cores.
+Started again it goes on where it was stopped; ``--quick`` shows in minutes that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from benchmarks.arguments import at_least_1
+from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in_words, train_all
+from distill.config import Config, compose_config, load_config
+from distill.data import build_dataset
+from distill.data.moving_shapes import RGB
+from distill.data.word_table import COLOURS
+from distill.measures import colour_shares
+from distill.sampling import sample_captions
+from fsdp_cp.errors import UserError
+
+SHARES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03)
+"""Of the colours, in the word table's order; so that what a student loses first can be seen."""
+RARE = 3
+STUDENTS = {
+    "dmd2": ("dmd2", ()),
+    "dmd2 + GAN": ("dmd2", ("method.gan_weight_student=0.03",)),
+    "rcm": ("rcm", ()),
+    "scm": ("scm", ()),
+    "meanflow": ("meanflow", ()),
+}
+"""Recipe and what is changed in it, by the name in the table."""
+STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (4, 50)
+CLIPS = 1024
+DATA = f"data.colour_shares=[{','.join(map(str, SHARES))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What became of the modes: of each colour, and of clips without one (``None``), their share in each student."""
+
+    name: str
+    shares: dict[str | None, np.ndarray]
+    """``(students,)`` each."""
+
+    def of_decided(self, colour: str) -> np.ndarray:
+        """Shares among the clips that have a colour."""
+        return self.shares[colour] / np.maximum(1 - self.shares[None], 1e-9)
+
+    def distance(self) -> np.ndarray:
+        """Total variation from the known shares: 0 to 1."""
+        return sum(abs(self.of_decided(c) - s) for c, s in zip(COLOURS, SHARES, strict=True)) / 2
+
+    def rare(self) -> np.ndarray:
+        """Share of the ``RARE`` rarest colours over the known one; 1 keeps them all."""
+        return sum(self.of_decided(c) for c in COLOURS[-RARE:]) / sum(SHARES[-RARE:])
+
+
+def by_chance(clips: int, draws: int = 2000) -> float:
+    """The mean of :meth:`Kept.distance` of ``clips`` clips drawn with the known shares."""
+    drawn = np.random.default_rng(0).multinomial(clips, SHARES, size=draws) / clips
+    return float(abs(drawn - SHARES).sum(axis=1).mean() / 2)
+
+
+def measured(config: Config, role: str, folder: Path, steps: int, cache: Path, count: int) -> dict[str | None, float]:
+    """Shares of ``count`` clips of the network in ``folder``; from ``cache`` if it is there."""
+    if not cache.exists():
+        data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
+        found = colour_shares(clips_of(config, role, folder, steps, sample_captions(data, count)))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps({colour or "": share for colour, share in found.items()}))
+    return {colour or None: share for colour, share in json.loads(cache.read_text()).items()}
+
+
+def over_students(name: str, found: Sequence[dict[str | None, float]]) -> Kept:
+    """Several students' shares in one."""
+    return Kept(name=name, shares={c: np.array([each[c] for each in found]) for c in (*COLOURS, None)})
+
+
+def cell(values: np.ndarray) -> str:
+    """Mean, and its standard error over students."""
+    error = "" if len(values) < 2 else f" ± {values.std(ddof=1) / math.sqrt(len(values)):.3f}"
+    return f"{values.mean():.3f}{error}"
+
+
+def table(rows: Sequence[Kept], count: int) -> str:
+    """Markdown; one line per row."""
+    lines = ["| | " + " | ".join(COLOURS) + f" | no colour | distance | the {RARE} rarest, kept |"]
+    lines += ["|---" * (len(COLOURS) + 4) + "|"]
+    known = " | ".join(f"{share:.3f}" for share in SHARES)
+    lines += [f"| known shares | {known} | 0 | {by_chance(count):.3f} by chance | 1 |"]
+    for row in rows:
+        cells = [*(cell(row.of_decided(c)) for c in COLOURS), cell(row.shares[None]), cell(row.distance())]
+        lines.append(f"| {row.name} | {' | '.join(cells)} | {cell(row.rare())} |")
+    return "\n".join(lines)
+
+
+def picture(file: Path, rows: Sequence[Kept]) -> None:
+    """Shares as stacked bars, the known ones at the top."""
+    names = ["known shares", *(row.name for row in rows)]
+    figure, axes = plt.subplots(figsize=(8, 0.32 * len(names) + 0.9), layout="constrained")
+    left = np.zeros(len(names))
+    for colour, share in zip(COLOURS, SHARES, strict=True):
+        widths = np.array([share, *((row.of_decided(colour)).mean() for row in rows)])
+        axes.barh(names, widths, left=left, color=RGB[colour], edgecolor="0.3", linewidth=0.4, label=colour)
+        left += widths
+    for edge in np.cumsum(SHARES)[:-1]:
+        axes.axvline(edge, color="0.3", linewidth=0.6, linestyle=":")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the clips that have a colour; dotted: where the known shares end")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.modes", description=__doc__.splitlines()[0])
+    parser.add_argument("--students", nargs="+", default=list(STUDENTS), choices=STUDENTS, metavar="NAME")
+    parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each")
+    parser.add_argument("--out", type=Path, default=Path("runs/modes"), help="runs and measures; kept")
+    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--quick", action="store_true", help="one seed, 20 steps, dmd2 with a GAN and meanflow alone")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.students, args.seeds = ["dmd2 + GAN", "meanflow"], 1
+        args.out = args.out.with_name(args.out.name + "_quick")
+    out = args.out.resolve()
+    quick, count = (("steps=20", "batch_size=8"), CLIPS // 16) if args.quick else ((), CLIPS)
+    teacher = Run(
+        method="flow_matching",
+        folder=out / "teacher",
+        changes=(
+            DATA,
+            *("student.checkpoint=assets/quickstart_teacher", "student.architecture=null"),
+            *("steps=3000", "optim.student.lr=1e-3", *quick),
+        ),
+    )
+    train_all([teacher], 1)
+    exported = teacher.folder / "export" / "student"
+    runs = {
+        name: [
+            Run(
+                method=STUDENTS[name][0],
+                seed=seed,
+                folder=out / name.replace(" + ", "_") / str(seed),
+                changes=(DATA, f"teacher.checkpoint={exported}", *STUDENTS[name][1], *quick),
+            )
+            for seed in range(args.seeds)
+        ]
+        for name in args.students
+    }
+    train_all([run for seed in zip(*runs.values(), strict=True) for run in seed], args.workers)
+    torch.set_num_threads(args.workers)
+
+    config = compose_config(["experiment=quickstart_dmd2", "method.shift=1.0", DATA, f"run_dir={out}"])
+    claim(out / "measures", all_settings(config))
+    rows = [
+        over_students(f"teacher, {in_words(n)}", [measured(config, "teacher", exported, n, out / f"t{n}.json", count)])
+        for n in TEACHER_STEPS
+    ]
+    for name, students in runs.items():
+        for n in STUDENT_STEPS:
+            found = [
+                measured(
+                    load_config(run.folder / "config.yaml"),
+                    "student",
+                    run.folder / "export" / "student",
+                    n,
+                    run.folder / f"modes_{n}.json",
+                    count,
+                )
+                for run in students
+            ]
+            rows.append(over_students(f"{name}, {in_words(n)}", found))
+    print(table(rows, count))
+    picture(out / "modes.png", rows)
+    print(f"\npicture: {out / 'modes.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
