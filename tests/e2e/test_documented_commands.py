@@ -406,7 +406,7 @@ RULES = [
     Rule(r"(python|torchrun .*) -m (distill\.sample|models\.export) (RUN|/shared)[^\[]*", on_a_run, slow=True),
     Rule(r"python -m tests\.tiny_pipeline /tmp/pipeline", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
-    Rule(r"python -m benchmarks\.(distillation|stability)", form, why="run in small by tests/e2e/test_benchmarks.py"),
+    Rule(r"python -m benchmarks\.(distillation|modes|stability)", form, why="tests/e2e/test_benchmarks.py runs them"),
     Rule(r"python -m benchmarks\.\w+( --out \S+)?", module, slow=True),
     Rule(r"python train\.py (--help|--cfg job|dry_run=true world=8) experiment=NAME", of_any_experiment),
     Rule(r"python train\.py --help", form),

@@ -197,6 +197,17 @@ def test_a_recipe_fits_its_nodes(recipe, world, pipeline):
     assert states + gathered + gradients + inputs < 75e9  # of 96: the rest is for a block that runs again
 
 
+def test_the_recipe_of_meanflow_is_planned(pipeline):
+    config = compose_recipe(recipe_name(*MEANFLOW, 1), "1_3b", pipeline)
+    config.world, config.dry_run = RANKS_PER_NODE, True
+    plan = plan_run(config)
+    assert [(role.name, tuple(role.additions)) for role in plan.roles] == [
+        ("teacher", ()),
+        ("student", ("second_time",)),
+    ]
+    assert plan.micro == 1 and all(role.sharding.precision == "bf16" for role in plan.roles)
+
+
 def documented():
     """(method, network) -> setting -> (value of ours, the row), as docs/methods/README.md says."""
     text = (CONFIGS.parent / "docs" / "methods" / "README.md").read_text()
