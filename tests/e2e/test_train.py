@@ -37,6 +37,7 @@ def test_the_same_losses_on_every_mesh(tmp_path):
             assert ours == pytest.approx(theirs, rel=1e-5), mesh
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(tmp_path):
     arguments = (*QUICK, "steps=9", "checkpoint.every=3", "mesh.cp=2")
     straight, killed = tmp_path / "straight", tmp_path / "killed"
