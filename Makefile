@@ -13,7 +13,9 @@ ARGS ?=
 PYTEST_ARGS ?=
 # one thread a process: two ranks with a full thread pool each fight over the same cores
 ENV := OMP_NUM_THREADS=1
-PYTEST := $(ENV) $(BIN)/python -m pytest
+# test files at a time; the tests of a file stay together, since they share their ranks and folders
+WORKERS ?= 2
+PYTEST := $(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: help
 help:  ## this list

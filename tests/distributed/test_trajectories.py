@@ -45,7 +45,7 @@ class Captions:
         return {"text": self.text[index], "caption": str(index)}
 
     def embed(self, captions):
-        return self.text[[int(caption) for caption in captions]]
+        return torch.stack([self.text[int(caption)] if caption else self.null_text for caption in captions])
 
 
 def _settings(folder):
