@@ -13,9 +13,10 @@ ARGS ?=
 PYTEST_ARGS ?=
 # one thread a process: two ranks with a full thread pool each fight over the same cores
 ENV := OMP_NUM_THREADS=1
-# test files at a time; the tests of a file stay together, since they share their ranks and folders
+# Tests at a time. Each worker begins with a half of the files in their order, since the tests of a file share their
+# ranks and folders: the one has those of many processes, the other those of one. Who has done his half takes of the rest.
 WORKERS ?= 2
-PYTEST := $(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help
 help:  ## this list
