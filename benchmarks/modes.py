@@ -131,13 +131,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each")
     parser.add_argument("--out", type=Path, default=Path("runs/modes"), help="runs and measures; kept")
     parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="one seed, 20 steps, dmd2 with a GAN and meanflow alone")
+    parser.add_argument("--quick", action="store_true", help="one seed, 6 steps, dmd2 with a GAN and meanflow alone")
     args = parser.parse_args(argv)
     if args.quick:
         args.students, args.seeds = ["dmd2 + GAN", "meanflow"], 1
         args.out = args.out.with_name(args.out.name + "_quick")
     out = args.out.resolve()
-    quick, count = (("steps=20", "batch_size=8"), CLIPS // 16) if args.quick else ((), CLIPS)
+    quick, count = (("steps=6", "batch_size=8"), CLIPS // 16) if args.quick else ((), CLIPS)
     teacher = Run(
         method="flow_matching",
         folder=out / "teacher",
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     claim(out / "measures", all_settings(config))
     rows = [
         over_students(f"teacher, {in_words(n)}", [measured(config, "teacher", exported, n, out / f"t{n}.json", count)])
-        for n in TEACHER_STEPS
+        for n in (TEACHER_STEPS[:1] if args.quick else TEACHER_STEPS)
     ]
     for name, students in runs.items():
         for n in STUDENT_STEPS:
