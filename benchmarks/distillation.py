@@ -317,12 +317,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=at_least_1, default=3, help="students per method")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"), help="runs and measures; kept")
     parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="one seed, 30 steps, dmd2 and rcm alone")
+    parser.add_argument("--quick", action="store_true", help="one seed, 10 steps, dmd2 and rcm alone")
     args = parser.parse_args(argv)
     if args.quick:
         args.methods, args.seeds, args.out = ["dmd2", "rcm"], 1, args.out.with_name(args.out.name + "_quick")
     out = args.out.resolve()
-    changes, count = (("steps=30", "batch_size=8"), CLIPS // 4) if args.quick else ((), CLIPS)
+    changes, count = (("steps=10", "batch_size=8"), CLIPS // 4) if args.quick else ((), CLIPS)
     runs = [
         Run(method=method, seed=seed, folder=out / method / str(seed), changes=changes)
         for seed in range(args.seeds)

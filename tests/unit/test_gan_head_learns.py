@@ -65,5 +65,5 @@ def accuracy(features, lr, updates):
 def test_the_head_learns_at_its_default_rate_where_the_fake_scores_leaves_it_at_chance(features):
     optim = compose_config(["experiment=wan2_1_t2v_1_3b_dmd2"]).optim.fake
     assert (optim.lr, optim.additions_lr) == (4e-7, 1e-5)
-    assert accuracy(features, optim.additions_lr, 5000) > 0.65
+    assert accuracy(features, optim.additions_lr, 1500) > 0.65, "long before the 5000 of the line below"
     assert accuracy(features, optim.lr, 5000) < 0.56
