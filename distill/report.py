@@ -116,7 +116,7 @@ def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str
     if all(row.measures is None for row in rows):
         return "This data set has no measures of its own, so nothing is scored here: judge the clips below by eye."
     if not comparisons:
-        return "Nothing to compare: no student and teacher were measured at the same number of steps."
+        return "Nothing to compare: it takes student and teacher at the same number of steps, and the teacher at more."
     full = f"{comparisons[0].full_steps}"
     tried = sorted({c.steps for c in comparisons})
     counted = [c for c in comparisons if c.counts]

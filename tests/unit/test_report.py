@@ -195,6 +195,10 @@ def test_verdict_when_there_is_nothing_to_say():
     lonely = [r for r in rows if r.role == "teacher"]
     assert student_beats_teacher(lonely) == []
     assert "Nothing to compare" in verdict(lonely, [])
+    # Both in 4 steps, and nothing to tell what the teacher loses by taking so few.
+    alike = [r for r in rows if r.steps == 4]
+    assert {r.role for r in alike} == {"teacher", "student"} and student_beats_teacher(alike) == []
+    assert verdict(alike, []).endswith("the same number of steps, and the teacher at more.")
 
 
 def test_without_measures_there_are_curves_and_frames(tmp_path):
