@@ -51,9 +51,10 @@ test-slow: $(STAMP)  ## the tests marked slow
 	$(PYTEST) -m slow $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "no test is marked slow"; }
 
 .PHONY: lint
-lint: $(STAMP)  ## ruff
+lint: $(STAMP)  ## ruff, and the types of fsdp_cp and models by mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # Takes what the indexes offer today for every extra that installs without a GPU. torch stays at the version
 # that the project is tested with, without the +cpu that a CPU index adds.
@@ -72,7 +73,7 @@ constraints:  ## write constraints.txt anew, from a fresh virtual environment
 
 .PHONY: clean
 clean:  ## remove caches and build leftovers
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 .PHONY: distclean

@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from benchmarks.attention_oracle import exact_attention, exact_tangent, random_inputs
-from benchmarks.cp_attention import MIB, TOLERANCE
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.kernels import all_kernels
-from fsdp_cp.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import Mesh, build_mesh
+from tests.oracles.long_attention import TOLERANCE, exact_attention, exact_tangent, random_inputs
 
 MODELS = {"1.3B": 12, "14B / 8": 5}
 HEAD_DIM = 128
+MIB = 2**20
 CHECKED = 128
 """Queries with a gradient in the check, which makes the float64 oracle affordable and still covers all of dK and dV."""
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_cp.attention import context_parallel_attention, ring, ulysses
-from fsdp_cp.attention.kernels import CpuFlash
+from fsdp_cp.attention.cpu_kernels import CpuFlash
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
 

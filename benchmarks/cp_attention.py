@@ -37,20 +37,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from benchmarks.arguments import at_least_1
-from benchmarks.attention_oracle import exact_attention, random_inputs
+from benchmarks.attention_kernels import local_kernels
 from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.local_ranks import RankPool, run_ranks
-from fsdp_cp.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
+from tests.oracles.long_attention import TOLERANCE, exact_attention, random_inputs
 
 HEAD_DIM = 64
 CASES = {1024: (8, 25), 2048: (8, 25), 4096: (8, 22), 8192: (4, 20), 16384: (2, 20)}
 """Tokens to heads, and seconds of rounds for each dtype (never fewer than three rounds)."""
 BEHIND = {3: 1.3, 12: 1.12}
 """After so many rounds a contender slower than this times the fastest, both in forward and with backward, sits out."""
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Relative errors up to which a contender counts as correct. The flash kernel alone has 5e-7 and 4e-3."""
 NAMES = ("out", "dq", "dk", "dv")
 MIB = 2**20
 
@@ -367,8 +366,6 @@ def main(argv: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, one thread a rank"
     print(f"torch {torch.__version__}, {name}\n")
     if args.device == "cuda" or args.world == [1]:
-        from benchmarks.attention_kernels import local_kernels
-
         return 0 if local_kernels(args.device, args.quick) else 1
     if args.jvp_memory:
         jvp_memory()

@@ -24,15 +24,14 @@ from omegaconf import OmegaConf
 
 from benchmarks.arguments import at_least_1
 from distill.config import Config, compose_config, load_config
-from distill.data import build_dataset
 from distill.evaluate import SAMPLE_SEED, reference_clips
-from distill.measures import HIGHER_IS_BETTER, Measure, diversity, measure, worse_by
-from distill.media import contact_sheet
 from distill.methods import METHODS, build_method
 from distill.methods.ode_regression import trajectory_evaluations
+from distill.report.measures import HIGHER_IS_BETTER, Measure, diversity, measure, worse_by
+from distill.report.media import contact_sheet
 from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import process_group
+from fsdp_cp.launch import end_process, process_group
 from fsdp_cp.mesh import build_mesh
 from models.load import build_role, plan_role
 from models.role import Role
@@ -166,7 +165,7 @@ class Row:
 
 def renders(config: Config, count: int) -> Row:
     """What real clips are measured to have: the first ``count`` of the held-out stream, whose captions take turns."""
-    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
     clips = data.clips(count).numpy()
     captions = [data[i]["caption"] for i in range(count)]
     found = measure(clips, captions, reference_clips(data)) | diversity(clips, captions)
@@ -176,13 +175,18 @@ def renders(config: Config, count: int) -> Row:
 def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
     """uint8 ``(n, T, H, W, 3)`` of the network in ``folder``, in the sampler of the configuration's method."""
     device = torch.device("cpu")
-    data = build_dataset(config.data, seed=0, device=device, run_dir=Path(config.run_dir))
+    data = config.data.build(seed=0, device=device, run_dir=Path(config.run_dir))
     with process_group(device):
         additions = METHODS[config.method.name][0].additions(config.method).get(role_name, ())
         plan = plan_role(role_name, checkpoint=str(folder), additions=additions)
         mesh = build_mesh(heads=plan.family.heads(plan.config), device_type="cpu")
         role: Role = build_role(
-            plan, mesh=mesh, device=device, trainable=False, latent_shape=data.latent_shape, text_shape=data.text_shape
+            plan,
+            mesh=mesh,
+            device=device,
+            trainable=False,
+            latent_shape=data.latent_shape,
+            condition_shapes=data.condition_shapes,
         )
         latents = generate(
             build_method(config.method, {role_name: role}),
@@ -200,7 +204,7 @@ def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions:
 
 def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Path, count: int) -> Row:
     """Caption accuracy, feature distances and diversity of ``count`` clips; from ``cache`` if it is there."""
-    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     captions = sample_captions(data, count)
     if not cache.exists():
         clips = clips_of(config, role_name, folder, steps, captions)
@@ -227,10 +231,10 @@ def over_seeds(rows: Sequence[Row], name: str) -> Row:
 
 def clip_flops(config: Config) -> float:
     """Operations of a forward of one clip of the student's network."""
-    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     plan = plan_role("teacher", checkpoint=str(ROOT / config.teacher.checkpoint))
-    tokens = plan.check_sample(data.latent_shape, data.text_shape)
-    return plan.family.forward_flops(plan.config, tokens, data.text_shape[0])
+    tokens = plan.tokens(data.latent_shape, data.condition_shapes)
+    return plan.family.forward_flops(plan.config, tokens, data.condition_shapes)
 
 
 def in_words(steps: int) -> str:
@@ -379,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
 def picture(out: Path, runs: Sequence[Run]) -> None:
     """The same captions and noise from the teacher and from each method's first student."""
     config = compose_config(["experiment=quickstart", f"run_dir={out}"])
-    data = build_dataset(config.data, seed=0, device=torch.device("cpu"), run_dir=out)
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=out)
     captions = sample_captions(data, CLIPS)[: 2 * PICTURED : 2]
     rows = [(f"teacher, {in_words(n)}", np.load(out / "teacher" / f"{n}.npy")) for n in (50, 4, 1)]
     for run in runs:
@@ -390,7 +394,7 @@ def picture(out: Path, runs: Sequence[Run]) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        end_process(main())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -27,10 +27,10 @@ from benchmarks.arguments import above_0, at_least_1
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import stream_seed
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding.settings import ShardSettings
 from models.export import write_folder
+from models.families.wan import Wan
 from models.load import build_role, plan_role
-from models.wan import Wan
 
 WAN_1_3B = {
     "num_attention_heads": 12,
@@ -53,7 +53,7 @@ ALLOWANCE = 32 * 2**20
 def shapes_of(architecture: dict[str, Any]) -> dict[str, torch.Size]:
     """Shape of every tensor of a Wan, by name; builds it on the meta device."""
     with torch.device("meta"):
-        return {name: x.shape for name, x in Wan.build(architecture, "architecture").state_dict().items()}
+        return {name: x.shape for name, x in Wan().build(architecture, "architecture").state_dict().items()}
 
 
 def architecture_of(parameters: float) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def measure(world: int, folder: str | None, tiny: str, architecture: dict[str, A
             device=torch.device("cpu"),
             trainable=precision == "fp32",
             latent_shape=(16, 1, 4, 4),
-            text_shape=(1, plan.config["text_dim"]),
+            condition_shapes={"text": (1, plan.config["text_dim"])},
         )
 
     build(_plan(tiny if folder else None, TINY, precision))  # what is imported at the first use is no network's

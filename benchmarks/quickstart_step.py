@@ -19,13 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.arguments import at_least_1
 from distill.config import compose_config
-from distill.data import build_dataset
 from distill.methods import build_method
 from distill.setup import plan_run
 from distill.trainer import Trainer
 from fsdp_cp.local_ranks import run_ranks
-from fsdp_cp.memory import peak_gib
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.measure.memory import peak_gib
+from fsdp_cp.mesh import mesh_of_shape
 from models.load import build_roles
 
 
@@ -50,15 +49,15 @@ def run(overrides: list[str], cycles: int) -> Result:
     config = compose_config(["experiment=quickstart", *overrides])
     plan = plan_run(config)
     device = torch.device("cpu")
-    mesh = build_mesh(**plan.mesh_settings, heads=plan.heads)
-    data = build_dataset(config.data, seed=0, device=device, run_dir=plan.run_dir)
+    mesh = mesh_of_shape(plan.mesh)
+    data = config.data.build(seed=0, device=device, run_dir=plan.run_dir)
     roles = build_roles(
         plan.roles,
         trained=plan.method.trained_roles,
         mesh=mesh,
         device=device,
         latent_shape=data.latent_shape,
-        text_shape=data.text_shape,
+        condition_shapes=data.condition_shapes,
         seed=0,
     )
     trainer = Trainer(
@@ -67,7 +66,7 @@ def run(overrides: list[str], cycles: int) -> Result:
         device=device,
         data=data,
         method=build_method(config.method, roles),
-        micro=plan.micro,
+        micro_batch_size=plan.micro_batch_size,
         run_dir=plan.run_dir,
         resume_from=None,
     )

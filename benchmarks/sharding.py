@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.arguments import at_least_1
-from benchmarks.parity import Setup, make_config, make_trainer, write_checkpoints
 from benchmarks.sharding_bounds import (
     CASES,
     MICRO_BATCHES,
@@ -40,10 +39,14 @@ from distill.optimizers import RoleOptimizer
 from distill.trainer import Trainer
 from fsdp_cp import Mesh, build_mesh, microbatch
 from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes, storage_bytes
+from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
-from fsdp_cp.sharding_memory import ShardingMemory, shard_bytes, storage_bytes
-from fsdp_cp.traffic import CollectiveCounter
+from models.condition import text_condition
 from models.load import build_role, plan_role
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
+from tests.oracles.tiny_wan import write_checkpoints
 
 LATENT_SHAPE, TEXT_SHAPE = (4, 3, 8, 8), (5, 10)  # 48 tokens
 MIB = 2**20
@@ -64,13 +67,13 @@ class Training:
             device=torch.device("cpu"),
             trainable=True,
             latent_shape=LATENT_SHAPE,
-            text_shape=TEXT_SHAPE,
+            condition_shapes={"text": TEXT_SHAPE},
         )
         self.settings = OptimizerSettings(lr=1e-5)
         self.optimizer = RoleOptimizer(self.role, self.settings)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.x = torch.randn(1, *LATENT_SHAPE, generator=generator)
-        self.text = torch.randn(1, *TEXT_SHAPE, generator=generator)
+        self.condition = text_condition(torch.randn(1, *TEXT_SHAPE, generator=generator))
         self.share = 1 / (MICRO_BATCHES * world)
 
     def step(self, memory: ShardingMemory | None = None, figures: Figures | None = None) -> None:
@@ -80,7 +83,7 @@ class Training:
         for i in range(MICRO_BATCHES):
             last = i == MICRO_BATCHES - 1
             with microbatch(network, is_first=i == 0, is_last=last):
-                loss = self.role.velocity(self.x, torch.full((1,), 0.3 + 0.4 * i), self.text).square().mean()
+                loss = self.role.velocity(self.x, torch.full((1,), 0.3 + 0.4 * i), self.condition).square().mean()
                 (loss * self.share).backward()
             if memory is not None and not last:
                 figures.kept = sum(memory.bytes[k] for k in ("full_gradients", "reduce_inputs", "shard_gradients"))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.parity import ARCHITECTURE
 from fsdp_cp import ShardSettings
-from models.wan import Wan
+from models.families.wan import Wan
+from tests.oracles.tiny_wan import ARCHITECTURE
 
 WAN = ARCHITECTURE | {"num_layers": 8, "attention_head_dim": 32, "ffn_dim": 512}  # dim 128
 MICRO_BATCHES = 2
@@ -92,7 +92,7 @@ class Sizes:
 def sizes_of(shards: int) -> Sizes:
     """Of :data:`WAN` over ``shards`` ranks."""
     with torch.device("meta"):
-        network = Wan.build(dict(WAN), "benchmark")
+        network = Wan().build(dict(WAN), "benchmark")
     padded = {
         name: math.ceil(p.shape[0] / shards) * shards * p[0].numel() * BYTES for name, p in network.named_parameters()
     }

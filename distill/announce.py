@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_cp.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.launch import rank
+from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding import settings_of
 
@@ -46,7 +46,7 @@ def announce(trainer: Trainer) -> None:
         "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
         trainer.config.batch_size,
         trainer.batching.accumulation,
-        trainer.batching.micro,
+        trainer.batching.micro_batch_size,
         trainer.mesh.dp_size,
         trainer.config.steps,
         len(trainer.training_data),

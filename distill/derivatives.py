@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding import FORWARD_AD_SINCE
+from fsdp_cp.sharding.shard import FORWARD_AD_SINCE
 
 MODES = ("exact", "finite_difference")
 

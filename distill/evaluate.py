@@ -22,11 +22,12 @@ from tqdm import tqdm
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.moving_shapes import MovingShapes
-from distill.media import contact_sheet, write_mp4
 from distill.methods import Method
 from distill.methods.few_step import FewStepMethod
 from distill.metrics import MetricsLog
-from distill.report import ReportRow, report_picture, write_report
+from distill.report.media import contact_sheet, write_mp4
+from distill.report.row import ReportRow
+from distill.report.write import report_picture, write_report
 from distill.run_facts import default_settings
 from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
@@ -65,14 +66,21 @@ class Evaluator:
     def __post_init__(self) -> None:
         if self.config.sample.captions:
             try:
-                self.data.embed(list(self.config.sample.captions))
+                self.data.condition(list(self.config.sample.captions))
             except UserError as error:
                 raise UserError(f"sample.captions: {error}") from error
 
     def clips(
-        self, role: str, steps: int, captions: list[str], then: Sequence[tuple[str, int]] = ()
+        self,
+        role: str,
+        steps: int,
+        captions: list[str],
+        then: Sequence[tuple[str, int]] = (),
+        items: Sequence[int] | None = None,
     ) -> np.ndarray | None:
         """uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` elsewhere.
+
+        Where images condition, they are those of the data set's ``items``, if these are given.
 
         Rank 0 shows a bar, and says what it took and, from that, how long the roles and steps of ``then`` will: minutes
         without a word look like a hang.
@@ -90,6 +98,7 @@ class Evaluator:
                 seed=SAMPLE_SEED,
                 batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
                 advance=bar.update,
+                clips=items,
             )
             if rank() != 0:
                 return None
@@ -179,10 +188,12 @@ class Evaluator:
         # Without measures, more clips than can be looked at would only cost time.
         count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
+        # A clip that is made of an image stands in the page below the clip that the image is of.
+        items = self._items(captions, self.data) if "image_latents" in self.data.condition_shapes else None
         rows = []
         wanted = self._wanted()
         for i, (role, n) in enumerate(wanted):
-            clips = self.clips(role, n, captions, then=wanted[i + 1 :])
+            clips = self.clips(role, n, captions, then=wanted[i + 1 :], items=items)
             if clips is not None:
                 started = time.perf_counter()
                 rows.append(
@@ -245,21 +256,25 @@ class Evaluator:
     def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray:
         """A real clip for each of ``captions``, uint8 ``(n, T, H, W, 3)``; few clips may show several times."""
         source: ClipDataset = self.data if heldout is None else heldout
+        return source.decode(torch.stack([source[i]["latents"] for i in self._items(captions, source)])).numpy()
+
+    def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
+        """An item of ``source`` for each of ``captions``, each as late as possible again."""
         waiting: dict[str, list[int]] = {}
         for position in reversed(range(len(captions))):
             waiting.setdefault(captions[position], []).append(position)
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, int] = {}
         for i in itertools.count():
             if len(found) == len(captions):
-                return source.decode(torch.stack([found[position] for position in range(len(captions))])).numpy()
-            item = source[i % len(source)]
-            if waiting.get(item["caption"]):
-                found[waiting[item["caption"]].pop()] = item["latents"]
+                return [found[position] for position in range(len(captions))]
+            caption = source[i % len(source)]["caption"]
+            if waiting.get(caption):
+                found[waiting[caption].pop()] = i % len(source)
 
     def _measures(self, clips: np.ndarray, captions: list[str]):
         if self._heldout is None:
             return None
-        from distill.measures import measure
+        from distill.report.measures import measure
 
         return measure(clips, captions, self._reference_clips)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distill.media import atomic_path
+from distill.report.media import atomic_path
 from fsdp_cp.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.config import OptimizerSettings
 from fsdp_cp.errors import UserError
-from models.additions import PREFIX
+from models.additions.base import PREFIX
 from models.role import Role
 
 

@@ -16,7 +16,7 @@ from distill.run_folder import LOG, STARTS
 
 if TYPE_CHECKING:
     from distill.config import Config
-    from distill.report import ReportRow
+    from distill.report.row import ReportRow
 
 log = logging.getLogger(__name__)
 

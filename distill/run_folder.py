@@ -27,7 +27,9 @@ from omegaconf import OmegaConf
 from distill.config import Config, load_config
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
-from fsdp_cp.reduce import barrier, together
+from fsdp_cp.measure.memory import resident_at_start
+from fsdp_cp.reduce import barrier, on_all_ranks
+from fsdp_cp.signals import Stopped
 from models.published import file_above
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 STARTS = "starts.jsonl"
 """A JSON object per start of the run: command line, commit, versions, machine and the whole configuration."""
 LOG = "log.txt"
+STATUS = "status.json"
+"""How the run is, or how it ended: see :func:`recorded_end`."""
 OUTPUTS = (
     "config.yaml",
     STARTS,
@@ -46,10 +50,12 @@ OUTPUTS = (
     "tensorboard",
     "checkpoints",
     "samples",
+    "profile",
     "export",
     "report.html",
     "report.json",
     "report.png",
+    STATUS,
 )
 """What a run writes, beside ``cache``, which is keyed and stays, ``wandb`` and ``previous``."""
 _LOCK = ".lock"
@@ -89,8 +95,12 @@ def _is_a_run(run_dir: Path) -> bool:
 
 
 @contextmanager
-def held_run_dir(run_dir: Path) -> Iterator[None]:
+def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
     """Make the run's folder, lock it for the length of the context, and check that every rank sees it. On all ranks.
+
+    Args:
+        run_dir: the folder, of a run or of a sweep.
+        setting: what the user calls it.
 
     Raises:
         UserError: a folder that cannot be made or written, that another run writes into, or that the nodes do not
@@ -106,19 +116,19 @@ def held_run_dir(run_dir: Path) -> Iterator[None]:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             token.touch()
-            lock.append(_lock(run_dir))
+            lock.append(_lock(run_dir, setting))
         except OSError as error:
-            raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
+            raise UserError(f"{setting}={run_dir} cannot be written ({error.strerror}); use another") from error
         return token.name
 
     def look() -> None:
         if not (run_dir / name).exists():
-            raise UserError(f"run_dir={run_dir} is not one folder for all nodes; use one on a shared file system")
+            raise UserError(f"{setting}={run_dir} is not one folder for all nodes; use one on a shared file system")
 
     try:
         try:
-            name = together(write)[0]
-            together(look)
+            name = on_all_ranks(write)[0]
+            on_all_ranks(look)
         finally:
             with suppress(OSError):  # which would hide why the folder could not be made
                 token.unlink(missing_ok=True)
@@ -128,7 +138,7 @@ def held_run_dir(run_dir: Path) -> Iterator[None]:
             stream.close()
 
 
-def _lock(run_dir: Path) -> IO[str]:
+def _lock(run_dir: Path, setting: str) -> IO[str]:
     """Two runs in one folder would overwrite each other's checkpoints. The kernel lets go when the process dies."""
     stream = (run_dir / _LOCK).open("a+")
     try:
@@ -137,9 +147,9 @@ def _lock(run_dir: Path) -> IO[str]:
         stream.seek(0)
         who = stream.read().strip() or "another process"
         stream.close()
-        raise UserError(f"run_dir={run_dir} is in use by {who}; wait for it, or use another run_dir") from error
+        raise UserError(f"{setting}={run_dir} is in use by {who}; wait for it, or use another {setting}") from error
     except OSError as failure:  # not every network file system has locks
-        log.warning("run_dir=%s cannot be locked (%s): start no second run in it", run_dir, failure.strerror)
+        log.warning("%s=%s cannot be locked (%s): start no second run in it", setting, run_dir, failure.strerror)
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     stream.flush()
@@ -181,7 +191,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
         except OSError as error:
             raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
 
-    together(write)
+    on_all_ranks(write)
     barrier()
 
 
@@ -203,7 +213,39 @@ def this_start(command: Sequence[str]) -> dict[str, Any]:
         "versions": versions,
         "device": f"{world_size()} x {name}",
         "world_size": world_size(),
+        "resident_gib_before": resident_at_start(),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
     }
+
+
+def resume_setting(config: Config, run_dir: Path) -> str:
+    """``checkpoint.resume`` for this start. Called by all ranks.
+
+    torchrun's ``--max-restarts`` starts the same command line again after a rank has died. ``never`` was meant for the
+    first of these starts: taken at its word, every death would begin the run anew. Whether this torchrun has begun the
+    run is known by the record of its newest start: of the same job, and later than torchrun itself.
+    """
+
+    def decide() -> str:
+        setting, restarts = config.checkpoint.resume, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if rank() != 0 or setting != "never" or restarts == "0":
+            return setting
+        try:
+            last = json.loads((run_dir / STARTS).read_text().splitlines()[-1])
+            is_later = datetime.fromisoformat(last["started"]).timestamp() >= int(_parents_start())
+        except (OSError, ValueError, LookupError, TypeError):
+            return setting
+        # A run id alone is none of this torchrun's: the user's may be the same every time, the static one is "none".
+        return "auto" if is_later and last.get("job") == os.environ["TORCHELASTIC_RUN_ID"] else setting
+
+    return on_all_ranks(decide)[0]
+
+
+def _parents_start() -> float:
+    """When the parent process began, in seconds since the epoch; Linux alone, elsewhere an ``OSError``."""
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    return int(booted.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _processor() -> str:
@@ -257,7 +299,9 @@ def run_log() -> Iterator[None]:
         yield
     except BaseException as error:
         traceback = (type(error), error, error.__traceback__)
-        text = f"error: {error}" if isinstance(error, UserError) else logging.Formatter().formatException(traceback)
+        text = logging.Formatter().formatException(traceback)
+        if isinstance(error, UserError | Stopped):
+            text = str(error) if isinstance(error, Stopped) else f"error: {error}"
         for handler in root.handlers:
             if isinstance(handler, logging.FileHandler) and handler not in before:
                 handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None))
@@ -290,6 +334,7 @@ def _move_aside(run_dir: Path) -> None:
     number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
     target = previous / str(number)
     target.mkdir(parents=True)
-    for path in found:
+    # By its record a run's folder is known: gone first, a kill before the last rename would leave files of nobody.
+    for path in sorted(found, key=lambda path: path.name == STARTS):
         path.rename(target / path.name)
     log.info("this run starts afresh: the earlier one's files are in %s", target)

@@ -15,22 +15,21 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-from distill.checks import check
 from distill.config import Config, load_config
-from distill.data import build_dataset, sample_shapes
-from distill.media import contact_sheet, write_mp4
+from distill.config.checks import check, check_images
 from distill.methods import METHODS, build_method
+from distill.report.media import contact_sheet, write_mp4
 from distill.sampling import generate, sample_captions
+from fsdp_cp.error_file import recorded
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import choose_device, process_group, rank, report_error, world_size
+from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, world_size
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.paths import user_path
-from fsdp_cp.reduce import together
-from fsdp_cp.shard_settings import ShardSettings
-from models.additions import named_additions
+from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.sharding.settings import ShardSettings
+from models.additions.base import named_additions
 from models.checkpoint_files import ADDITIONS
 from models.load import RolePlan, build_role, plan_role
 from models.published import published, refuse_occupied
@@ -58,7 +57,15 @@ def plan_student(config: Config, student: Path) -> RolePlan:
 
 
 def sample(
-    config: Config, *, student: Path, steps: int, captions: list[str] | None, count: int, seed: int, out: Path
+    config: Config,
+    *,
+    student: Path,
+    steps: int,
+    captions: list[str] | None,
+    images: Sequence[str],
+    count: int,
+    seed: int,
+    out: Path,
 ) -> None:
     """Write ``out/I.mp4`` and ``out/samples.png``. Called by all ranks.
 
@@ -67,6 +74,7 @@ def sample(
         student: a diffusers folder with the student's weights.
         steps: sampling steps.
         captions: what to show; ``None`` for ``count`` captions of the data set.
+        images: files, one for each of ``captions``, for an image-to-video student; empty for the data set's.
         count: number of clips without ``captions``.
         seed: of the noise.
         out: the folder to write: a new or empty one, or an earlier sampling's, which is replaced when all is done.
@@ -76,15 +84,21 @@ def sample(
     """
     device = choose_device(config.device)
     plan = plan_student(config, student)
-    plan.check_sample(*sample_shapes(config.data))  # before clips and captions are encoded
+    plan.tokens(*config.data.sample_shapes())  # before clips and captions are encoded
     refuse_occupied(out, "--out")
     about = {"made by": "distill.sample", "student": str(student), "steps": steps, "captions": captions, "seed": seed}
+    if images:
+        about["images"] = [str(Path(file).absolute()) for file in images]
     with ExitStack() as stack, process_group(device):
         # Before any work: a folder that cannot be written is found now.
-        folder = together(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]
+        folder = on_all_ranks(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
-        data = build_dataset(
-            config.data, seed=config.seed, device=device, run_dir=Path(config.run_dir), captions=captions or ()
+        data = config.data.build(
+            seed=config.seed,
+            device=device,
+            run_dir=Path(config.run_dir),
+            captions=captions or (),
+            images=images,
         )
         captions = captions or sample_captions(data, count)
         role = build_role(
@@ -93,7 +107,7 @@ def sample(
             device=device,
             trainable=False,
             latent_shape=data.latent_shape,
-            text_shape=data.text_shape,
+            condition_shapes=data.condition_shapes,
         )
         with tqdm(total=len(captions), desc="clips", unit="", disable=rank() != 0, delay=2) as bar:
             latents = generate(
@@ -105,7 +119,7 @@ def sample(
                 mesh=mesh,
                 device=device,
                 seed=seed,
-                batch=max(1, -(-len(captions) // world_size())) if config.data.name == "moving_shapes" else 1,
+                batch=max(1, -(-len(captions) // world_size())) if config.data.cheap_frames else 1,
                 advance=bar.update,
             )
         if rank() == 0:
@@ -139,6 +153,7 @@ def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
     config = load_config(run_dir / "config.yaml")
     config.run_dir = str(run_dir)  # which may have moved since
     config.world, config.dry_run = None, False
+    config.sample.captions, config.sample.images = [], []  # of the training; its images need not be there any more
     check(config)
     # A few-step student knows the times of its own list alone.
     most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
@@ -152,6 +167,14 @@ def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
         raise UserError("--caption is empty (a shell variable that is not set?); give a caption, or leave it out")
     if not 1 <= arguments.count <= _MAX_CLIPS:
         raise UserError(f"--count {arguments.count} must be from 1 to {_MAX_CLIPS}")
+    images = [str(user_path(file, "--image")) for file in arguments.image or ()]
+    config.sample.captions, config.sample.images = list(arguments.caption or ()), images
+    try:
+        check_images(config)
+    except UserError as error:
+        raise UserError(
+            str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
+        ) from None
     student = user_path(arguments.student, "--student") if arguments.student else run_dir / "export" / "student"
     if arguments.student is None and not student.is_dir():
         raise UserError(
@@ -164,15 +187,16 @@ def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
         student=student,
         steps=steps,
         captions=arguments.caption,
+        images=images,
         count=arguments.count,
         seed=arguments.seed,
         out=user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli",
     )
 
 
-@record  # torchrun's summary ends with the traceback of what is no user's mistake
+@recorded  # torchrun's summary ends with the traceback of what is no user's mistake
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line for a user's mistake."""
+    """Exit code 0; 2 with one line for a user's mistake; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m distill.sample", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", help="a run's folder (config.yaml and export/student are read)")
     parser.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
@@ -184,6 +208,9 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="what to show (of moving_shapes, words that it knows); may be given several times",
     )
+    parser.add_argument(
+        "--image", action="append", help="of an image-to-video student: a file for each --caption, in their order"
+    )
     parser.add_argument("--count", type=int, default=4, help="clips, where no caption is given")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument(
@@ -191,12 +218,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
-    try:
-        plan_sampling(args)()
-    except UserError as error:
-        return report_error(error)
-    return 0
+    return exit_code(lambda: plan_sampling(args)())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from distill.data import ClipDataset
 from distill.methods import Method
+from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.phases import phase
 from fsdp_cp.reduce import gather_samples
 from fsdp_cp.rng import StepRandom
 
@@ -41,6 +41,7 @@ def generate(
     seed: int,
     batch: int,
     advance: Callable[[int], object] | None = None,
+    clips: Sequence[int] | None = None,
 ) -> Tensor:
     """Latents ``(n, C, T, H, W)`` of ``n`` captions, on every rank. Called by all ranks.
 
@@ -55,22 +56,23 @@ def generate(
         seed: of the noise; clip ``i`` starts from the same noise for every role and number of steps.
         batch: clips per forward on a rank.
         advance: called with the number of clips, of all ranks, that have come to their end since the last call.
+        clips: items of ``data`` whose images condition, one for each of ``captions``; see ``ClipDataset.condition``.
     """
     # Every rank must run as many forwards as the others: the last positions are filled up by repeating captions.
     chunk = batch * mesh.dp_size
     padded = -(-len(captions) // chunk) * chunk
-    text = data.embed([captions[i % len(captions)] for i in range(padded)]).to(device)
-    null_text = data.null_text.to(device)
-    clips = []
+    filled = [i % len(captions) for i in range(padded)]
+    items = None if clips is None else [clips[i] for i in filled]
+    condition = data.condition([captions[i] for i in filled], items).to(device)
+    made = []
     with phase(f"sample/{role}", [r.network for r in method.roles.values()]):
         for start in range(0, padded, chunk):
             first = start + mesh.dp_rank * batch
             positions = range(first, first + batch)
             random = StepRandom(seed=seed, step=0, positions=positions, device=device)
             noise = random.normal("sample/noise", data.latent_shape)
-            mine = text[first : first + batch]
-            latents = method.generate(role, noise, mine, null_text.expand_as(mine), steps, random)
-            clips.append(gather_samples(latents, mesh.dp))
+            latents = method.generate(role, noise, condition[first : first + batch], steps, random)
+            made.append(gather_samples(latents, mesh.dp))
             if advance is not None:
                 advance(min(chunk, len(captions) - start))
-    return torch.cat(clips)[: len(captions)]
+    return torch.cat(made)[: len(captions)]

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill.checks import micro_batch_size
 from distill.config import Config
-from distill.data import sample_shapes
+from distill.config.checks import micro_batch_size
+from distill.loggers import check_services
 from distill.methods import METHODS, Method
-from distill.metrics import check_services
 from distill.optimizers import parameter_groups
+from distill.profiling import check_profile
 from fsdp_cp.attention.kernels import choose_kernel
-from fsdp_cp.checkpoint import read_numbers
+from fsdp_cp.checkpoint import read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_device, rank, world_size
-from fsdp_cp.mesh import resolve_mesh
-from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
-from models.additions import build_additions
+from fsdp_cp.mesh import MeshShape, resolve_mesh
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings
+from models.families.base import LatentShape, Shape
 from models.load import RolePlan, defining, plan_role
 
 log = logging.getLogger(__name__)
-TRAINED_ONLY = (
-    "reduce_dtype",
-    "master_dtype",
-    "activation_checkpointing",
-    "keep_operators",
-    "activation_offload",
-    "backward_prefetch",
-    "keep_gathered",
-    "gradient_buffers",
-    "separate_reduce_group",
-    "reduce_unused",
-    "gradient_scale",
-)
-"""Settings of :class:`ShardSettings` that say nothing about a frozen network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +38,34 @@ class RunPlan:
     roles: list[RolePlan]
     heads: int
     """Greatest common divisor of the query and key/value heads of all roles, which share the mesh."""
-    mesh_settings: dict[str, Any]
-    """Arguments of :func:`fsdp_cp.build_mesh`, beside the heads and the device."""
-    micro: int
+    mesh: MeshShape
+    micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 
 
-def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
+def plan_run(
+    config: Config, method: type[Method] | None = None, *, shapes: tuple[LatentShape, Mapping[str, Shape]] | None = None
+) -> RunPlan:
     """Check ``config`` against the world and the files it names; ``method`` in the place of its own.
+
+    Args:
+        config: the checked configuration.
+        method: instead of its own.
+        shapes: of a sample's latents and condition, where no data are to be looked at, nor other files of the method.
 
     Raises:
         UserError: whatever does not fit, in one line.
     """
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
-    method.check_files(config)
+    if shapes is None:
+        method.check_files(config)
     needed = method.roles_needed(config.method)
     for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read}:
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = choose_device(config.device)
+    check_profile(config, world=world_of(config), device=device)
     sharding = {name: _sharding(config, name, method, device) for name in needed}
     roles = []
     for name in needed:
@@ -89,23 +83,22 @@ def plan_run(config: Config, method: type[Method] | None = None) -> RunPlan:
             )
         )
     _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
-    patches = {tuple(role.config["patch_size"]) for role in roles}
+    patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
-    latents, text = sample_shapes(config.data)
-    assert len({role.check_sample(latents, text) for role in roles}) == 1
+    shapes = shapes or config.data.sample_shapes()
+    assert len({role.tokens(*shapes) for role in roles}) == 1
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
-    mesh_settings = asdict(config.mesh) | {"sharded": sharded}
-    shape = resolve_mesh(world_size=world_of(config), heads=heads, **mesh_settings)
+    shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
     _check_attention(config, roles, heads // shape.ulysses, device)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
         roles=roles,
         heads=heads,
-        mesh_settings=mesh_settings,
-        micro=micro_batch_size(config, shape.dp),
+        mesh=shape,
+        micro_batch_size=micro_batch_size(config, shape.dp),
     )
 
 
@@ -119,24 +112,26 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     given = getattr(config, name)
     settings = ShardSettings(**{item.name: getattr(given, item.name) for item in fields(ShardSettings)})
     settings.check(device.type, f"{name}.")
-    first = method.first_roles(config.method)
-    if settings.gather_early and name not in first:
-        raise UserError(
-            f"{name}.gather_early=true: no step of method={config.method.name} begins with a forward of the {name};"
-            f" use {first[0]}.gather_early=true"
-        )
+    if settings.gather_early:
+        steps = method(config.method, {})
+        first = list(dict.fromkeys(steps.first_role(step) for step in range(config.steps)))
+        if name not in first:
+            raise UserError(
+                f"{name}.gather_early=true: no step of method={config.method.name} begins with a forward of the {name};"
+                f" use {first[0]}.gather_early=true"
+            )
     if name not in method.trained_roles:
         default = ShardSettings()
-        for setting in TRAINED_ONLY:
+        for setting in ("master_dtype", *TRAINED_ONLY):
             if getattr(settings, setting) != getattr(default, setting):
                 raise UserError(
                     f"{name}.{setting}={getattr(settings, setting)} is for a role that trains, and with"
                     f" method={config.method.name} the {name} does not; leave it out"
                 )
-    elif settings.master_dtype == "bf16" and name == "student" and config.student.ema.enabled:
+    elif settings.master_dtype == "bf16" and given.ema.enabled:
         raise UserError(
-            "student.master_dtype=bf16 with student.ema.enabled=true: an average in bf16 stands still, since it moves"
-            " by less than bf16 can tell; use student.master_dtype=keep"
+            f"{name}.master_dtype=bf16 with {name}.ema.enabled=true: an average in bf16 stands still, since it moves"
+            f" by less than bf16 can tell; use {name}.master_dtype=keep"
         )
     if settings.offload == "cpu" and device.type == "cpu" and rank() == 0:
         log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
@@ -148,10 +143,7 @@ def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
     for role in roles:
         settings = getattr(config.optim, role.name)
         if settings.no_decay or settings.lr_scale:
-            with torch.device("meta"):
-                network = role.family.build(role.config, f"{role.name}.checkpoint")
-                network.additions = build_additions(role.additions, role.config)
-            parameter_groups([name for name, _ in network.named_parameters()], settings, f"optim.{role.name}")
+            parameter_groups([name for name, _ in role.network.named_parameters()], settings, f"optim.{role.name}")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device) -> None:
@@ -182,7 +174,7 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
         UserError: another seed or method, other networks, or fewer steps than the checkpoint has; or a changed setting
             where no step is left to be trained with it.
     """
-    numbers = read_numbers(checkpoint)
+    state = read_state(checkpoint)
     for kind, keys in (
         (int, ("seed", "samples")),
         (str, ("method", "data")),
@@ -190,32 +182,33 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
         (float, ("seconds",)),
     ):
         for key in keys:
-            if not isinstance(numbers.get(key), kind):
+            if not isinstance(state.get(key), kind):
                 raise UserError(
-                    f"checkpoint.resume: {checkpoint}/state.json is damaged (its {key} is {numbers.get(key)!r}); use an"
+                    f"checkpoint.resume: {checkpoint}/state.json is damaged (its {key} is {state.get(key)!r}); use an"
                     " earlier checkpoint"
                 )
-    if numbers["step"] > config.steps:
-        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={numbers['step']} or more")
+    if state["step"] > config.steps:
+        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={state['step']} or more")
     for setting, now in (("seed", config.seed), ("method", config.method.name)):
-        if numbers[setting] != now:
+        if state[setting] != now:
             raise UserError(
-                f"checkpoint.resume: {checkpoint} was made with {setting}={numbers[setting]}, not {now};"
+                f"checkpoint.resume: {checkpoint} was made with {setting}={state[setting]}, not {now};"
                 " use that, another run_dir, or checkpoint.resume=never"
             )
     trained = METHODS[config.method.name][0].trained_roles  # a frozen one is in no checkpoint
     for role in (role for role in roles if role.name in trained):
-        before = numbers["configs"].get(role.name)  # of a role that trains
-        if before is not None and (not isinstance(before, dict) or defining(before) != defining(role.config)):
+        before = state["configs"].get(role.name)  # of a role that trains
+        named = {"_class_name": role.family.class_name}  # which checkpoints of earlier versions leave out
+        if before is not None and (not isinstance(before, dict) or named | defining(before) != defining(role.config)):
             raise UserError(
                 f"checkpoint.resume: {checkpoint} was made with another network of the {role.name}; use the same"
                 f" {role.name}.checkpoint or {role.name}.architecture, or begin anew with another run_dir"
             )
-    before, now = _flat(numbers["settings"]), _flat(run_settings(config))
+    before, now = _flat(state["settings"]), _flat(run_settings(config))
     # A new setting is at its default.
     changed = [key for key in sorted(now.keys() & before.keys()) if before[key] != now[key]]
     for key in changed:
-        if numbers["step"] == config.steps and key.rpartition(".")[2] not in _SAME_RESULT:
+        if state["step"] == config.steps and key.rpartition(".")[2] not in _SAME_RESULT:
             raise UserError(
                 f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run and was made with"
                 f" {before[key]}: nothing would be trained; use another run_dir, checkpoint.resume=never, more steps,"
@@ -224,7 +217,7 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
     if rank() == 0:
         for key in changed:
             log.warning("resumed with %s=%s, which was %s", key, now[key], before[key])
-        if numbers["step"] == config.steps:
+        if state["step"] == config.steps:
             log.info("all %d steps are trained: what a run writes at its end is written again", config.steps)
 
 

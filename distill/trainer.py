@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,30 @@ from distill.announce import announce
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.order import Batching, MicroBatchSampler
-from distill.evaluate import Evaluator, write_scheduler
+from distill.evaluate import Evaluator
+from distill.finish import finish
+from distill.gradients import accumulate_gradients
+from distill.hang_advice import reports_hangs, shorten_timeout
 from distill.methods import Batch, Method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
 from distill.optimizers import RoleOptimizer, learning_rate
-from distill.setup import run_settings
+from distill.profiling import StepProfiler
+from distill.saved_state import restore, same_command, saved_state, saved_tensors
+from distill.speed import speed
 from distill.state_checks import refuse_broken_weights
-from fsdp_cp import checkpoint
-from fsdp_cp.diagnostics import parameter_norms
+from fsdp_cp.checkpoint import Checkpoints, branch_name
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
-from fsdp_cp.memory import peak_flops, peak_gib, reset_peak
+from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
+from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
+from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.microbatch import microbatch
-from fsdp_cp.phases import phase
-from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, scale_grads, together
+from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
 from fsdp_cp.rng import StepRandom
+from fsdp_cp.signals import Stopped, StopSignal
+from fsdp_cp.timeouts import long_timeout
+from models.condition import Condition
 from models.ema import Ema
-from models.export import export_weights
-from models.load import defining
 from models.role import Role
 
 log = logging.getLogger(__name__)
@@ -54,7 +58,7 @@ class Trainer:
         device: this rank's device.
         data: the clips.
         method: yields the losses.
-        micro: samples per data-parallel rank and forward.
+        micro_batch_size: samples per data-parallel rank and forward.
         run_dir: the run's folder.
         resume_from: the checkpoint to go on from, or ``None``.
     """
@@ -67,7 +71,7 @@ class Trainer:
         device: torch.device,
         data: ClipDataset,
         method: Method,
-        micro: int,
+        micro_batch_size: int,
         run_dir: Path,
         resume_from: Path | None,
     ):
@@ -75,22 +79,39 @@ class Trainer:
         self.run_dir = run_dir
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
         self.optimizers = {name: RoleOptimizer(role, getattr(config.optim, name)) for name, role in self.roles.items()}
-        ema = config.student.ema
-        self.ema = (
-            Ema(self.roles["student"], decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
-        )
-        if self.ema is not None:
-            method.student_average = self.ema.swapped_in
+        chosen = {name: getattr(config, name).ema for name in self.roles}
+        self.averages = {
+            name: Ema(self.roles[name], decay=ema.decay, gamma=ema.gamma, start=ema.start)
+            for name, ema in chosen.items()
+            if ema.enabled
+        }
+        if "student" in self.averages:
+            method.student_average = self.averages["student"].swapped_in
         self.training_data = method.training_data(data)
-        self.batching = Batching(global_size=config.batch_size, micro=micro, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-        self.null_text, self.empty_text = data.null_text.to(device), data.embed([""])[0].to(device)
+        self.batching = Batching(
+            global_size=config.batch_size, micro_batch_size=micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+        )
+        # Moved once: with each micro-batch it would be a copy that the GPU waits for.
+        self.null, self.empty = (
+            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
+        )
         self.step = 0
         self.samples = 0
         self.updates = dict.fromkeys(self.roles, 0)
         self.skipped = dict.fromkeys(self.roles, 0)
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
+        self.first_skipped = dict.fromkeys(self.roles, "a step of an earlier run")
+        """Step and parameter of the first of those in a row."""
         self.seconds = 0.0
-        self.branch_of = checkpoint.branch_name(config.checkpoint.resume)
+        self.branch_of = branch_name(config.checkpoint.resume)
+        settings = config.checkpoint
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            asynchronous=settings.asynchronous,
+        )
+        self.saved_step: int | None = None
         self.last_loss: dict[str, float] = {}
         """Of each role's latest update in this process."""
         self.log: MetricsLog | None = None
@@ -101,35 +122,45 @@ class Trainer:
             name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
         }
         self.evaluator = Evaluator(
-            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro
+            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
         )
         if resume_from is not None:
-            self._restore(resume_from)
+            restore(self, resume_from)
+            self.saved_step = self.step
+        self.profiler = StepProfiler(config.profile, device=device, run_dir=run_dir, step=self.step)
 
-    def run(self) -> None:
-        """Train, then export the student and write samples and the report."""
+    @reports_hangs
+    def run(self, stop: StopSignal) -> None:
+        """Train, then export the student and write samples and the report.
+
+        Args:
+            stop: which signal has come; heeded between two steps, at once when no step is left.
+        """
         announce(self)
-        together(self._open_log)
+        on_all_ranks(self._open_log)
         reset_peak(self.device)
         # As a context: an error would else be printed behind the bar, in its line.
         steps = self.config.steps
         with tqdm(total=steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05) as progress:
-            self._train(progress)
-        self._finish()
+            with stop.deferred(), self.checkpoints.completed(), self.profiler:
+                self._train(progress, stop)
+        finish(self)
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
 
-    def _train(self, progress: tqdm) -> None:
+    def _train(self, progress: tqdm, stop: StopSignal) -> None:
         """The remaining steps, with what is logged, saved and shown between them."""
         first, started = self.step, time.perf_counter()
         data = self._steps_of_data()
         while self.step < self.config.steps:
-            metrics = self._train_step(data)
+            with self.profiler.of(self.step + 1) as profiled:
+                metrics = self._train_step(data)
+            shorten_timeout(self)
             progress.update()
-            self.unlogged |= metrics
+            self.unlogged |= metrics | profiled
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
-                self.unlogged["memory/peak_gib"] = self._peak_memory()
+                self.unlogged |= self._memory()
                 if self.log is not None:
                     self.log.write(self.step, self.unlogged)
                     progress.set_postfix({k: f"{v:.4f}" for k, v in self.unlogged.items() if k.endswith("/loss")})
@@ -141,9 +172,10 @@ class Trainer:
             at_end = self.step == self.config.steps and self.config.checkpoint.at_end
             if (every and self.step % every == 0) or at_end:
                 self._save()
+            self._heed(stop)
             every = self.config.sample.every
             if every and self.step % every == 0 and self.step < self.config.steps:
-                self._sample()
+                self.sample()
 
     def _open_log(self) -> None:
         if rank() == 0:
@@ -171,38 +203,44 @@ class Trainer:
     def _to_batch(self, items: dict[str, Any]) -> Batch:
         return Batch(
             latents=items["latents"].to(self.device, non_blocking=True) if "latents" in items else None,
-            text=items["text"].to(self.device, non_blocking=True),
-            null_text=self.null_text,
-            empty_text=self.empty_text,
+            condition=Condition(
+                {name: items[name].to(self.device, non_blocking=True) for name in self.data.condition_shapes},
+                self.null,
+                self.empty,
+            ),
             latent_shape=self.data.latent_shape,
             trajectory=items["trajectory"].to(self.device, non_blocking=True) if "trajectory" in items else None,
         )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
-        """One update of the role whose turn it is; returns its metrics, equal on all ranks."""
+        """One update of the role whose turn it is; returns its metrics, but for times equal on all ranks.
+
+        On CUDA too the host's clock tells the step's time: the numbers that are reduced at its end go to the device
+        behind the optimizer's kernels, and are waited for.
+        """
         started = time.perf_counter()
-        self.method.roles[self.method.first_role(self.step)].gather_early()
-        with phase("data"):
-            micro_batches = next(data)
-        for r in self.method.roles.values():
-            r.flops = 0
         name = self.method.trained_role(self.step)
         role = self.roles[name]
-        with phase(f"{name}/gradients", [r.network for r in self.method.roles.values()]), ExitStack() as stack:
-            for frozen in self.method.frozen_roles(self.step):
-                stack.enter_context(self.roles[frozen].frozen())
-            total, losses = self._accumulate_gradients(role, micro_batches)
-        self._log_norms(name)
-        norm = grad_norm(role.parameters())
-        lr = learning_rate(getattr(self.config.optim, name), self.updates[name], self.planned_updates[name])
-        with phase(f"{name}/update"):
-            self._update(name, norm, lr)
-        # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
-        names = sorted(losses)
-        flops = float(sum(r.flops for r in self.method.roles.values()))
-        observed = self.method.observations.drain()
-        flat = [total, flops, *(losses[n] for n in names), *(x for pair in observed.values() for x in pair)]
-        reduced = all_reduce_scalars(flat, self.mesh.dp)
+        for r in self.method.roles.values():
+            r.flops = 0
+        with PhaseTimes(self.device) as times:
+            self.method.roles[self.method.first_role(self.step)].gather_early()
+            with phase("data"):
+                micro_batches = next(data)
+            total, losses = self._accumulate_gradients(micro_batches)
+            self._log_norms(name)
+            with phase(f"{name}/clip"):
+                norm = grad_norm(role.parameters())
+            lr = learning_rate(getattr(self.config.optim, name), self.updates[name], self.planned_updates[name])
+            with phase(f"{name}/update"):
+                self._update(name, norm, lr)
+            # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
+            names = sorted(losses)
+            flops = float(sum(r.flops for r in self.method.roles.values()))
+            observed = self.method.observations.drain()
+            flat = [total, flops, *(losses[n] for n in names), *(x for pair in observed.values() for x in pair)]
+            with phase("metrics"):
+                reduced = all_reduce_scalars(flat, self.mesh.dp)
         seconds = time.perf_counter() - started
         self.step += 1
         self.samples += self.config.batch_size
@@ -214,10 +252,15 @@ class Trainer:
             f"{name}/grad_norm": norm,
             f"{name}/lr": lr,
             f"{name}/skipped": float(self.skipped[name]),
-            "perf/seconds_per_step": seconds,
-            "perf/tokens_per_second": role.tokens * self.config.batch_size / seconds,
-            "perf/flops": reduced[1],
-            "perf/mfu": None if peak is None else reduced[1] / seconds / (peak * world_size()),
+            **speed(
+                name,
+                seconds=seconds,
+                phases=times.seconds(),
+                samples=self.config.batch_size,
+                tokens=role.tokens * self.config.batch_size,
+                flops=reduced[1],
+                peak=None if peak is None else peak * world_size(),
+            ),
         }
         if len(names) > 1:
             metrics |= {f"{name}/{n}": value for n, value in zip(names, reduced[2 : 2 + len(names)], strict=True)}
@@ -226,27 +269,16 @@ class Trainer:
             metrics[f"{name}/{key}"] = value / count if count else None
         return metrics
 
-    def _accumulate_gradients(self, role: Role, micro_batches: list[Batch]) -> tuple[float, dict[str, float]]:
-        """Backward of every loss of every micro-batch; returns this rank's share of the total and of each loss."""
-        share = self.batching.micro / self.config.batch_size
-        sums: dict[str, torch.Tensor] = {}
-        weights: dict[str, float] = {}
-        first = True
-        for i, batch in enumerate(micro_batches):
-            random = StepRandom(
+    def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[float, dict[str, float]]:
+        """This rank's share of the total and of each loss; the gradients are in the role that trains."""
+
+        def random(i: int) -> StepRandom:
+            return StepRandom(
                 seed=self.config.seed, step=self.step, positions=self.batching.positions(i), device=self.device
             )
-            # The closures do the work: listing the losses, to know which backward is the last, runs nothing early.
-            for loss, following in pairwise([*self.method.losses(self.step, batch, random), None]):
-                is_last = i == len(micro_batches) - 1 and following is None
-                with microbatch(role.network, is_first=first, is_last=is_last):
-                    with phase(f"{role.name}/{loss.name}/forward"):
-                        value = loss.closure()
-                    with phase(f"{role.name}/{loss.name}/backward"):
-                        (loss.weight * share * value).backward()
-                first = False
-                weights[loss.name] = loss.weight
-                sums[loss.name] = sums.get(loss.name, 0.0) + share * value.detach().double()
+
+        share = self.batching.micro_batch_size / self.config.batch_size
+        sums, weights = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
         losses = {name: float(value) for name, value in sums.items()}
         return sum(weights[name] * value for name, value in losses.items()), losses
 
@@ -270,132 +302,94 @@ class Trainer:
         """Clip and step, or skip the update where the norm, which all ranks agree on, is not finite."""
         optimizer = self.optimizers[name]
         if not math.isfinite(norm):
-            optimizer.clear_gradients()
-            self.skipped[name] += 1
-            self.skipped_in_a_row[name] += 1
-            if rank() == 0:
-                log.warning("step %d: the gradient norm of %s is %s; update skipped", self.step + 1, name, norm)
-            if self.skipped_in_a_row[name] >= self.config.optim.max_skipped:
-                raise UserError(
-                    f"{self.skipped_in_a_row[name]} updates of {name} in a row had a non-finite gradient"
-                    " (optim.max_skipped);"
-                    f" stopped at step {self.step + 1}; lower optim.{name}.lr or resume from an earlier checkpoint"
-                )
+            self._skip(name, norm)
             return
         self.skipped_in_a_row[name] = 0
         clip = self.config.optim.clip
         if clip is not None and norm > clip:
             scale_grads(self.roles[name].parameters(), clip / norm)
         optimizer.step(lr)
-        if name == "student" and self.ema is not None:
-            self.ema.update(self.updates[name])
+        if name in self.averages:
+            self.averages[name].update(self.updates[name])
         self.updates[name] += 1
 
-    def _peak_memory(self) -> float:
-        return all_reduce_scalars([peak_gib(self.device)], self.mesh.world, dist.ReduceOp.MAX)[0]
-
-    def _tensors(self) -> dict[str, Any]:
-        """Everything that trains, by role; the teacher is not among it, since it does not change."""
-        tensors: dict[str, Any] = {
-            name: {"weights": role.weights(), "adamw": self.optimizers[name].state()}
-            for name, role in self.roles.items()
-        }
-        if self.ema is not None:
-            tensors["student"]["ema"] = self.ema.weights
-        return tensors
-
-    def _numbers(self) -> dict[str, Any]:
-        """Plain state. Random streams are functions of seed, step and position, so these restore them too."""
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            "seed": self.config.seed,
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "seconds": self.seconds,
-            "unlogged": self.unlogged,
-            "branch_of": self.branch_of,
-            "settings": run_settings(self.config),
-            "method": self.method.settings.name,
-            "data": self.training_data.fingerprint,
-            "configs": {name: role.config for name, role in self.roles.items()},
-        }
-
-    def _save(self) -> None:
-        folder = self.run_dir / "checkpoints"
-        refuse_broken_weights(self.roles, self.mesh, self.step)
-        with phase("checkpoint"):
-            checkpoint.save(folder, self.step, self._tensors(), self._numbers(), self.config.checkpoint.keep)
-
-    def _restore(self, folder: Path) -> None:
-        numbers = checkpoint.read_numbers(folder)
-        # Checkpoints of earlier versions hold diffusers' own notes beside what defines a network.
-        networks = {name: defining(config) for name, config in numbers["configs"].items()}
-        for what, before, now in (
-            ("other data", numbers["data"], self.training_data.fingerprint),
-            ("other networks", networks, {name: defining(role.config) for name, role in self.roles.items()}),
-        ):
-            if before != now:
-                raise UserError(
-                    f"checkpoint.resume: {folder} was made with {what};"
-                    " use the same settings, another run_dir, or checkpoint.resume=never"
-                )
-        checkpoint.load(folder, self._tensors())
-        if folder.parent.resolve() == (self.run_dir / "checkpoints").resolve():
-            checkpoint.leave_branch(folder)
-        self.step, self.samples, self.seconds = numbers["step"], numbers["samples"], numbers["seconds"]
-        for name in ("updates", "skipped", "skipped_in_a_row", "unlogged"):
-            setattr(self, name, dict(numbers[name]))
-        self.branch_of = self.branch_of or numbers.get("branch_of")
-        if rank() == 0:
-            log.info("resumed from step %d (%s)", self.step, folder)
-
-    def _sample(self) -> None:
-        with self.ema.swapped_in() if self.ema is not None else nullcontext():
-            self.evaluator.write_samples(self.step, self.log)
-
-    def _finish(self) -> None:
-        """Export, samples and report, with the averaged student where there is one.
+    def _skip(self, name: str, norm: float) -> None:
+        """Leave the state of role ``name`` as it is, and say where its gradient is not finite.
 
         Raises:
-            UserError: a run that ended with a loss that is not finite: its student is not shown as a result.
+            UserError: on all ranks, for the last of ``optim.max_skipped`` in a row; what went well is saved then.
         """
-        broken = [name for name, loss in self.last_loss.items() if not math.isfinite(loss)]
-        if broken:
-            name = broken[0]
-            raise UserError(
-                f"the run ended at step {self.step} with a loss of the {name} that is not finite"
-                f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr and"
-                " begin again with checkpoint.resume=never, or from an earlier checkpoint"
-            )
-        if self.config.export.at_end:
-            self._export()
-        if self.config.sample.at_end:
-            self._sample()
-            if self.config.sample.report_clips:
-                self._report()
-        barrier()
-
-    def _export(self) -> None:
-        use_ema = self.ema is not None and self.config.export.weights != "raw"
-        weights = self.ema.weights if use_ema else self.roles["student"].weights()
-        dtype = torch.bfloat16 if self.config.export.dtype == "bf16" else torch.float32
-        about = {"run": str(self.run_dir.resolve()), "step": self.step, "role": "student"}
-        about["weights"] = "ema" if use_ema else "raw"
-        folder = self.run_dir / "export"
-        export_weights(folder / "student", weights, self.roles["student"].config, dtype=dtype, about=about)
-        together(lambda: write_scheduler(self.method, folder / "scheduler") if rank() == 0 else None)
+        self.skipped[name] += 1
+        self.skipped_in_a_row[name] += 1
+        where = first_non_finite(self.roles[name].network, self.mesh.world)
+        if self.skipped_in_a_row[name] == 1:
+            self.first_skipped[name] = f"step {self.step + 1} in {where}"
+        self.optimizers[name].clear_gradients()
         if rank() == 0:
-            log.info("exported the student (%s weights) to %s", about["weights"], folder / "student")
+            log.warning(
+                "step %d: the gradient norm of %s is %s, first in %s; update skipped", self.step + 1, name, norm, where
+            )
+        if self.skipped_in_a_row[name] < self.config.optim.max_skipped:
+            return
+        # Skipped ones changed nothing: this is the last good state. The next run has as many tries as this one had.
+        count, self.skipped_in_a_row[name] = self.skipped_in_a_row[name], 0
+        self._save()
+        self.checkpoints.wait()
+        raise UserError(
+            f"{count} updates of {name} in a row had a non-finite gradient (optim.max_skipped), the first at"
+            f" {self.first_skipped[name]}; stopped at step {self.step + 1}, and the state after step {self.step}, with"
+            f" the weights from before them, is saved; lower optim.{name}.lr or resume from an earlier checkpoint"
+        )
 
-    def _report(self) -> None:
-        memory = self._peak_memory()
-        facts = {
-            "steps": self.step,
-            "minutes of training": round(self.seconds / 60, 2),
-            "updates": ", ".join(f"{name} {count}" for name, count in self.updates.items()),
-            "peak memory per rank, GiB": round(memory, 3),
-        }
-        with self.ema.swapped_in() if self.ema is not None else nullcontext():
-            self.evaluator.write_report(facts)
+    def peak_memory(self) -> float:
+        """GiB, the largest over ranks."""
+        return all_reduce_scalars([peak_gib(self.device)], self.mesh.world, dist.ReduceOp.MAX)[0]
+
+    def _memory(self) -> dict[str, float | None]:
+        """The largest over ranks, GiB."""
+        found = {"memory/peak_gib": peak_gib(self.device)}
+        if (reserved := reserved_gib(self.device)) is not None:
+            found["memory/reserved_gib"] = reserved
+        largest = all_reduce_scalars(list(found.values()), self.mesh.world, dist.ReduceOp.MAX)
+        return dict(zip(found, largest, strict=True))
+
+    @long_timeout()
+    def _save(self) -> None:
+        """The state after this step, if it is not saved already."""
+        if self.saved_step == self.step:
+            return
+        started = time.perf_counter()
+        self.checkpoints.wait()  # before what may refuse: the one that is being written would go with the process
+        refuse_broken_weights(self.roles, self.mesh, self.step)
+        with phase("checkpoint"):
+            self.checkpoints.save(self.step, saved_tensors(self), saved_state(self))
+        self.saved_step = self.step
+        self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
+
+    def _heed(self, stop: StopSignal) -> None:
+        """Save and end where a signal came to any rank, or end where a checkpoint could not be written.
+
+        Raises:
+            Stopped: on all ranks.
+            UserError: on all ranks; the checkpoint that was being written beside the training cannot be written.
+        """
+        number = float(stop.received or 0)
+        number, failed = all_reduce_scalars(
+            [number, float(self.checkpoints.has_failed())], self.mesh.world, dist.ReduceOp.MAX
+        )
+        if failed:
+            self.checkpoints.wait()
+        if not number:
+            return
+        self._save()
+        self.checkpoints.wait()
+        raise Stopped(
+            f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
+            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} goes on from there"
+        )
+
+    @long_timeout()
+    def sample(self) -> None:
+        """Clips of the student as it is now, averaged where it has an average."""
+        with self.method.student_average():
+            self.evaluator.write_samples(self.step, self.log)

@@ -17,18 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 from tqdm import tqdm
 
 from distill.config import Config, compose_config
-from distill.data import ClipDataset, build_dataset
+from distill.config.usage import information
+from distill.data import ClipDataset, condition_of
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
 from distill.setup import plan_run
-from distill.usage import information
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import choose_allocator, choose_device, exit_code, process_group, rank
-from fsdp_cp.mesh import Mesh, build_mesh
-from fsdp_cp.reduce import all_gather_objects, together
+from fsdp_cp.launch import choose_allocator, choose_device, end_process, exit_code, process_group, rank
+from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 from fsdp_cp.rng import StepRandom
 from models.load import build_roles
 from models.role import Role
@@ -42,9 +43,8 @@ class _TeacherAlone(OdeRegression):
     required_roles = ("teacher",)
     trained_roles = ()
 
-    @classmethod
-    def first_roles(cls, settings: Any) -> tuple[str, ...]:
-        return ("teacher",)
+    def first_role(self, step: int) -> str:
+        return "teacher"
 
     @classmethod
     def check_files(cls, config: Any) -> None:
@@ -74,11 +74,12 @@ def write_trajectories(
     """
     settings, folder = config.method, TrajectoryFolder(config.method.trajectories)
     about = trajectory_settings(config) | {"teacher.precision": config.teacher.precision, "seed": config.seed}
-    together(lambda: folder.begin(about) if rank() == 0 else None)
+    if "image_latents" in data.condition_shapes:
+        about["data.fingerprint"] = data.fingerprint
+    on_all_ranks(lambda: folder.begin(about) if rank() == 0 else None)
     shape = (len(settings.step_list), *data.latent_shape)
     # One rank's answer: the ranks must run as many forwards, and need not see a new file at the same moment.
     missing = all_gather_objects(folder.missing(settings.num_trajectories, shape) if rank() == 0 else None)[0]
-    null_text = data.null_text.to(device)
     chunk = batch * mesh.dp_size
     for start in tqdm(range(0, len(missing), chunk), desc="trajectories", disable=rank() != 0, smoothing=0.05):
         first = start + mesh.dp_rank * batch
@@ -87,11 +88,11 @@ def write_trajectories(
         items = [data[i % len(data)] for i in mine]
         random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
         noise = random.normal("trajectories/noise", data.latent_shape)
-        text = torch.stack([item["text"] for item in items]).to(device)
-        states, latents = trajectory(teacher, noise, text, null_text.expand_as(text), settings)
+        condition = condition_of(default_collate(items), data).to(device)
+        states, latents = trajectory(teacher, noise, condition, settings)
         made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
         written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
-        together(partial(_write, folder, written))
+        on_all_ranks(partial(_write, folder, written))
     return len(missing)
 
 
@@ -108,19 +109,19 @@ def run(overrides: list[str]) -> None:
     choose_allocator(device, config.cuda_allocator)
     plan = plan_run(config, _TeacherAlone)
     with process_group(device):
-        mesh = build_mesh(**plan.mesh_settings, heads=plan.heads, device_type=device.type)
-        data = build_dataset(config.data, seed=config.seed, device=device, run_dir=plan.run_dir)
+        mesh = mesh_of_shape(plan.mesh, device_type=device.type)
+        data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
         roles = build_roles(
             plan.roles,
             trained=(),
             mesh=mesh,
             device=device,
             latent_shape=data.latent_shape,
-            text_shape=data.text_shape,
+            condition_shapes=data.condition_shapes,
             seed=config.seed,
         )
         written = write_trajectories(
-            config, teacher=roles["teacher"], data=data, mesh=mesh, device=device, batch=plan.micro
+            config, teacher=roles["teacher"], data=data, mesh=mesh, device=device, batch=plan.micro_batch_size
         )
     total = config.method.num_trajectories
     log.info("%d trajectories in %s, %d of them made now", total, config.method.trajectories, written)
@@ -144,4 +145,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

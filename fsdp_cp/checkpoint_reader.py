@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.signals import Stopped
 
 _ALLOWED = {
     *(
@@ -99,10 +100,14 @@ def readable(checkpoint: Path) -> Iterator[None]:
 
     Raises:
         UserError: on every rank, if one of them could not read its part.
+        Stopped: on every rank, if a signal came to one of them.
     """
     try:
         yield
     except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, Stopped):  # torch takes every exception for its own
+                raise cause from None
         failed, (cause, _) = sorted(error.failures.items())[0]
         reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise UserError(f"{checkpoint} cannot be read (rank {failed}: {reason}); use another checkpoint") from error

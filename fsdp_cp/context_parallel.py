@@ -4,206 +4,303 @@ The plan has the format of diffusers' ``_cp_plan``: ``{module name: entry}``, wh
 ``{argument name or output index: split}``, a gather (or a list of gathers, one per output), or :class:`EmbedOwnTokens`.
 A *split* is any object with ``split_dim``, ``expected_dims`` and ``split_output``; a *gather* has ``gather_dim``.
 diffusers' ``ContextParallelInput`` and ``ContextParallelOutput`` are such objects, and so are the two classes here, for
-models from elsewhere. Attention itself is the model's business: its processor calls
-:func:`fsdp_cp.attention.context_parallel_attention`.
+models from elsewhere. In a module's name ``*`` stands for one child: ``blocks.*.attn``. An argument that is a tuple or
+list has each of its tensors split, by one split or by a list of splits, one per element; one that is ``None`` stays.
+Attention itself is the model's business: its processor calls :func:`fsdp_cp.attention.context_parallel_attention`.
 
 What a module returns may be a tensor, a tuple or list, a mapping or a dataclass (``ModelOutput`` is both): a position
 is then that of a value in its order, values that are ``None`` not counted for mappings and dataclasses.
 
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it has the sequence's length
-from the split of the argument that it names (``of``), of the same forward.
+from the split of the argument that it names (``of``), of the same forward; attention has it from there too
+(:mod:`fsdp_cp.sequence_lengths`).
+
+Once gathered, tokens cannot be split again in the same forward: what lies between is computed by every rank of the
+``cp`` group, and its gradients would be sums of complete and partial ones (docs/gradients.md). That is refused, and so
+is dropout with ``p > 0`` in training: each rank would draw masks of its own, for the mesh's partition.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
-from fsdp_cp.sequence import gather_tokens, split_tokens
+from fsdp_cp.plan import EmbedOwnTokens, GatherTokens, Planned, SplitTokens, arguments, read_plan
+from fsdp_cp.sequence import gather_tokens, local_token_count, split_own
+from fsdp_cp.sequence_lengths import (
+    Lengths,
+    enter,
+    entered,
+    in_backward,
+    keep_with,
+    leave,
+    records_of,
+    remember_split_by_hand,
+)
 
-
-@dataclass(frozen=True)
-class SplitTokens:
-    """Split an argument (or, with ``split_output``, an output) of a module along ``split_dim``.
-
-    With ``expected_dims`` a tensor of another rank is left whole: diffusers uses that for arguments which carry
-    tokens in some models only.
-    """
-
-    split_dim: int
-    expected_dims: int | None = None
-    split_output: bool = False
-
-
-@dataclass(frozen=True)
-class GatherTokens:
-    """Gather an output of a module along ``gather_dim``: a tensor, or a value of a ``ModelOutput``, dict or dataclass.
-
-    It has the tokens of the argument ``of``: its split says how many there are. Where no argument of this name is
-    split, all splits must have the same number of tokens.
-    """
-
-    gather_dim: int
-    expected_dims: int | None = None
-    of: str = "hidden_states"
-
-
-@dataclass(frozen=True)
-class EmbedOwnTokens:
-    """Split the input of a patch embedding, so that it embeds the rank's own tokens alone.
-
-    For a convolution whose stride is its kernel, ``(pt, ph, pw)`` say: its input ``(B, C, T, H, W)``, which every rank
-    holds in full, is cut into patches, in the order (t h w) of the tokens. The rank's own S_local go in one above the
-    other, ``(B, C, S_local pt, ph, pw)``, and come out as ``(B, dim, S_local, 1, 1)``, which
-    ``flatten(2).transpose(1, 2)`` makes ``(B, S_local, dim)`` of. No rank ever holds ``(B, S, dim)``.
-    """
-
-    of: str = "hidden_states"
-    """The name of these tokens for a gather."""
+__all__ = ["EmbedOwnTokens", "GatherTokens", "SplitTokens", "parallelize_context"]
 
 
 def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]) -> None:
     """Register the hooks that split and gather tokens by ``plan``, in place; before :func:`shard_module`.
 
     Args:
-        model: the module whose sub-modules the plan names (``""`` is the model itself).
-        mesh: the mesh; nothing is registered when ``cp`` is 1.
+        model: the module whose sub-modules the plan names (``""`` is the model itself). Call it, not its sub-modules,
+            so that the token counts of each forward are its own.
+        mesh: the mesh; when ``cp`` is 1 the plan is checked all the same, and nothing is registered.
         plan: see the module's docstring.
 
     Raises:
-        UserError: a mesh of another kind; a model that is sharded already.
-        ValueError: an entry that names no module or no argument, or that is neither split nor gather. In a forward: an
-            output that has not as many values as the plan has gathers, or none that can be gathered.
+        UserError: a mesh of another kind; a model that is sharded already; dropout in training, here or in a forward.
+        ValueError: an entry that names no module or no argument, or that is neither split nor gather; two that split
+            the same; a split and a gather around each of several modules. In a forward: an argument that is neither a
+            tensor nor a tuple or list of them; an output that has not as many values as the plan has gathers, or none
+            that can be gathered; a split behind a gather, or of tokens that are split already.
     """
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is sharded already; call parallelize_context before shard_module")
-    if not isinstance(plan, Mapping):
-        raise UserError(f"plan is a {type(plan).__name__}; use {{module name: SplitTokens, GatherTokens, ...}}")
-    if mesh.cp_size == 1:
+    found = read_plan(model, plan)
+    if mesh.context.cp_size == 1:
         return
-    totals: dict[str, int] = {}
-    for name, entry in plan.items():
-        try:
-            module = model.get_submodule(name)
-        except AttributeError as error:
+    _refuse_dropout(model)
+    forwards = _Forwards(mesh)
+    # Before all hooks of the model, and at the end behind them: the root's own splits and gathers are inside.
+    model.register_forward_pre_hook(forwards.begin, prepend=True)
+    for planned in found:
+        if planned.embedding is not None:
+            _register_embedding(planned, forwards)
+        if planned.inputs or planned.outputs:
+            _register_splits(planned, forwards)
+        if planned.gathers is not None:
+            _register_gathers(planned, forwards)
+    model.register_forward_hook(forwards.end, always_call=True)
+
+
+class _Forwards:
+    """Which forward of the model a hook belongs to, and what that has split."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.groups = mesh, mesh.context
+        # For sub-modules that are called without the model: the last split of a name counts.
+        self.loose = Lengths(self.groups)
+
+    def begin(self, model: nn.Module, _args) -> None:
+        _refuse_dropout(model)  # it may have been put into training mode since
+        for record in entered():
+            if record.owner is self:  # an interrupt ended that forward without its hooks
+                leave(record)
+        record = Lengths(self.groups)
+        record.owner = self
+        enter(record)
+
+    def end(self, _model: nn.Module, _args, output: Any) -> None:
+        for record in entered():
+            if record.owner is self:
+                keep_with(output, record)
+                leave(record)
+
+    def _running(self) -> Lengths | None:
+        return next((record for record in reversed(entered()) if record.owner is self), None)
+
+    def split(self, x: Tensor, dim: int, name: str, where: str, *, of_output: bool = False) -> Tensor:
+        """The rank's own of ``x``, noted under ``name``."""
+        if not -x.ndim <= dim < x.ndim:
             raise ValueError(
-                f"the context-parallel plan names {name!r}, which {type(model).__name__} has not"
-            ) from error
-        if isinstance(entry, Mapping):
-            _register_splits(module, name, entry, mesh, totals)
-        elif isinstance(entry, EmbedOwnTokens):
-            _register_embedding(module, name, entry, mesh, totals)
-        else:
-            gathers = entry if isinstance(entry, (list, tuple)) else [entry]
-            _register_gathers(module, name, gathers, mesh, totals)
+                f"the context-parallel plan of {where!r} splits {name!r} along dim={dim}, but it has the shape"
+                f" {tuple(x.shape)}"
+            )
+        self.note(name, x.shape[dim], where, features=x.ndim > 2 and x.is_floating_point(), of_output=of_output)
+        own = split_own(x, self.mesh, dim)
+        self.keep(own, own.shape[dim], x.shape[dim])
+        return own
+
+    def keep(self, own: Tensor, local: int, total: int) -> None:
+        """What a block that runs again, or one that is called without its network, must find."""
+        record = self._running()
+        keep_with(own, record or self.loose)
+        if record is None and not in_backward():
+            remember_split_by_hand(own, self.groups, local, total)
+
+    def note(self, name: str, total: int, where: str, *, features: bool = True, of_output: bool = False) -> None:
+        """``total`` tokens are split under ``name`` at the module ``where``."""
+        running = self._running()
+        if running is None and in_backward():
+            return  # a block that runs again: its forward has noted them
+        record = running or self.loose
+        if running is not None and not in_backward():
+            if record.gathered is not None:
+                raise ValueError(
+                    f"the context-parallel plan splits {name!r} at {where!r} behind its gather at {record.gathered!r}:"
+                    " gradients of what lies between would be wrong; split once, before the first block, and gather"
+                    " once, behind the last"
+                )
+            if record.totals.get(name, total) != total:
+                raise ValueError(
+                    f"the context-parallel plan splits {name!r} at {where!r}, {total} tokens, when this forward has"
+                    f" split {name!r} of {record.totals[name]} tokens already; split a sequence once, and give"
+                    " arguments of two sequences two names"
+                )
+        record.totals[name] = total
+        record.padded = any(count % self.groups.cp_size for count in record.totals.values())
+        if features:
+            record.features.add(name)
+        if of_output:
+            record.outputs.add(name)
+
+    def leave_whole(self, name: str) -> None:
+        """Nothing is split under ``name`` by this call; or the length of an earlier one's tokens would stay."""
+        if self._running() is None and not in_backward():
+            self.loose.totals.pop(name, None)
+
+    def total_of(self, gather: Any, local: int, where: str) -> int:
+        """How many tokens there are in the sequence that ``gather`` gathers."""
+        running, of = self._running(), getattr(gather, "of", "hidden_states")
+        records = [running or self.loose]
+        if running is None and in_backward():
+            records = records_of(self.groups, self) or records
+        lengths: set[int] = set()
+        for record in records:
+            totals = record.totals
+            lengths |= {totals[of]} if of in totals else set(totals.values())
+        if len(records) > 1:
+            lengths = {total for total in lengths if local_token_count(total, self.groups.cp_size) == local}
+        if len(lengths) != 1:
+            known = "; or ".join(map(str, records))
+            raise ValueError(
+                f"the gather of {where!r} is of {of!r}, but this forward has split {known}; give GatherTokens(of=...)"
+            )
+        return lengths.pop()
+
+    def gather(self, x: Tensor, gather: Any, where: str) -> Tensor:
+        """The sequence of which ``x`` is the rank's own."""
+        dim = gather.gather_dim
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(
+                f"the context-parallel plan gathers what {where!r} returns along dim={dim}, but it has the shape"
+                f" {tuple(x.shape)}"
+            )
+        full = gather_tokens(x, self.mesh, self.total_of(gather, x.shape[dim], where), dim)
+        running = self._running()
+        if running is not None and running.gathered is None:
+            running.gathered = where
+        return full
 
 
-def _register_splits(
-    module: nn.Module, name: str, entry: Mapping[str | int, Any], mesh: Mesh, totals: dict[str, int]
-) -> None:
-    if not all(hasattr(split, "split_dim") for split in entry.values()):
-        raise ValueError(f"the context-parallel plan of {name!r} has an entry without split_dim")
-    inputs = {key: split for key, split in entry.items() if not split.split_output}
-    outputs = {key: split for key, split in entry.items() if split.split_output}
-    parameters = list(inspect.signature(module.forward).parameters)
-    unknown = [key for key in inputs if key not in parameters]
-    if unknown:
-        raise ValueError(f"the context-parallel plan of {name!r} names the argument {unknown[0]!r}, which it has not")
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        p = module.p if isinstance(module, _DropoutNd) else 0
+        p = module.dropout if isinstance(module, nn.MultiheadAttention) else p
+        if p > 0 and module.training:
+            raise UserError(
+                f"{name!r} has dropout p={p} in training: on split tokens its masks would depend on the mesh; set p=0"
+                " (or cp=1)"
+            )
 
-    def apply_split(x: Tensor, split: Any, key: str) -> Tensor:
+
+def _register_splits(planned: Planned, forwards: _Forwards) -> None:
+    name, inputs, outputs = planned.name, planned.inputs, planned.outputs
+    parameters = arguments(planned.module)
+
+    def apply_split(x: Tensor, split: Any, key: str, of_output: bool = False) -> Tensor:
         if split.expected_dims is not None and x.ndim != split.expected_dims:
-            totals.pop(key, None)  # or the length of an earlier call's tokens would stay
+            forwards.leave_whole(key)
             return x
-        totals[key] = x.shape[split.split_dim]
-        return split_tokens(x, mesh, split.split_dim)
+        return forwards.split(x, split.split_dim, key, name, of_output=of_output)
+
+    def apply_splits(value: Any, splits: Any, key: str) -> Any:
+        if value is None:
+            forwards.leave_whole(key)
+            return None
+        if isinstance(value, Tensor) and not isinstance(splits, tuple):
+            return apply_split(value, splits, key)
+        if not isinstance(value, (list, tuple)) or not all(x is None or isinstance(x, Tensor) for x in value):
+            found = type(value).__name__
+            if isinstance(value, (list, tuple)):
+                found += f" of {', '.join(type(x).__name__ for x in value)}"
+            wanted = "a tuple of tensors" if isinstance(splits, tuple) else "a tensor, or a tuple of tensors"
+            raise ValueError(
+                f"the context-parallel plan splits the argument {key!r} of {name!r}, which is a {found}; it must be"
+                f" {wanted}, or None"
+            )
+        if isinstance(splits, tuple) and len(splits) != len(value):
+            raise ValueError(
+                f"the argument {key!r} of {name!r} has {len(value)} values, but its context-parallel plan has"
+                f" {len(splits)} splits"
+            )
+        each = splits if isinstance(splits, tuple) else (splits,) * len(value)
+        own = [
+            None if x is None else apply_split(x, split, f"{key}[{i}]")
+            for i, (x, split) in enumerate(zip(value, each, strict=True))
+        ]
+        return _outputs(value)[1](own)
 
     def split_inputs(_module, args, kwargs):
-        args = list(args)
-        for key, split in inputs.items():
+        args, kwargs = list(args), dict(kwargs)
+        for key, splits in inputs.items():
             index = parameters.index(key)
-            if isinstance(kwargs.get(key), Tensor):
-                kwargs = {**kwargs, key: apply_split(kwargs[key], split, key)}
-            elif index < len(args) and isinstance(args[index], Tensor):
-                args[index] = apply_split(args[index], split, key)
+            if key in kwargs:
+                kwargs[key] = apply_splits(kwargs[key], splits, key)
+            elif index < len(args):
+                args[index] = apply_splits(args[index], splits, key)
         return tuple(args), kwargs
 
     def split_outputs(_module, _args, output):
         values, rebuilt = _outputs(output)
-        missing = [i for i in outputs if not isinstance(i, int) or not 0 <= i < len(values)]
+        missing = [i for i in outputs if i >= len(values)]
         if missing:
             raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
         return rebuilt(
             [
-                apply_split(_tensor(x, name, i), outputs[i], f"{name}[{i}]") if i in outputs else x
+                apply_split(_tensor(x, name, i), outputs[i], f"{name}[{i}]", True) if i in outputs else x
                 for i, x in enumerate(values)
             ]
         )
 
     if inputs:
-        module.register_forward_pre_hook(split_inputs, with_kwargs=True)
+        planned.module.register_forward_pre_hook(split_inputs, with_kwargs=True)
     if outputs:
-        module.register_forward_hook(split_outputs)
+        planned.module.register_forward_hook(split_outputs)
 
 
-def _register_embedding(
-    module: nn.Module, name: str, entry: EmbedOwnTokens, mesh: Mesh, totals: dict[str, int]
-) -> None:
-    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        raise ValueError(
-            f"EmbedOwnTokens takes a convolution, but {name!r} is a {type(module).__name__}; split its output"
-        )
-    kernel = tuple(module.kernel_size)
-    overlaps = tuple(module.stride) != kernel or any(d != 1 for d in module.dilation)
-    if overlaps or module.padding not in ("valid", (0,) * len(kernel)):
-        raise ValueError(
-            f"EmbedOwnTokens takes a convolution whose stride is its kernel, without padding, but {name!r} has kernel"
-            f" {kernel}, stride {tuple(module.stride)}, padding {module.padding}; split its output"
-        )
+def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
+    assert isinstance(planned.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and planned.embedding is not None
+    kernel, name = tuple(planned.module.kernel_size), planned.embedding.of
 
     def embed_own(_module, args):
         (x,) = args
-        own, totals[entry.of] = _own_patches(x, kernel, mesh)
+        own, total = _own_patches(x, kernel, forwards.mesh)
+        forwards.note(name, total, planned.name)
+        forwards.keep(own, own.shape[2] // kernel[0], total)
         return own
 
-    module.register_forward_pre_hook(embed_own)
+    planned.module.register_forward_pre_hook(embed_own)
 
 
 def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor, int]:
     """``(B, C, T, H, W)`` to the rank's own patches ``(B, C, S_local pt, ph, pw)``, and how many there are in all."""
-    sizes, axes = x.shape[2:], range(len(kernel))
+    sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
         raise ValueError(f"an input of {tuple(sizes)} positions cannot be cut into patches of {kernel}")
-    for axis in reversed(axes):
-        x = x.unflatten(2 + axis, (-1, kernel[axis]))
+    for dim in reversed(dims):
+        x = x.unflatten(2 + dim, (-1, kernel[dim]))
     # (B, C, t, pt, h, ph, w, pw) to (B, C, t, h, w, pt, ph, pw)
-    x = x.permute(0, 1, *(2 + 2 * axis for axis in axes), *(3 + 2 * axis for axis in axes))
+    x = x.permute(0, 1, *(2 + 2 * dim for dim in dims), *(3 + 2 * dim for dim in dims))
     patches = x.flatten(2, 1 + len(kernel))
-    return split_tokens(patches, mesh, 2).flatten(2, 3), patches.shape[2]
+    return split_own(patches, mesh, 2).flatten(2, 3), patches.shape[2]
 
 
-def _register_gathers(module: nn.Module, name: str, gathers: list[Any], mesh: Mesh, totals: dict[str, int]) -> None:
-    if not all(gather is None or hasattr(gather, "gather_dim") for gather in gathers):
-        raise ValueError(f"the context-parallel plan of {name!r} is neither a split nor a gather")
-
-    def total_of(gather: Any) -> int:
-        of = getattr(gather, "of", "hidden_states")
-        lengths = {totals[of]} if of in totals else set(totals.values())
-        if len(lengths) != 1:
-            known = ", ".join(f"{key} ({total} tokens)" for key, total in totals.items()) or "nothing"
-            raise ValueError(
-                f"the gather of {name!r} is of {of!r}, but this forward has split {known}; give GatherTokens(of=...)"
-            )
-        return lengths.pop()
+def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
+    name, gathers = planned.name, planned.gathers
+    assert gathers is not None
 
     def gather_outputs(_module, _args, output):
         values, rebuilt = _outputs(output)
@@ -216,12 +313,12 @@ def _register_gathers(module: nn.Module, name: str, gathers: list[Any], mesh: Me
         return rebuilt(
             [
                 x if gather is None or (x is None and len(values) > 1)
-                else gather_tokens(_tensor(x, name, i), mesh, total_of(gather), gather.gather_dim)
+                else forwards.gather(_tensor(x, name, i), gather, name)
                 for i, (x, gather) in enumerate(zip(values, gathers, strict=True))
             ]
         )  # fmt: skip
 
-    module.register_forward_hook(gather_outputs)
+    planned.module.register_forward_hook(gather_outputs)
 
 
 def _tensor(x: Any, name: str, index: int) -> Tensor:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import atexit
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from fsdp_cp import hangs, timeouts
+from fsdp_cp.agent_store import own_part
+from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
+from fsdp_cp.measure.memory import mark_start
+from fsdp_cp.signals import STOPPED, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +58,7 @@ def report_error(error: UserError) -> int:
     logging.getLogger(__name__).debug(line)
     if local_rank() != 0:
         time.sleep(3)  # what all ranks refuse is said once: torchrun ends this one when the first has exited
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        # As torch.distributed.elastic's own handler writes it, but without a traceback: it would be shown instead.
-        about = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        try:
-            with open(file, "w") as stream:
-                json.dump(about, stream)
-        except OSError as failure:
-            print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
+    write_error(line)  # without a traceback: torchrun would show that instead
     print(line, file=sys.stderr)
     return 2
 
@@ -67,17 +66,47 @@ def report_error(error: UserError) -> int:
 def exit_code(work: Callable[[], None]) -> int:
     """What a command ends with: 0, or 2 with one line where ``work`` met a user's mistake or a full disk.
 
+    Told to end by a signal it says so in a line too: 75 where it heeds signals itself, 130 after Ctrl-C elsewhere.
     Anything else that it raises is ours, and comes with its traceback.
     """
     try:
         work()
     except UserError as error:
         return report_error(error)
+    except Stopped as stopped:
+        if rank() == 0:
+            print(stopped, file=sys.stderr)
+        return STOPPED
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 130
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         return report_error(UserError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room"))
     return 0
+
+
+def end_process(code: int) -> NoReturn:
+    """End a command's process with an exit code, as Python does but for the interpreter's finalization.
+
+    A thread of gloo lets go of a collective's tensors after those who waited for it were told, for which it may need
+    the interpreter. Where that is being finalized, the process aborts ("terminate called without an active exception",
+    exit code -6) although all its work is done, and torchrun counts the run as failed. Destroying the process groups
+    does not end those threads while anything refers to a group, as DTensor's caches do (torch 2.13).
+
+    ``multiprocessing`` ends its children in the same way (``BaseProcess._bootstrap``, Python 3.11 to 3.14).
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # a pipe that nobody reads any more, a closed stream
+                code = code or 1
+        os._exit(code)
 
 
 def choose_device(device: str) -> torch.device:
@@ -123,6 +152,8 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
     """The default process group (gloo, and NCCL for CUDA) for the length of the context.
 
+    After an exception a process that is not the only one must end: what it had begun is not waited for.
+
     Args:
         device: this rank's device.
         timeout: of a collective; long, since rank 0 alone decodes samples while the others wait.
@@ -133,15 +164,24 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
     else:
         backend = "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store = own_part(timeout)
+        place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank(), "world_size": world_size()}
+        dist.init_process_group(backend, timeout=timeout, **place)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    mark_start(device)
     failed = True
     try:
         yield
         failed = False
+    except BaseException as error:
+        hangs.report(error)
+        raise
     finally:
+        timeouts.forget()
         # After an exception on one rank the others may wait in a collective, and destroying the group would wait for
         # them, with the traceback unprinted. The process ends instead, and torchrun ends the rest.
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
+        else:
+            hangs.end_soon()

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOAD: tuple[str, ...] = ("torch", "fsdp_cp")
+"""What the server of forks imports where nothing else is asked for; a program that needs more sets it."""
+
 
 @lru_cache(maxsize=1)
 def _context(preload: tuple[str, ...]) -> Any:
@@ -35,16 +38,15 @@ class RankPool:
     starts new ones: a collective that one rank left cannot be gone on with.
     """
 
-    def __init__(
-        self, world_size: int, *, timeout: float = 180.0, preload: Sequence[str] = ("torch", "fsdp_cp", "models.load")
-    ):
+    def __init__(self, world_size: int, *, timeout: float = 180.0, preload: Sequence[str] | None = None):
         """
         Args:
             world_size: number of processes.
             timeout: seconds for one :meth:`run`; ranks that hang are killed.
-            preload: modules that the server of forks imports once.
+            preload: modules that the server of forks imports once; ``PRELOAD`` by default.
         """
-        self.world_size, self.timeout, self.preload = world_size, timeout, tuple(preload)
+        self.world_size, self.timeout = world_size, timeout
+        self.preload = tuple(PRELOAD if preload is None else preload)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -117,7 +119,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout: float = 180.0,
-    preload: Sequence[str] = ("torch", "fsdp_cp", "models.load"),
+    preload: Sequence[str] | None = None,
 ) -> list[Any]:
     """``function(*args)`` once on each of ``world_size`` new ranks; see :class:`RankPool`."""
     with RankPool(world_size, timeout=timeout, preload=preload) as pool:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_cp.errors import UserError, shown
+from fsdp_cp.timeouts import inherited_timeout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,11 @@ class MeshShape:
     dp_shard: int
     ring: int
     ulysses: int
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard * self.ring * self.ulysses
 
     @property
     def cp(self) -> int:
@@ -75,7 +82,13 @@ def resolve_mesh(
     Raises:
         UserError: sizes that do not fit the world or the heads.
     """
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ulysses": ulysses, "ring": ring}
+    given: dict[str, Any] = {
+        "dp_replicate": dp_replicate,
+        "dp_shard": dp_shard,
+        "cp": cp,
+        "ulysses": ulysses,
+        "ring": ring,
+    }
     for name in ("dp_replicate", "dp_shard", "cp"):
         if not isinstance(given[name], int) or isinstance(given[name], bool):
             raise UserError(f"mesh.{name}={given[name]!r} is no integer; use a number of ranks")
@@ -95,8 +108,8 @@ def _fit(
     dp_replicate: int,
     dp_shard: int,
     cp: int,
-    ulysses: int | str,
-    ring: int | str,
+    ulysses: int | Literal["auto"],
+    ring: int | Literal["auto"],
 ) -> MeshShape | str:
     """The shape, or what does not fit."""
     for name, size in (("mesh.dp_replicate", dp_replicate), ("mesh.cp", cp)):
@@ -127,13 +140,14 @@ def _fit(
             return f"{name}={degree} does not divide mesh.cp={cp}"
     if ulysses != "auto" and heads and heads % ulysses:
         return f"mesh.ulysses={ulysses} does not divide {heads} heads"
-    if ulysses == "auto" and ring == "auto":
-        ulysses = math.gcd(heads, cp) if heads else cp
-        ring = cp // ulysses
-    elif ulysses == "auto":
-        ulysses = cp // ring
-        if heads and heads % ulysses:
-            return f"mesh.ring={ring} of mesh.cp={cp} leaves ulysses={ulysses}, which does not divide {heads} heads"
+    if ulysses == "auto":
+        if ring == "auto":
+            ulysses = math.gcd(heads, cp) if heads else cp
+            ring = cp // ulysses
+        else:
+            ulysses = cp // ring
+            if heads and heads % ulysses:
+                return f"mesh.ring={ring} of mesh.cp={cp} leaves ulysses={ulysses}, which does not divide {heads} heads"
     elif ring == "auto":
         ring = cp // ulysses
     if ring * ulysses != cp:
@@ -141,12 +155,12 @@ def _fit(
     return MeshShape(dp_replicate=dp_replicate, dp_shard=dp_shard, ring=ring, ulysses=ulysses)
 
 
-def _advice(world_size: int, heads: int | None, sharded: bool, given: dict[str, int | str]) -> str:
+def _advice(world_size: int, heads: int | None, sharded: bool, given: dict[str, Any]) -> str:
     """Changes of the settings that were tried and fit: of one setting if that is enough, else of several."""
-    free: dict[str, int | str] = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "ulysses": "auto", "ring": "auto"}
+    free: dict[str, Any] = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "ulysses": "auto", "ring": "auto"}
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    degrees = ["auto", *(n for n in sizes if given["cp"] >= 1 and given["cp"] % n == 0)]
-    singles: dict[str, list[int | str]] = {"cp": sizes, "ulysses": degrees, "ring": degrees, "dp_shard": [-1]}
+    degrees: list[int | str] = ["auto", *(n for n in sizes if given["cp"] >= 1 and given["cp"] % n == 0)]
+    singles: dict[str, Sequence[int | str]] = {"cp": sizes, "ulysses": degrees, "ring": degrees, "dp_shard": [-1]}
     found = []
     for name, values in singles.items():
         others = [v for v in values if v != given[name]]
@@ -215,7 +229,8 @@ class Mesh:
     def replicas(self) -> DeviceMesh:
         """All ranks as replicas (world x 1), for networks that are not sharded at all. First asked for by all ranks."""
         sizes = (self.world.size(), 1)
-        return init_device_mesh(self.device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+        with inherited_timeout():
+            return init_device_mesh(self.device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
 
     @property
     def dp_rank(self) -> int:
@@ -274,15 +289,15 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
         check_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     if names not in (("ring", "ulysses"), ("ring",), ("ulysses",)):
-        axes = ", ".join(names) or "without names"
+        found = ", ".join(names) or "without names"
         raise UserError(
-            f"the mesh has the axes ({axes}); use axes out of (ring, ulysses), in this order, or the mesh that"
+            f"the mesh has the axes ({found}); use axes out of (ring, ulysses), in this order, or the mesh that"
             " fsdp_cp.build_mesh returns"
         )
     groups = {name: mesh.get_group(name) for name in names}
     if mesh.device_type == "cuda" and "ring" in names and mesh["ring"].size() > 1:
         _gather_ring(mesh["ring"])
-    axes = []
+    axes: list[Any] = []
     for name in ("ring", "ulysses"):
         # The group of an axis of size 1 is never communicated over, so any name that exists stands for it.
         group = groups.get(name)
@@ -325,17 +340,12 @@ def build_mesh(
     sharded: bool = True,
     device_type: str = "cpu",
 ) -> Mesh:
-    """Build the mesh over the initialised process group. Arguments as in :func:`resolve_mesh`.
+    """Build the mesh over the initialised process group, with its timeout. Arguments as in :func:`resolve_mesh`.
 
     Raises:
         UserError: sizes that do not fit the world or the heads; no process group; a device that is not there.
     """
-    if not dist.is_initialized():
-        raise UserError(
-            "build_mesh needs a process group; call torch.distributed.init_process_group(), or use"
-            " `with fsdp_cp.launch.process_group(device)`, and start with torchrun"
-        )
-    device_type = _checked_device_type(device_type)
+    _require_process_group()
     shape = resolve_mesh(
         world_size=dist.get_world_size(),
         dp_replicate=dp_replicate,
@@ -346,21 +356,42 @@ def build_mesh(
         heads=heads,
         sharded=sharded,
     )
+    return mesh_of_shape(shape, device_type=device_type)
+
+
+def _require_process_group() -> None:
+    if not dist.is_initialized():
+        raise UserError(
+            "build_mesh needs a process group; call torch.distributed.init_process_group(), or use"
+            " `with fsdp_cp.launch.process_group(device)`, and start with torchrun"
+        )
+
+
+def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
+    """The mesh of sizes that :func:`resolve_mesh` resolved, over the initialised process group, with its timeout.
+
+    Raises:
+        UserError: no process group; a device that is not there.
+    """
+    _require_process_group()
+    device_type = _checked_device_type(device_type)
     axes = ("dp_replicate", "dp_shard", "ring", "ulysses")
-    root = init_device_mesh(
-        device_type, (shape.dp_replicate, shape.dp_shard, shape.ring, shape.ulysses), mesh_dim_names=axes
-    )
-    world = _flattened(root, axes, "world")
-    shard = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
-    data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
-    context = _flattened(root, ("ring", "ulysses"), "cp")
+    with inherited_timeout():
+        root = init_device_mesh(
+            device_type, (shape.dp_replicate, shape.dp_shard, shape.ring, shape.ulysses), mesh_dim_names=axes
+        )
+        world = _flattened(root, axes, "world")
+        shard = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
+        data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
+        context = _flattened(root, ("ring", "ulysses"), "cp")
+        fsdp = _replicated(device_type, shape) if shape.dp_replicate > 1 else shard
     if device_type == "cuda" and shape.ring > 1:
         _gather_ring(root["ring"])
     return Mesh(
         shape=shape,
         device_mesh=root,
         world=world,
-        fsdp=_replicated(device_type, shape) if shape.dp_replicate > 1 else shard,
+        fsdp=fsdp,
         dp=data,
         cp=context,
         ring=root["ring"],

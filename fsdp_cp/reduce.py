@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def all_gather_objects(obj: Any) -> list[Any]:
     return objects
 
 
-def together(work: Callable[[], T]) -> list[T]:
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank; the results in rank order, on all of them.
 
     Raises, on every rank, if ``work`` raised on any: its own exception there, the same ``UserError`` or a
@@ -79,7 +79,13 @@ def gather_samples(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Euclidean norm of the gradient of all parameters together, the same on every rank.
+    """Euclidean norm of the gradient of all parameters together, the same on every rank; see :func:`grad_square`."""
+    return grad_square(parameters).sqrt().item()
+
+
+@torch.no_grad()  # with gradients on, every shard of a DTensor would be a call of autograd
+def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Square of the norm of the gradient of all parameters together, fp64, the same on every rank.
 
     The shards' squares are summed locally in fp64 and reduced once for all parameters (a norm of each DTensor would
     be a collective each). A parameter without a gradient counts as zero, so ranks may differ in that. Replicas
@@ -91,6 +97,7 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
     square: Tensor | None = None
     mesh: DeviceMesh | None = None
     for parameter in parameters:
+        assert isinstance(parameter, DTensor), "shard_module has made them"
         if mesh is None:
             mesh = parameter.device_mesh
             square = torch.zeros((), dtype=torch.float64, device=parameter.to_local().device)
@@ -101,7 +108,7 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
     assert mesh is not None and square is not None, "no parameters"
     square = square.to(mesh.device_type)  # gradients offloaded to the CPU: the mesh may have NCCL alone
     dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    return square.sqrt().item()
+    return square
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -109,9 +116,12 @@ def full_tensor(x: Tensor) -> Tensor:
 
     Shards that are offloaded to the CPU are moved first: the mesh may have NCCL alone.
     """
-    return x.to(x.device_mesh.device_type).full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    return cast(DTensor, x.to(x.device_mesh.device_type)).full_tensor()
 
 
+@torch.no_grad()
 def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by ``factor``, in place."""
     grads = [local_shard(p.grad) for p in parameters if p.grad is not None]

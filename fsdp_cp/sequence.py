@@ -20,6 +20,7 @@ from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.reduce import all_gather_single
+from fsdp_cp.sequence_lengths import remember_split_by_hand
 
 
 def local_token_count(total: int, cp: int) -> int:
@@ -35,7 +36,7 @@ def local_token_count(total: int, cp: int) -> int:
     return -(-total // cp)
 
 
-def own_tokens(total: int, cp: int, rank: int) -> tuple[int, int]:
+def local_token_range(total: int, cp: int, rank: int) -> tuple[int, int]:
     """``(start, stop)`` of the true tokens of the ``cp`` rank ``rank``; equal where it holds pads alone."""
     local = local_token_count(total, cp)
     return min(rank * local, total), min((rank + 1) * local, total)
@@ -56,12 +57,20 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     Raises:
         UserError: a sequence without tokens, a dimension that ``x`` has not, or a mesh of another kind.
     """
+    own = split_own(x, mesh, dim)
+    if own is not x:
+        remember_split_by_hand(own, mesh.context, own.shape[dim], x.shape[dim])
+    return own
+
+
+def split_own(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
+    """:func:`split_tokens` for callers that tell attention themselves how many tokens there are."""
     dim = _checked_dim(x, mesh, dim)
     cp = mesh.context.cp_size
     local_token_count(x.shape[dim], cp)  # on one rank too, so that a mistake does not wait for a cluster
     if cp == 1:
         return x
-    start, stop = own_tokens(x.shape[dim], cp, mesh.context.cp_rank)
+    start, stop = local_token_range(x.shape[dim], cp, mesh.context.cp_rank)
     pads = local_token_count(x.shape[dim], cp) - (stop - start)
     own = x.narrow(dim, start, stop - start)
     if pads:
@@ -107,8 +116,11 @@ def gather_tokens(
     if may_be_dual(x):
         (x,), tangents = unpack_duals((x,), "gather_tokens")
         if tangents is not None:
-            full = _gather(torch.stack((x, *tangents)), group, total, dim + 1)
-            return forward_ad.make_dual(full[0], full[1])
+            (tangent,) = tangents
+            assert tangent is not None, "of one tensor, it is the one that there is"
+            full = _gather(torch.stack((x, tangent)), group, total, dim + 1)
+            # Apart: make_dual would copy a tangent at another place of the primal's storage into one as large.
+            return forward_ad.make_dual(full[0].clone(), full[1].clone())
     if not torch.is_grad_enabled():  # torch.func transforms refuse such a Function even then
         return _gather(x, group, total, dim)
     return _Gather.apply(x, group, total, dim, partial_grad)
@@ -155,14 +167,14 @@ class _Gather(torch.autograd.Function):
         if ctx.partial_grad:
             chunks = grad.new_zeros((size, *ctx.shape))
             for rank in range(size):
-                start, stop = own_tokens(ctx.total, size, rank)
+                start, stop = local_token_range(ctx.total, size, rank)
                 chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
             own = grad.new_empty(ctx.shape)
             # As all_gather_single: torch 2.13 renamed the call and warns at the old name.
             reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             reduce_scatter(own.view(-1), chunks.view(-1), group=ctx.group)
             return own, None, None, None, None
-        start, stop = own_tokens(ctx.total, size, dist.get_rank(ctx.group))
+        start, stop = local_token_range(ctx.total, size, dist.get_rank(ctx.group))
         own = grad.narrow(dim, start, stop - start)
         if stop - start == local:
             return own.contiguous(), None, None, None, None

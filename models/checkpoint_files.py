@@ -13,7 +13,7 @@ from fsdp_cp.errors import UserError
 from models.shipped import find_shipped
 
 ADDITIONS = "additions.safetensors"
-"""Beside the network's own files: the tensors of its additions (models/additions.py), which diffusers does not read."""
+"""Beside the network's own files: the tensors of its additions (models/additions/), which diffusers does not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,17 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         setting: the setting it came from, for messages ("teacher.checkpoint").
 
     Raises:
-        UserError: no such folder, no ``config.json``, no or broken safetensors files, an index that names files
-            outside the folder.
+        UserError: no such folder, a pipeline of two experts, no ``config.json``, no or broken safetensors files, an
+            index that names files outside the folder.
     """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
     if not str(checkpoint).strip() or not root.is_dir():
         raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder")
     path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
+    pipeline = root if path != root else root.absolute().parent
+    if path != root or root.absolute().name == "transformer":
+        _refuse_two_experts(pipeline, where)
     if not (path / "config.json").is_file():
         raise UserError(f"{where} has neither transformer/config.json nor config.json")
     try:
@@ -66,8 +69,8 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
             raise UserError(f"{where} has no .safetensors file in {path}")
         if len(files) > 1:
             # The reader takes every file of the folder: a variant's tensors would be mixed into the network's.
-            stray = next((f.name for f in files if f.name != "diffusion_pytorch_model.safetensors"), files[-1].name)
-            raise UserError(f"{where} holds {stray} besides, and no {index.name}; keep one file")
+            other = next((f.name for f in files if f.name != "diffusion_pytorch_model.safetensors"), files[-1].name)
+            raise UserError(f"{where} holds {other} besides, and no {index.name}; keep one file")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         found = _read_shapes(file, where)
@@ -78,6 +81,25 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
+
+
+def _refuse_two_experts(pipeline: Path, where: str) -> None:
+    """Wan 2.2's A14B: ``transformer/`` alone is its expert for high noise, no teacher at other times.
+
+    Raises:
+        UserError: a pipeline of two networks.
+    """
+    try:
+        index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # none is needed of a pipeline with one network
+        index = {}
+    ratio = index.get("boundary_ratio") if isinstance(index, dict) else None
+    if ratio is not None or (pipeline / "transformer_2").exists():
+        found = f"boundary_ratio={ratio}" if ratio is not None else "a transformer_2"
+        raise UserError(
+            f"{where} has {found}: a model of two experts, one for high and one for low noise, which is not supported"
+            " yet; give a pipeline with one transformer"
+        )
 
 
 def indexed_files(index: Path, where: str) -> list[str]:

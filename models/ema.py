@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fsdp_cp.reduce import local_shard
 from models.role import Role
 
 
@@ -50,8 +51,8 @@ class Ema:
         """Average in the weights after the role's ``update``-th optimizer step (0-based)."""
         b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
         current = self.role.weights()
-        average = [w.to_local() for w in self.weights.values()]
-        torch._foreach_lerp_(average, [current[name].to_local() for name in self.weights], 1 - b)
+        average = [local_shard(w) for w in self.weights.values()]
+        torch._foreach_lerp_(average, [local_shard(current[name]) for name in self.weights], 1 - b)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -66,7 +67,7 @@ class Ema:
     def _swap(self) -> None:
         current = self.role.weights()
         for name, average in self.weights.items():
-            mine, its = average.to_local(), current[name].to_local()
+            mine, its = local_shard(average), local_shard(current[name])
             kept = its.clone()
             its.copy_(mine)
             mine.copy_(kept)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,13 +23,14 @@ from diffusers import __version__ as diffusers_version
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_cp.checkpoint import find_checkpoint, read_numbers, readable, reader
+from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code, rank
 from fsdp_cp.paths import user_path
-from fsdp_cp.reduce import full_tensor, together
-from models.additions import added, named_additions, own
+from fsdp_cp.reduce import full_tensor, on_all_ranks
+from models.additions.base import added, named_additions, own
 from models.checkpoint_files import ADDITIONS
 from models.published import published, refuse_occupied, withdraw
 
@@ -71,7 +72,7 @@ def export_weights(
 
     sizes = {name: w.numel() * dtype.itemsize for name, w in weights.items()}
     about = {"dtype": str(dtype), **(about or {})}
-    together(
+    on_all_ranks(
         lambda: write_folder(folder, sizes, gather, config, max_bytes, writes=rank() == 0, about=about, move_aside=True)
     )
 
@@ -165,7 +166,7 @@ def _write_texts(
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     public = {key: value for key, value in config.items() if not key.startswith("_")}
     header = {
-        "_class_name": config.get("_class_name", "WanTransformer3DModel"),
+        "_class_name": config.get("_class_name", "WanTransformer3DModel"),  # a checkpoint from before other families
         "_diffusers_version": diffusers_version,
     }
     (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")
@@ -186,12 +187,13 @@ def export_checkpoint(checkpoint: Path, out: Path, *, role: str, weights: str, d
             written.
     """
     refuse_occupied(out, "OUT")
-    numbers = read_numbers(checkpoint)
-    configs = numbers.get("configs")
+    state = read_state(checkpoint)
+    configs = state.get("configs")
     storage = reader(checkpoint)
     prefix = f"{role}.{'ema' if weights == 'ema' else 'weights'}."
     metadata = storage.read_metadata().state_dict_metadata
-    saved = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    named = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    saved = cast("dict[str, TensorStorageMetadata]", named)  # weights are nothing else
     if not saved:
         held = sorted({(key.split(".")[0], key.split(".")[1]) for key in metadata} - {("student", "adamw")})
         known = ", ".join(
@@ -212,7 +214,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, role: str, weights: str, d
     sizes = {name: value.size.numel() * dtype.itemsize for name, value in saved.items()}
     about = {
         "checkpoint": str(checkpoint.resolve()),
-        "step": numbers["step"],
+        "step": state["step"],
         "role": role,
         "weights": weights,
         "dtype": str(dtype),

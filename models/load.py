@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.initialise import initialise
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import local_shard, together
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.reduce import local_shard, on_all_ranks
 from fsdp_cp.sharding import materialise, shard_module
-from models.additions import PREFIX, Chosen, attach_additions, build_additions, named_additions
+from fsdp_cp.sharding.initialise import initialise
+from fsdp_cp.sharding.settings import ShardSettings
+from models.additions.base import PREFIX, Chosen, named_additions
+from models.additions.registry import additions_of, attach_additions, build_additions
 from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer, one_line
-from models.families import family_of
+from models.families.base import Family, LatentShape, Shape, config_of
+from models.families.registry import family_of
+from models.network import Network
 from models.role import Role
-from models.wan import Wan
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class RolePlan:
     """What a role will be, checked against its files before anything is built."""
 
     name: str
-    family: type[Wan]
+    family: Family
     config: dict[str, Any]
     """What defines the network, as JSON gives it back: the family's defaults filled in, no notes of diffusers."""
     folder: TransformerFolder | None
@@ -43,22 +46,19 @@ class RolePlan:
     attention_backend: str = "auto"
     head_groups: int = 1
     additions: Chosen = ()
-    """What is attached to the network; see models/additions.py."""
+    """What is attached to the network; see models/additions/."""
+    network: nn.Module
+    """On the meta device, with its additions, which are not attached yet; never changed."""
 
-    def check_sample(self, latent_shape: tuple[int, int, int, int], text_shape: tuple[int, int]) -> int:
-        """Tokens of a sample of latents ``(C, T, H, W)`` with text ``(L, D)``.
+    def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
+        """Tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
 
         Raises:
             UserError: shapes that the network cannot take.
         """
         setting = f"{self.name}.{'architecture' if self.folder is None else 'checkpoint'}"
-        wanted = self.family.text_dim(self.config)
-        if wanted != text_shape[1]:
-            raise UserError(
-                f"{setting} takes text embeddings of size {wanted}, but the data's have {text_shape[1]};"
-                " use a checkpoint made for this text encoder, or other data.encoders"
-            )
-        return self.family.tokens(self.config, latent_shape, setting)
+        self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
+        return self.family.tokens(self.config, latent_shape)
 
 
 def plan_role(
@@ -102,22 +102,25 @@ def plan_role(
         chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
         network = chosen.build(
-            folder.config if folder else dict(architecture), setting if folder else f"{name}.architecture"
+            folder.config if folder else dict(architecture or {}), setting if folder else f"{name}.architecture"
         )
-        extra = build_additions(additions, network.config)  # refuses what does not fit the network
+        extra = build_additions(additions, chosen, config_of(network))  # refuses what does not fit the network
     if folder is not None:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
         shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
         _check_additions(folder, shapes, setting)
+    if additions:
+        network.additions = extra
     return RolePlan(
         name=name,
         family=chosen,
-        config=defining(network.config),
+        config={"_class_name": chosen.class_name} | defining(config_of(network)),
         folder=folder,
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
         additions=additions,
+        network=network,
     )
 
 
@@ -151,8 +154,8 @@ def build_role(
     device: torch.device,
     trainable: bool,
     precision: str | None = None,
-    latent_shape: tuple[int, int, int, int],
-    text_shape: tuple[int, int],
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
     seed: int = 0,
 ) -> Role:
     """Build ``plan`` on ``mesh``; every rank reads, or draws, its own shards only.
@@ -164,55 +167,83 @@ def build_role(
         trainable: a frozen role holds no gradients and no masters: it is stored as it computes.
         precision: instead of the plan's; ``"fp64"`` is only to be had so.
         latent_shape: ``(C, T, H, W)`` of a sample.
-        text_shape: ``(L, D)`` of a caption's embedding.
+        condition_shapes: of each tensor of a sample's condition, by name.
         seed: of the random weights, where there is no checkpoint; the same weights on every mesh.
 
     Raises:
         UserError: data whose shapes the network cannot take; on every rank, files that have become unreadable since,
             or that hold weights that are not finite.
     """
-    setting = f"{plan.name}.checkpoint"
-    tokens = plan.check_sample(latent_shape, text_shape)
-    sharding = replace(plan.sharding, precision=precision or plan.sharding.precision)
-    precision = sharding.precision
-    if not trainable:
-        stored = "bf16" if precision == "bf16" else "keep"
-        sharding = replace(sharding, master_dtype=stored, activation_checkpointing="none", keep_operators=[])
-    with torch.device("meta"):
-        network = plan.family.build(plan.config, setting)
-        attach_additions(network, plan.additions, plan.config, mesh)
-    if precision == "fp64":
-        torch.nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
-    network.requires_grad_(trainable)
-    plan.family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
-    in_fp32 = plan.family.full_precision_units(network)
-    if plan.additions:
-        in_fp32 = [*in_fp32, *(addition for addition in network.additions.values() if addition.full_precision)]
-    shard_module(
-        network,
+    network = build_network(
+        plan,
         mesh=mesh,
-        units=plan.family.units(network),
-        full_precision_units=in_fp32 if precision == "bf16" else (),
-        settings=sharding,
-    )
-    # Offloaded parameters live in CPU memory, buffers where the network computes.
-    materialise(network, "cpu" if sharding.offload == "cpu" else device)
-    plan.family.restore_buffers(network, device)
-    role = Role(
-        name=plan.name,
-        family=plan.family,
-        config=plan.config,
-        network=network,
+        device=device,
         trainable=trainable,
         precision=precision,
-        tokens=tokens,
-        text_tokens=text_shape[0],
+        latent_shape=latent_shape,
+        condition_shapes=condition_shapes,
     )
+    role = Role(name=plan.name, networks=(network,), trainable=trainable)
+    _fill(role, plan, seed)
+    return role
+
+
+def build_network(
+    plan: RolePlan,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    trainable: bool,
+    precision: str | None = None,
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
+    allocate: bool = True,
+) -> Network:
+    """The network of :func:`build_role`, with memory for its weights and nothing in it.
+
+    Args:
+        plan, mesh, device, trainable, precision, latent_shape, condition_shapes: of :func:`build_role`.
+        allocate: ``False`` leaves it on the meta device, without that memory.
+
+    Raises:
+        UserError: data whose shapes the network cannot take.
+    """
+    tokens = plan.tokens(latent_shape, condition_shapes)
+    sharding = replace(plan.sharding, precision=precision or plan.sharding.precision)
+    if not trainable:
+        sharding = sharding.frozen()
+    network, family = deepcopy(plan.network), plan.family
+    attach_additions(network, family, mesh)
+    if sharding.precision == "fp64":
+        nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
+    network.requires_grad_(trainable)
+    for name in family.never_trained(network):
+        network.get_parameter(name).requires_grad_(False)
+    family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
+    _shard(network, family, mesh, sharding)
+    # Offloaded parameters live in CPU memory, buffers where the network computes.
+    if allocate:
+        materialise(network, "cpu" if sharding.offload == "cpu" else device)
+        family.restore_buffers(network, device)
+    return Network(
+        family=family,
+        config=plan.config,
+        module=network,
+        precision=sharding.precision,
+        tokens=tokens,
+        forward_flops=family.forward_flops(plan.config, tokens, condition_shapes),
+        tangent_flops=family.tangent_flops(plan.config, tokens, condition_shapes),
+    )
+
+
+def _fill(role: Role, plan: RolePlan, seed: int) -> None:
+    """Random weights, or the folder's; what it has not of the additions is drawn."""
+    setting = f"{plan.name}.checkpoint"
     if plan.folder is None:
-        initialise(network, seed=seed, special=plan.family.fill_special)
-        return role
+        initialise(role.network, seed=seed, special=role.family.fill_special)
+        return
     if plan.additions:
-        initialise(network.additions, seed=seed)
+        initialise(role.network.get_submodule("additions"), seed=seed)
     saved = plan.folder.shapes.keys() | plan.folder.additions.keys()
     weights = {name: weight for name, weight in role.weights().items() if name in saved}
     try:
@@ -221,7 +252,19 @@ def build_role(
         reason = one_line(next(iter(error.failures.values()))[0])
         raise UserError(f"{setting}={plan.folder.path} cannot be read ({reason}); copy it again") from error
     _require_finite(weights, f"{setting}={plan.folder.path}")
-    return role
+
+
+def _shard(network: nn.Module, family: Family, mesh: Mesh, settings: ShardSettings) -> None:
+    """The blocks are units; what computes in fp32 under bf16 is, too."""
+    in_fp32 = family.full_precision_units(network)
+    in_fp32 += [addition for addition in additions_of(network).values() if addition.full_precision]
+    shard_module(
+        network,
+        mesh=mesh,
+        units=list(family.blocks(network)),
+        full_precision_units=in_fp32 if settings.precision == "bf16" else (),
+        settings=settings,
+    )
 
 
 def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
@@ -231,7 +274,7 @@ def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
         UserError: on every rank the same, with the first such tensor.
     """
     mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
-    broken = sorted({name for part in together(lambda: mine) for name in part})
+    broken = sorted({name for part in on_all_ranks(lambda: mine) for name in part})
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UserError(f"{where}: {broken[0]}{more} holds numbers that are not finite; copy the checkpoint again")
@@ -243,8 +286,8 @@ def build_roles(
     trained: tuple[str, ...],
     mesh: Mesh,
     device: torch.device,
-    latent_shape: tuple[int, int, int, int],
-    text_shape: tuple[int, int],
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
     seed: int,
 ) -> dict[str, Role]:
     """:func:`build_role` for each of ``plans``; those not in ``trained`` are frozen."""
@@ -255,7 +298,7 @@ def build_roles(
             device=device,
             trainable=plan.name in trained,
             latent_shape=latent_shape,
-            text_shape=text_shape,
+            condition_shapes=condition_shapes,
             seed=seed,
         )
         for plan in plans

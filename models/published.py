@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +19,7 @@ from fsdp_cp.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_DAY = 24 * 3600
 MANIFEST = "fsdp_cp_export.json"
 """In every published folder: what made it, and which files are its own."""
 
@@ -87,8 +91,9 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
     Args:
         folder: where it is to appear.
         about: JSON-serialisable: what made it, for the manifest.
-        move_aside: rename what stands in the way and is not ours to ``NAME_kept_1``, instead of refusing it: at the
-            end of a long run there is nobody to ask.
+        move_aside: in a run's own folder. What stands in the way and is not ours is renamed to ``NAME_kept_1``,
+            instead of refused: at the end of a long run there is nobody to ask. What an export left whose process is
+            gone is removed: of a run that is killed again and again it would fill the disk.
 
     Raises:
         UserError: see :func:`refuse_occupied`; a folder that cannot be written.
@@ -100,10 +105,13 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _bring_back(folder)
+        if move_aside:
+            _sweep(folder)
         for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
             log.warning("%s is of an export that was killed, or is still being written; remove it if not", left)
         # A name that nobody else has: OUT.tmp could be a folder of the user's, or another export's at this moment.
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.unfinished_", dir=folder.parent))
+        who = f"{socket.gethostname()}-{os.getpid()}"
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.unfinished_{who}_", dir=folder.parent))
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
     try:
@@ -155,6 +163,35 @@ def _bring_back(folder: Path) -> None:
         for earlier in sorted(folder.parent.glob(f".{folder.name}.replaced_*"))[-1:]:
             earlier.rename(folder)
             log.warning("%s was left half replaced by a killed export; the earlier one is back", folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what exports left that were killed while they wrote, or while they removed what they had replaced."""
+    for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
+        if _is_abandoned(unfinished):
+            shutil.rmtree(unfinished)
+    for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
+        if (earlier / MANIFEST).is_file():  # else what is left in it is not ours
+            _remove_export(earlier)
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Is the process gone that writes there? Of another host's a day without a change says so."""
+    writer = re.search(r"\.unfinished_(.+)-(\d+)_\w+$", unfinished.name)
+    if writer is not None and writer.group(1) == socket.gethostname():
+        return not _lives(int(writer.group(2)))
+    newest = max(path.stat().st_mtime for path in (unfinished, *unfinished.iterdir()))
+    return time.time() - newest > _DAY
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _remove_export(folder: Path) -> None:

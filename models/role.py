@@ -1,10 +1,11 @@
-"""A role: one sharded network with a purpose (teacher, student, fake score), called on full latents."""
+"""A role: a purpose (teacher, student, fake score) with the sharded networks that serve it, called on full latents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,75 +13,136 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.duals import may_be_dual
-from fsdp_cp.fsdp_state import frozen, reshard, unrecorded_forward
-from fsdp_cp.shard_settings import COMPUTE_DTYPE
 from fsdp_cp.sharding import gather_first_block_early, settings_of
-from models.second_time import second_time
-from models.wan import Wan
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE
+from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
+from models.additions.gan_head import gan_head_of
+from models.additions.time_conditioning import second_time
+from models.condition import Condition
+from models.families.base import Family
+from models.network import Network
 
 
 @dataclass(kw_only=True)
 class Role:
-    """One network on the mesh. Callers never see that it is sharded, or that its tokens are split."""
+    """A purpose on the mesh. Callers never see that its networks are sharded, or that their tokens are split.
+
+    A role has one network, or several experts of one configuration, of which each serves a range of times; another role
+    may hold the same ones. Which expert a forward runs must be the same on every rank, or their collectives never meet.
+    """
 
     name: str
     """``teacher``, ``student`` or ``fake``."""
-    family: type[Wan]
-    config: dict[str, Any]
-    """The network's configuration, as its ``config.json``."""
-    network: nn.Module
-    """The FSDP root."""
+    networks: tuple[Network, ...]
+    """The first serves the noisiest times."""
+    boundaries: tuple[float, ...] = ()
+    """Times in (0, 1), falling, between those that one network serves and the next: from the boundary on the former."""
     trainable: bool
-    precision: str
-    """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
-    tokens: int
-    """Tokens of one sample."""
-    text_tokens: int
+    network: nn.Module = field(init=False)
+    """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
     flops: int = 0
     """Operations since the trainer last set it to 0, over all samples that this rank passed in; backward included."""
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
-        """The rectified-flow velocity ``v(x_t, t, text)``, an estimate of ``e - x0``.
+    def __post_init__(self) -> None:
+        ends = (1.0, *self.boundaries, 0.0)
+        if len(self.boundaries) != len(self.networks) - 1 or any(low >= high for high, low in pairwise(ends)):
+            raise ValueError(
+                f"{self.name}: {len(self.networks)} networks with boundaries {self.boundaries}; give one boundary fewer"
+                " than networks, falling, between 1 and 0"
+            )
+        if any(network.config != self.config for network in self.networks):
+            raise ValueError(f"{self.name}: its networks are not of one configuration")
+        modules = [network.module for network in self.networks]
+        self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
+    @property
+    def family(self) -> Family:
+        """Of its networks."""
+        return self.networks[0].family
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Of its networks."""
+        return self.networks[0].config
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample."""
+        return self.networks[0].tokens
+
+    def network_at(self, t: Tensor) -> Network:
+        """The network that serves the times ``t``.
+
+        Args:
+            t: ``(B,)`` or ``(B, T)`` in [0, 1]; with experts their range is read, for which a GPU is waited for.
+
+        Raises:
+            ValueError: times that no one network serves.
+        """
+        if len(self.networks) == 1:
+            return self.networks[0]
+        earliest, latest = (sum(time < b for b in self.boundaries) for time in torch.aminmax(t.detach()))
+        if earliest != latest:
+            raise ValueError(
+                f"{self.name}: times from {float(t.min()):g} to {float(t.max()):g} are of several experts"
+                f" (boundaries {', '.join(f'{b:g}' for b in self.boundaries)}); draw a batch's times in one range"
+            )
+        return self.networks[int(latest)]
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+        """The rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
 
         Args:
             x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
-            t: ``(B,)`` in [0, 1]; the network gets ``1000 t``, never rounded to the compute dtype.
-            text: caption embeddings ``(B, L, D)``.
+            t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. A time for each latent frame,
+                ``(B, T)``, where the family takes them.
+            condition: of the B samples.
             r: ``(B,)`` in [0, 1], for a network with the addition ``second_time`` (the mean velocity from r to t) or
                 ``last_step`` (of samples whose last step was at r), and only for one.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.
-        """
-        with second_time(self.network, t, r):
-            return self._outputs(x, t, text)[0].to(x.dtype)
 
-    def logits(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
-        """``D(x_t, t, text)`` of this role's GAN head (models/gan_head.py), above 0 where ``x_t`` looks real.
+        Raises:
+            ValueError: times of another shape, or of several experts.
+        """
+        network = self.network_at(t)
+        with second_time(network.module, t, r):
+            return self._outputs(network, x, t, condition)[0].to(x.dtype)
+
+    def logits(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+        """``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py), above 0 where ``x_t`` looks
+        real.
 
         Args:
-            x, t, text, r: as of :meth:`velocity`.
+            x, t, condition, r: as of :meth:`velocity`.
 
         Returns:
             ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
-        head = self.network.additions["gan_head"]
-        with head.wanted(), second_time(self.network, t, r):
-            return self._outputs(x, t, text, depth=head.depth)[1].to(x.dtype)
+        network = self.network_at(t)
+        head = gan_head_of(network.module)
+        with head.wanted(self.tokens), second_time(network.module, t, r):
+            return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
 
-    def _outputs(self, x: Tensor, t: Tensor, text: Tensor, depth: float = 1.0) -> tuple[Tensor, ...]:
-        """What the network returns; ``depth`` is the share of it that a backward passes."""
-        dtype = COMPUTE_DTYPE[self.precision]
+    def _outputs(
+        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
+    ) -> tuple[Tensor, ...]:
+        """What ``network`` returns; ``depth`` is the share of it that a backward passes."""
+        dtype = COMPUTE_DTYPE[network.precision]
+        of_frames = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
+        if t.shape != x.shape[:1] and not of_frames:
+            # A network that broadcasts would take (B, T) for times of tokens, and split them where T is cp.
+            raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
         # A backward costs a forward for the inputs' gradients and one for the weights'.
         backward = 2 if self.trainable else int(x.requires_grad)
-        passes = 1 + depth * backward * torch.is_grad_enabled()
+        flops = (1 + depth * backward * torch.is_grad_enabled()) * network.forward_flops
         if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
-            passes += 1  # the tangent's products; attention's own are more, by a constant
-        forward = self.family.forward_flops(self.config, self.tokens, self.text_tokens)
-        self.flops += int(passes * x.shape[0] * forward)
-        with nullcontext() if torch.is_grad_enabled() else unrecorded_forward(self.network):
-            return self.family.outputs(self.network, x.to(dtype), 1000 * t, text.to(dtype))
+            flops += network.tangent_flops
+        self.flops += int(flops * x.shape[0])
+        with nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module):
+            return network.family.outputs(network.module, x.to(dtype), t, condition.to(dtype))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -98,8 +160,8 @@ class Role:
 
     def gather_early(self) -> None:
         """Begin to gather what this role's next forward needs first, if its settings ask for it."""
-        if settings_of(self.network).gather_early:
-            gather_first_block_early(self.network, self.family.units(self.network)[0])
+        if len(self.networks) == 1 and settings_of(self.network).gather_early:  # which expert comes, nobody knows yet
+            gather_first_block_early(self.network, self.family.blocks(self.network)[0])
 
     def rest(self) -> None:
         """Hold the shards alone. Until then updates of them would be ignored where parameters stay gathered."""

@@ -8,7 +8,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_cp.attention.operators as operators
-from fsdp_cp import activations
+from fsdp_cp.sharding import activations
 
 
 class Counted:

@@ -1,6 +1,6 @@
 """A test-sized Wan pipeline folder with random weights, and small clips of our own.
 
-    python -m tests.tiny_pipeline FOLDER [--seed 0]
+    python -m tests.tiny_pipeline FOLDER [--seed 0] [--image]
 
 writes a folder in diffusers layout that ``WanPipeline.from_pretrained`` loads: nothing is downloaded.
 """
@@ -29,13 +29,21 @@ COLOURS = {
 }
 
 
-def build_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
+def build_tiny_pipeline(folder: str | Path, seed: int = 0, *, image: bool = False) -> Path:
     """Write vae/, text_encoder/, tokenizer/, transformer/, scheduler/ and model_index.json; returns the folder.
+
+    With ``image`` an image-to-video pipeline, with image_encoder/ and image_processor/ too (5 features of width 20).
 
     VAE 16 channels, 4x in time, 8x in space, with ``latents_mean`` and ``latents_std`` measured on smooth noise, so
     that latents are about unit scale; text width 32; transformer 2 layers of 4 heads x 24, patches (1, 2, 2).
     """
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from diffusers import (
+        AutoencoderKLWan,
+        UniPCMultistepScheduler,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
     from transformers import UMT5Config, UMT5EncoderModel
 
     vae_settings = dict(
@@ -65,23 +73,38 @@ def build_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
             patch_size=(1, 2, 2),
             num_attention_heads=4,
             attention_head_dim=24,
-            in_channels=LATENT_CHANNELS,
+            in_channels=LATENT_CHANNELS + (4 + LATENT_CHANNELS if image else 0),
             out_channels=LATENT_CHANNELS,
             text_dim=TEXT_WIDTH,
             freq_dim=32,
             ffn_dim=192,
             num_layers=2,
             rope_max_seq_len=128,
+            **({"image_dim": 20, "added_kv_proj_dim": 96} if image else {}),
         ).eval()
-    pipeline = WanPipeline(
+        parts = _image_parts() if image else {}
+    pipeline = (WanImageToVideoPipeline if image else WanPipeline)(
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         transformer=transformer,
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        **parts,
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
     return Path(folder)
+
+
+def _image_parts() -> dict[str, object]:
+    """A CLIP of 2 x 2 patches, and its processor."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    from distill.data.image_encoder import _processor_class
+
+    sizes = {"hidden_size": 20, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+    encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=8)).eval()
+    processor = _processor_class()(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    return {"image_encoder": encoder, "image_processor": processor}
 
 
 def _tokenizer():
@@ -192,8 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a test-sized Wan pipeline folder with random weights.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
     arguments = parser.parse_args()
-    print(build_tiny_pipeline(arguments.folder, arguments.seed))
+    print(build_tiny_pipeline(arguments.folder, arguments.seed, image=arguments.image))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -106,6 +106,17 @@ def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
     return torch.stack(frames, dim=1)
+
+
+def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
+    """The first frame of a video, or an image, resized and cropped as :func:`read_clip` does: (3, 1, H, W) in [-1, 1].
+
+    Raises: ``UserError`` for a file that gives none.
+    """
+    try:
+        return read_clip(file, replace(clip, num_frames=1))
+    except ClipError as error:
+        raise UserError(f"{file} gives no image ({error}); give a video or an image file") from error
 
 
 def _pick(container: av.container.InputContainer, stream: av.VideoStream, clip: ClipFormat) -> Iterator[av.VideoFrame]:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat, check_sizes
+from distill.data.clips import ClipFormat, check_sizes, first_frame
 from distill.data.encoders import EncoderFolder, VideoCodec, inspect_encoders, pad_text
+from distill.data.image_encoder import ImageEncoderFolder, inspect_image_encoder
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import together
+from fsdp_cp.reduce import on_all_ranks
+from models.condition import Condition
 
 logger = logging.getLogger(__name__)
 _MAX_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
@@ -48,6 +50,8 @@ class EncodedData:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         captions: Sequence[str] = (),
+        image: str | None = None,
+        images: Sequence[str] = (),
     ) -> None:
         """Check, then encode what the cache does not hold yet, then free the encoders.
 
@@ -57,10 +61,12 @@ class EncodedData:
             cache: folder for what the encoders make, shared by all ranks; created.
             num_frames, height, width: size of a clip in frames and pixels, as the VAE and the patches divide it.
             fps: frames per second of the clips.
-            negative_prompt: text of ``null_text``.
+            negative_prompt: text of ``null``.
             max_text_tokens: L; longer captions are cut (and logged), shorter ones filled with zeros.
             device, dtype: where and in which precision the encoders run; latents and embeddings are fp32.
             captions: others to embed, beside the items' own; they are no part of ``fingerprint``.
+            image: ``first_frame`` for the items' first images as conditions, ``None`` for none.
+            images: files of the images of ``captions``, in their order, or none.
 
         Raises: ``UserError`` on every rank for a setting that does not fit, before weights are loaded or videos
         decoded; and if no item can be used.
@@ -71,6 +77,8 @@ class EncodedData:
         self.path, self.fps = Path(path), float(fps)
         clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=self.fps)
 
+        given = [Path(file).expanduser() for file in images]
+
         def check() -> tuple[EncoderFolder, list[Any]]:
             if type(max_text_tokens) is not int or not 1 <= max_text_tokens <= _MAX_TOKENS:
                 what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {_MAX_TOKENS}"
@@ -78,13 +86,18 @@ class EncodedData:
             rows = self._read()
             self.encoders = inspect_encoders(encoders)
             self.latent_shape = self.encoders.latent_shape(clip)
+            if image is not None:
+                self._image = inspect_image_encoder(self.encoders.path, f"data.encoders={encoders}")
+                for file in given:  # found now, and not when clips and captions are encoded
+                    first_frame(file, clip)
             # Ranks may reach the folder by different paths, but must find the same in it.
             return replace(self.encoders, path=Path()), rows
 
-        checked = together(check)
+        self._image: ImageEncoderFolder | None = None
+        checked = on_all_ranks(check)
         if any(found != checked[0] for found in checked):
             raise UserError(f"data.path={path} or data.encoders={encoders} differs between ranks; give the same")
-        self.text_shape = (max_text_tokens, self.encoders.text_width)
+        self.condition_shapes = self.encoders.condition_shapes(clip, max_text_tokens, self._image)
         self.device, self.dtype = torch.device(device), dtype
         self._codec: VideoCodec | None = None
         self.cache = LatentCache(
@@ -99,15 +112,21 @@ class EncodedData:
         own = dict.fromkeys([*self.captions(), negative_prompt])
         texts = list(own | dict.fromkeys(["", *captions]))
         self._texts = dict(zip(texts, self.cache.write_texts(texts), strict=True))
-        self.null_text = self.embed([negative_prompt])[0]
-        encoded = together(lambda: (self.cache.encoded_clips, self.cache.encoded_captions))
+        self.null, self.empty = {"text": self._text(negative_prompt)}, {"text": self._text("")}
+        self._given_images = dict(zip(captions, self._encoded_images(given), strict=False))
+        cache = self.cache
+        if self._image is not None:
+            for caption in captions:  # found now, and not when the networks are built
+                self._image_key(caption)
+        encoded = on_all_ranks(lambda: (cache.encoded_clips, cache.encoded_captions, cache.encoded_images))
         if rank() == 0:
             logger.info(
-                "%d items from %s: %d clips and %d texts encoded now, the rest read from %s",
+                "%d items from %s: %d clips and %d texts%s encoded now, the rest read from %s",
                 len(self),
                 self.path,
-                sum(clips for clips, _ in encoded),
-                sum(captions for _, captions in encoded),
+                sum(clips for clips, _, _ in encoded),
+                sum(captions for _, captions, _ in encoded),
+                f", and {sum(images for *_, images in encoded)} images" if self._image is not None else "",
                 self.cache.folder,
             )
         keys = sorted((text, self._texts[text]) for text in own)  # sampling others must not make it other data
@@ -139,8 +158,40 @@ class EncodedData:
         """Distinct captions of the items, in their order."""
         raise NotImplementedError
 
-    def embed(self, captions: list[str]) -> torch.Tensor:
-        """fp32 (n, L, D). Raises ``UserError`` for a caption that was not known when the data set was made."""
+    def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
+        """Of n samples: ``text`` fp32 (n, L, D), and the images of the items ``clips`` where images condition.
+
+        Without ``clips`` an image is the one given with its caption, or else that of the first item with the caption.
+
+        Raises: ``UserError`` for a caption that was not known when the data set was made.
+        """
+        tensors = {"text": self._embedded(captions)}
+        if self._image is not None:
+            keys = [self._image_key(caption) for caption in captions] if clips is None else map(self._item_image, clips)
+            images = [self._image_tensors(key) for key in keys]
+            tensors |= {name: torch.stack([each[name] for each in images]) for name in images[0]}
+        return Condition(tensors, self.null, self.empty)
+
+    def _encoded_images(self, files: list[Path]) -> list[str]:
+        """Cache keys of the images, which are encoded now where they are not there yet; collective."""
+        return self.cache.write_images(files, self._image) if self._image is not None and files else []
+
+    def _image_key(self, caption: str) -> str:
+        """Of the image that a caption is sampled with."""
+        raise NotImplementedError
+
+    def _item_image(self, index: int) -> str:
+        """Cache key of an item's image."""
+        raise NotImplementedError
+
+    def _image_tensors(self, key: str) -> dict[str, torch.Tensor]:
+        """The image's part of a condition: its latents, its mask, its features."""
+        mask = torch.zeros(self.condition_shapes["image_mask"])
+        mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
+        latents, embeds = self.cache.image(key, self._image)
+        return {"image_latents": latents, "image_mask": mask, "image_embeds": embeds}
+
+    def _embedded(self, captions: Sequence[str]) -> torch.Tensor:
         for caption in captions:
             if caption not in self._texts:
                 known = self.captions()
@@ -151,7 +202,7 @@ class EncodedData:
         return torch.stack([self._text(caption) for caption in captions])
 
     def _text(self, caption: str) -> torch.Tensor:
-        return pad_text(self.cache.text(self._texts[caption]), self.text_shape[0])
+        return pad_text(self.cache.text(self._texts[caption]), self.condition_shapes["text"][0])
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (n, C, t, h, w) on any device -> uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""

@@ -9,7 +9,6 @@ Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 from dataclasses import dataclass
@@ -19,8 +18,18 @@ from typing import Any
 import torch
 
 from distill.data.clips import ClipFormat, check_sizes
+from distill.data.image_encoder import ImageEncoderFolder
+from distill.data.pipeline_folder import (
+    MAX_NUMBER,
+    check_weight_files,
+    load_part,
+    part_settings,
+    require_class,
+    shown,
+    whole_numbers,
+)
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import indexed_files
+from models.checkpoint_files import one_line
 from models.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
@@ -52,6 +61,18 @@ class EncoderFolder:
         self.check(clip)
         frames = (clip.num_frames - 1) // self.temporal + 1
         return self.channels, frames, clip.height // self.spatial, clip.width // self.spatial
+
+    def condition_shapes(
+        self, clip: ClipFormat, max_text_tokens: int, image: ImageEncoderFolder | None
+    ) -> dict[str, tuple[int, ...]]:
+        """Of each tensor of a sample's condition (models/condition.py), with an image where its encoder is given."""
+        shapes: dict[str, tuple[int, ...]] = {"text": (max_text_tokens, self.text_width)}
+        if image is not None:
+            latent_shape = self.latent_shape(clip)
+            shapes["image_latents"] = latent_shape
+            shapes["image_mask"] = (self.temporal, *latent_shape[1:])
+            shapes["image_embeds"] = (image.tokens, image.width)
+        return shapes
 
     def check(self, clip: ClipFormat) -> None:
         """Raises ``UserError`` unless the VAE and the patches divide ``clip`` evenly.
@@ -99,14 +120,14 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
         if not (folder / part).is_dir():
             raise UserError(f"data.encoders={path} has no {part}/; give a diffusers pipeline folder that has one")
     where = f"data.encoders={path}"
-    vae, text = _settings(folder, "vae", where), _settings(folder, "text_encoder", where)
-    _require_class(where, "vae", [vae.get("_class_name")], VAE_CLASS)
-    _require_class(where, "text_encoder", text.get("architectures"), TEXT_CLASS)
+    vae, text = part_settings(folder, "vae", where), part_settings(folder, "text_encoder", where)
+    require_class(where, "vae", [vae.get("_class_name")], VAE_CLASS)
+    require_class(where, "text_encoder", text.get("architectures"), TEXT_CLASS)
     for name in ("tokenizer_config.json", "config.json"):
         if (folder / "tokenizer" / name).exists():
-            _settings(folder, "tokenizer", where, name)
+            part_settings(folder, "tokenizer", where, name)
     for part in ("vae", "text_encoder"):
-        _check_files(folder / part, where)
+        check_weight_files(folder / part, where)
 
     if any(name not in vae for name in _VAE_SETTINGS):
         vae = _vae_defaults() | vae
@@ -117,12 +138,12 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
             raise UserError(f"{config} has {len(vae[name])} {name} for {vae['z_dim']} channels; give {vae['z_dim']}")
     patch = (1, 1, 1)
     if (folder / "transformer" / "config.json").is_file():
-        patch = _settings(folder, "transformer", where).get("patch_size", patch)
-        if not _whole_numbers(patch, most=64) or len(patch) != 3:
-            raise UserError(f"{where}: transformer/config.json has patch_size={_shown(patch)}; use [1, 2, 2]")
-    if not _whole_numbers([text.get("d_model")], most=_MAX_NUMBER):
+        patch = part_settings(folder, "transformer", where).get("patch_size", patch)
+        if not whole_numbers(patch, most=64) or len(patch) != 3:
+            raise UserError(f"{where}: transformer/config.json has patch_size={shown(patch)}; use [1, 2, 2]")
+    if not whole_numbers([text.get("d_model")], most=MAX_NUMBER):
         raise UserError(
-            f"{where}: text_encoder/config.json has d_model={_shown(text.get('d_model'))}; give the folder's own"
+            f"{where}: text_encoder/config.json has d_model={shown(text.get('d_model'))}; give the folder's own"
         )
     return EncoderFolder(
         path=folder,
@@ -135,38 +156,6 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
     )
 
 
-_OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
-"""Keys by which a folder makes the libraries fetch code, or run its own."""
-
-
-def _settings(folder: Path, part: str, where: str, name: str = "config.json") -> dict[str, Any]:
-    """The JSON object of ``part/name``, with numbers that a network can be built of."""
-    try:
-        settings = json.loads((folder / part / name).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{where} has no {part}/{name}; save it with save_pretrained") from error
-    except OSError as error:
-        raise UserError(f"{where}: {part}/{name} cannot be read ({error.strerror}); give a readable file") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {part}/{name} is not JSON ({_line(error)}); save it again") from error
-    if not isinstance(settings, dict):
-        raise UserError(f"{where}: {part}/{name} is not a JSON object; save it again")
-    for key in _OWN_CODE:
-        if settings.get(key) is not None:
-            raise UserError(f"{where}: {part}/{name} has {key}, code of its own, which is never run; remove that key")
-    if settings.get("quantization_config") is not None:
-        raise UserError(f"{where}: {part}/{name} has quantization_config; give weights that are not quantized")
-    for key, value in settings.items():
-        most = _MAX_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else _MAX_NUMBER
-        # Booleans are numbers too. A tokenizer's model_max_length is "no limit" as 1e30.
-        if part != "tokenizer" and isinstance(value, (int, float)) and not -most <= value <= most:
-            raise UserError(f"{where}: {part}/{name} has {key}={_shown(value)}, beyond {most}; give the folder's own")
-    return settings
-
-
-_MAX_LAYERS, _MAX_NUMBER = 1024, 2**24
-
-
 def _check_vae(vae: dict[str, Any], config: str) -> None:
     """Those settings of the VAE that sizes are computed from."""
 
@@ -175,40 +164,15 @@ def _check_vae(vae: dict[str, Any], config: str) -> None:
 
     stages = vae["temperal_downsample"]
     for key, fits in (
-        ("z_dim", _whole_numbers([vae["z_dim"]], most=4096)),
-        ("dim_mult", _whole_numbers(vae["dim_mult"], most=64) and 1 <= len(vae["dim_mult"]) <= 8),
+        ("z_dim", whole_numbers([vae["z_dim"]], most=4096)),
+        ("dim_mult", whole_numbers(vae["dim_mult"], most=64) and 1 <= len(vae["dim_mult"]) <= 8),
         ("temperal_downsample", isinstance(stages, (list, tuple)) and all(type(s) is bool for s in stages)),
         ("latents_mean", numbers(vae["latents_mean"])),
         ("latents_std", numbers(vae["latents_std"]) and all(v > 0 for v in vae["latents_std"])),
-        ("patch_size", vae.get("patch_size") is None or _whole_numbers([vae["patch_size"]], most=16)),
+        ("patch_size", vae.get("patch_size") is None or whole_numbers([vae["patch_size"]], most=16)),
     ):
         if not fits or key == "temperal_downsample" and len(stages) > 8:
-            raise UserError(f"{config} has {key}={_shown(vae[key])}, which no Wan VAE has; give the folder's own")
-
-
-def _whole_numbers(values: Any, *, most: int) -> bool:
-    return isinstance(values, (list, tuple)) and all(type(v) is int and 1 <= v <= most for v in values)
-
-
-def _shown(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]
-
-
-def _check_files(folder: Path, where: str) -> None:
-    """The weights of a part: safetensors alone, inside the folder."""
-    part = folder.name
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{where}: {part}/ holds no .safetensors weights; other formats are not read")
-    for index in folder.glob("*.safetensors.index.json"):
-        indexed_files(index, f"{where}: {part}/")
-    if (folder / "adapter_config.json").exists():  # transformers would load the model that it names instead
-        raise UserError(f"{where}: {part}/ holds adapter_config.json; merge the adapter into the weights")
-
-
-def _require_class(where: str, part: str, found: Any, wanted: str) -> None:
-    if not isinstance(found, list) or wanted not in found:
-        name = _shown(found[0]).strip("'") if isinstance(found, list) and found else "a model without a class name"
-        raise UserError(f"{where}: {part}/ holds {name}; use {wanted}")
+            raise UserError(f"{config} has {key}={shown(vae[key])}, which no Wan VAE has; give the folder's own")
 
 
 def _vae_defaults() -> dict[str, Any]:
@@ -231,7 +195,7 @@ class VideoCodec:
         from diffusers import AutoencoderKLWan
 
         self.device, self.dtype = device, dtype
-        self.vae = _load(AutoencoderKLWan, folder.path, "vae", torch_dtype=dtype).to(device)
+        self.vae = load_part(AutoencoderKLWan, folder.path, "vae", torch_dtype=dtype).to(device)
         statistics = (torch.tensor(self.vae.config[name]).float() for name in ("latents_mean", "latents_std"))
         self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in statistics)
 
@@ -269,9 +233,9 @@ class TextEncoder:
             self.tokenizer("a", padding="max_length", max_length=2, truncation=True)  # it can fill up and cut
         except Exception as error:  # the tokenizers library raises bare Exceptions for damaged files
             raise UserError(
-                f"data.encoders={folder.path}: tokenizer/ cannot be read ({_line(error)}); save it again"
+                f"data.encoders={folder.path}: tokenizer/ cannot be read ({one_line(error)}); save it again"
             ) from error
-        self.model = _load(UMT5EncoderModel, folder.path, "text_encoder", dtype=dtype).to(device)
+        self.model = load_part(UMT5EncoderModel, folder.path, "text_encoder", dtype=dtype).to(device)
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
@@ -319,31 +283,3 @@ def clean_caption(caption: str) -> str:
     from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
     return prompt_clean(caption)
-
-
-def _load(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn.Module:
-    """``from_pretrained`` that fails by name where the libraries only warn and leave random weights."""
-    try:
-        model, info = model_class.from_pretrained(
-            folder / part, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a damaged folder leads the libraries to all kinds, TypeError and KeyError among them
-        raise UserError(f"data.encoders={folder}: {part}/ cannot be loaded ({_line(error)}); save it again") from error
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in info.get(what) or ())
-        if keys:
-            raise UserError(
-                f"data.encoders={folder}: {part}/ has {len(keys)} {what.replace('_', ' ')}, first {keys[0]}; give "
-                f"weights that fit {part}/config.json"
-            )
-    for name, weight in model.state_dict().items():
-        if weight.is_floating_point() and not weight.isfinite().all():
-            raise UserError(f"data.encoders={folder}: {part}/ is damaged, {name} is not finite; copy it again")
-    return model.eval().requires_grad_(False)
-
-
-def _line(error: Exception) -> str:
-    """An exception's message on one line, cut: loaders list every key of a checkpoint."""
-    return " ".join(str(error).split())[:200]

@@ -31,16 +31,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tqdm import tqdm
 
-from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, read_clip
+from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, clean_caption
+from distill.data.image_encoder import PARTS as IMAGE_PARTS
+from distill.data.image_encoder import ImageEncoder, ImageEncoderFolder
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.reduce import together
+from fsdp_cp.reduce import on_all_ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ROUND = 4
+IMAGE_FOLDERS = ("image_latents", "image_embeds")
+_FOLDERS = ("latents", "text", *IMAGE_FOLDERS)
 _DAY = 24 * 3600.0
 
 
@@ -68,7 +72,9 @@ class LatentCache:
         """Clips that this rank put through the VAE."""
         self.encoded_captions = 0
         """Captions that this rank put through the text encoder."""
-        peers = together(self._prepare)
+        self.encoded_images = 0
+        """First frames that this rank encoded."""
+        peers = on_all_ranks(self._prepare)
         self.index = next(number for number, (who, _) in enumerate(peers) if who == rank())
         self.size = len(peers)
         assert len({who for who, _ in peers}) == self.size, "RANK in the environment is not the process group's rank"
@@ -83,7 +89,7 @@ class LatentCache:
             raise UserError(
                 f"data.cache={self.folder} cannot be created ({error.strerror}); give a folder that can be written"
             ) from error
-        for left in (file for part in ("latents", "text") for file in (self.folder / part).glob(".*.tmp")):
+        for left in (file for part in _FOLDERS for file in (self.folder / part).glob(".*.tmp")):
             try:  # of killed runs; a young one may be in use
                 if time.time() - left.stat().st_mtime > _DAY:
                     left.unlink()
@@ -175,6 +181,72 @@ class LatentCache:
         self._require_shared([self._text_file(key) for key in keys])
         return keys
 
+    def write_images(self, files: list[Path], folder: ImageEncoderFolder) -> list[str]:
+        """The first frame of every file, encoded by the VAE (with grey frames behind it) and by the image encoder.
+
+        File i is rank ``i % world``'s. Returns the KEY of each, the same on every rank. Frees the encoders.
+
+        Raises:
+            UserError: on every rank, a file that gives no image.
+        """
+        settings = {
+            "decoder": DECODER_VERSION,
+            "vae": self._identity("vae"),
+            "image_encoder": self._identity(*IMAGE_PARTS),
+            "clip": [self.clip.num_frames, self.clip.height, self.clip.width],
+            "dtype": str(self.dtype),
+        }
+        loaded: tuple[VideoCodec, ImageEncoder] | None = None
+
+        def write(i: int) -> str:
+            nonlocal loaded
+            try:
+                key = _hash(settings | {"bytes": _file_hash(files[i])})
+                targets = {part: self._image_file(part, key) for part in IMAGE_FOLDERS}
+                if all(self._holds(targets[part], part, self._fits(part, folder)) for part in IMAGE_FOLDERS):
+                    return key
+                frame = first_frame(files[i], self.clip)
+            except OSError as error:
+                raise UserError(f"{files[i]} cannot be read ({error.strerror}); give another image") from error
+            if loaded is None:
+                codec = VideoCodec(self.encoders, device=self.device, dtype=self.dtype)
+                loaded = codec, ImageEncoder(folder, device=self.device, dtype=self.dtype)
+            codec, encoder = loaded
+            video = torch.cat([frame, frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])], dim=1)
+            levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+            made = {"image_latents": codec.encode(video), "image_embeds": encoder.encode(levels)}
+            self.encoded_images += 1
+            for part, tensor in made.items():
+                if not tensor.isfinite().all():
+                    raise UserError(f"{files[i].name}: its {part} are not finite in {self.dtype}; encode in float32")
+                self._write(targets[part], part, tensor, {"file": files[i].name} | settings)
+            return key
+
+        keys = self._share_out(len(files), write, "images")
+        if loaded is not None:
+            loaded = None
+            self.release_memory()
+        self._require_shared([self._image_file(part, key) for key in keys for part in IMAGE_FOLDERS])
+        return keys
+
+    def _fits(self, part: str, folder: ImageEncoderFolder) -> Callable[[Sequence[int]], bool]:
+        if part == "image_latents":
+            return self._is_latents
+        return lambda shape: tuple(shape) == (folder.tokens, folder.width)
+
+    def _image_file(self, part: str, key: str) -> Path:
+        return self.folder / part / f"{key}.safetensors"
+
+    def image(self, key: str, folder: ImageEncoderFolder) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 latents (C, t, h, w) and features (N, D) of an image that ``write_images`` returned.
+
+        Raises ``UserError`` if a file of them is damaged.
+        """
+        latents, embeds = (
+            self._get(self._image_file(part, key), part, self._fits(part, folder)) for part in IMAGE_FOLDERS
+        )
+        return latents, embeds
+
     def _is_latents(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == self.latent_shape
 
@@ -192,7 +264,7 @@ class LatentCache:
         with tqdm(total=count, desc=what, unit="", disable=rank() != 0, leave=False, delay=2) as bar:
             for first in range(0, count, step):
                 mine = range(first + self.index, min(first + step, count), self.size)
-                parts = together(lambda mine=mine: {i: work(i) for i in mine})
+                parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
                 merged = {i: result for part in parts for i, result in part.items()}
                 results += [merged[i] for i in sorted(merged)]
                 bar.update(len(merged))
@@ -212,13 +284,13 @@ class LatentCache:
                     f"data.encoders={self.encoders.path}: {error.filename} cannot be read ({error.strerror})"
                 ) from error
 
-        hashes = together(mine)
+        hashes = on_all_ranks(mine)
         if any(listed != names for listed, _ in hashes):
             raise UserError(f"data.encoders={self.encoders.path} differs between ranks; give all the same folder")
         return dict(sorted((name, digest) for _, part in hashes for name, digest in part.items()))
 
     def _require_shared(self, files: list[Path]) -> None:
-        unseen = together(lambda: [file.name for file in files if not file.exists()])
+        unseen = on_all_ranks(lambda: [file.name for file in files if not file.exists()])
         if any(unseen):
             raise UserError(f"data.cache={self.folder} is not shared by all ranks; give a folder that every node sees")
 
@@ -254,6 +326,7 @@ class LatentCache:
         notes = {"about": json.dumps(about, sort_keys=True), "crc32": _checksum(tensor)}
         try:
             try:
+                file.parent.mkdir(exist_ok=True)
                 part.write_bytes(save({name: tensor}, metadata=notes))
                 os.replace(part, file)
             finally:

@@ -19,6 +19,7 @@ from torch import Tensor
 from distill.data.clips import check_sizes
 from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
+from models.condition import Condition
 
 BACKGROUND = 0.1
 """Brightness (0 to 1) of every background pixel, and of a colour's dark channels."""
@@ -186,11 +187,12 @@ class MovingShapes:
         self._seed, self._split, self._num_clips = seed, split, num_clips
         self.fps = float(fps)
         self.latent_shape = (3, num_frames, height, width)
-        self.text_shape = (CAPTION_WORDS, self._table.dim)
+        self.condition_shapes = {"text": (CAPTION_WORDS, self._table.dim)}
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
-        self.null_text = self._table.embed([negative_prompt], CAPTION_WORDS)[0]
+        null_text, empty_text = self._table.embed([negative_prompt, ""], CAPTION_WORDS)
+        self.null, self.empty = {"text": null_text}, {"text": empty_text}
         identity = repr(("moving_shapes", 1, self.latent_shape, seed, split, num_clips, self._table.words)).encode()
-        identity += self._table.vectors.numpy().tobytes() + self.null_text.numpy().tobytes()
+        identity += self._table.vectors.numpy().tobytes() + null_text.numpy().tobytes()
         if self._colour_shares is not None:  # not always: fingerprints of before must stay
             identity += repr(self._colour_shares).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
@@ -225,9 +227,9 @@ class MovingShapes:
         """The 64 captions, colour varying slowest; the 8 without a colour, with ``colour_shares``."""
         return list(self._captions)
 
-    def embed(self, captions: list[str]) -> Tensor:
-        """fp32 (n, L, D) of captions made of the table's words, the empty one included. Raises UserError for others."""
-        return self._table.embed(captions, CAPTION_WORDS)
+    def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
+        """Of captions made of the table's words, the empty one included: ``text`` (n, L, D). UserError for others."""
+        return Condition({"text": self._table.embed(captions, CAPTION_WORDS)}, self.null, self.empty)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""

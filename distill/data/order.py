@@ -14,25 +14,25 @@ from fsdp_cp.rng import permutation
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How a global batch is spread: micro-batches of ``micro`` samples on each of ``dp_size`` ranks."""
+    """How a global batch is spread: micro-batches of ``micro_batch_size`` samples on each of ``dp_size`` ranks."""
 
     global_size: int
-    micro: int
+    micro_batch_size: int
     dp_rank: int
     dp_size: int
 
     def __post_init__(self) -> None:
-        assert self.global_size % (self.micro * self.dp_size) == 0
+        assert self.global_size % (self.micro_batch_size * self.dp_size) == 0
 
     @property
     def accumulation(self) -> int:
         """Micro-batches per step."""
-        return self.global_size // (self.micro * self.dp_size)
+        return self.global_size // (self.micro_batch_size * self.dp_size)
 
     def positions(self, micro_batch: int) -> list[int]:
         """Positions in the global batch of this rank's ``micro_batch``-th micro-batch."""
-        first = (micro_batch * self.dp_size + self.dp_rank) * self.micro
-        return list(range(first, first + self.micro))
+        first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
+        return list(range(first, first + self.micro_batch_size))
 
 
 @lru_cache(maxsize=2)

@@ -168,6 +168,12 @@ class TrajectoryClips:
 
     def __init__(self, folder: TrajectoryFolder, count: int, data: ClipDataset):
         self._folder, self._count, self._data = folder, count, data
+        made_with = folder.settings()
+        if "image_latents" in data.condition_shapes and made_with.get("data.fingerprint") != data.fingerprint:
+            raise UserError(  # which clip's image belongs to a trajectory, its caption does not tell
+                f"method.trajectories={folder.path} were made of other clips than those of data.path now, whose images"
+                " are their conditions; make them again in another folder"
+            )
         identity = json.dumps([folder.settings(), count, data.fingerprint]).encode()
         self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
 
@@ -180,11 +186,12 @@ class TrajectoryClips:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """An item of ``data``, with the trajectory's end for latents, and ``trajectory`` ``(K, C, T, H, W)``."""
         states, latents, caption = self._folder.read(index)
+        condition = self._data.condition([caption], [index % len(self._data)])
         return {
             "latents": latents,
-            "text": self._data.embed([caption])[0],
             "caption": caption,
             "trajectory": states,
+            **{name: value[0] for name, value in condition.tensors.items()},
         }
 
 

@@ -39,13 +39,14 @@ class VideoFolder(EncodedData):
         """(cache key, caption) of the usable clips, the same on every rank; rank 0's log names the others."""
         # Without a caption nothing is encoded; an empty one would train the student to do without.
         results = iter(self.cache.write_clips([self.path / name for name, caption in rows if caption is not None]))
-        items, left_out = [], []
+        items, files, left_out = [], [], []
         for name, caption in rows:
             what, value = ("error", f"has no caption in {TABLE}") if caption is None else next(results)
             if what == "error":
                 left_out.append((name, value))
             else:
                 items.append((value, caption))
+                files.append(self.path / name)
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
@@ -67,12 +68,30 @@ class VideoFolder(EncodedData):
                 f"data.path={self.path} has no usable clip ({len(left_out)} left out, first: {name} {reason}); give "
                 "longer videos, or set data.num_frames lower or data.fps higher"
             )
+        self._images = self._encoded_images(files)
         return items
 
+    def _decides(self) -> tuple[Any, ...]:
+        return (self._images,) if self._images else ()  # fingerprints of text alone are those of before
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"latents": fp32 (C, t, h, w), "text": fp32 (L, D), "caption": str}, read from the cache."""
+        """{"latents": fp32 (C, t, h, w), "caption": str} and the condition's tensors by name, read from the cache."""
         key, caption = self._items[index]
-        return {"latents": self.cache.latents(key), "text": self._text(caption), "caption": caption}
+        image = self._image_tensors(self._images[index]) if self._images else {}
+        return {"latents": self.cache.latents(key), "text": self._text(caption), "caption": caption, **image}
+
+    def _item_image(self, index: int) -> str:
+        return self._images[index]
+
+    def _image_key(self, caption: str) -> str:
+        if caption in self._given_images:
+            return self._given_images[caption]
+        index = next((i for i, (_, known) in enumerate(self._items) if known == caption), None)
+        if index is None:
+            raise UserError(
+                f"the caption '{caption}' is of no clip of {self.table}; give it an image (sample.images, or --image)"
+            )
+        return self._images[index]
 
     def captions(self) -> list[str]:
         return list(dict.fromkeys(caption for _, caption in self._items))

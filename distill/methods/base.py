@@ -14,7 +14,8 @@ from torch import Tensor
 from distill.data import ClipDataset
 from distill.observations import Observations
 from fsdp_cp.rng import StepRandom
-from models.additions import Chosen
+from models.additions.base import Chosen
+from models.condition import Condition
 from models.role import Role
 
 
@@ -24,12 +25,8 @@ class Batch:
 
     latents: Tensor | None
     """``(B, C, T, H, W)``, about unit scale; ``None`` where the data are captions alone."""
-    text: Tensor
-    """Caption embeddings, ``(B, L, D)``."""
-    null_text: Tensor
-    """Embedding of the negative prompt, ``(L, D)``: the other branch of guidance."""
-    empty_text: Tensor
-    """Embedding of the empty caption, ``(L, D)``: what a dropped caption is replaced by."""
+    condition: Condition
+    """Of the B samples, with what guidance subtracts and what a dropped caption is replaced by."""
     latent_shape: tuple[int, ...] | None = None
     """:attr:`shape`, where there are no ``latents`` to tell it."""
     trajectory: Tensor | None = None
@@ -42,12 +39,8 @@ class Batch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of latents, noise and embeddings: fp32 or better."""
-        return self.text.dtype
-
-    def null_like_text(self) -> Tensor:
-        """``null_text`` for every sample, ``(B, L, D)``."""
-        return self.null_text.expand_as(self.text)
+        """Of latents, noise and conditions: fp32 or better."""
+        return self.condition.dtype
 
 
 class Loss(NamedTuple):
@@ -81,13 +74,8 @@ class Method(ABC):
         return cls.required_roles
 
     @classmethod
-    def first_roles(cls, settings: Any) -> tuple[str, ...]:
-        """The roles of which a step's first forward may be."""
-        return ("student",)
-
-    @classmethod
     def additions(cls, settings: Any) -> dict[str, Chosen]:
-        """What is attached to which role's network; see models/additions.py."""
+        """What is attached to which role's network; see models/additions/."""
         return {}
 
     @classmethod
@@ -122,9 +110,8 @@ class Method(ABC):
         """The one role that trains at ``step`` (0-based), the same on every rank."""
 
     def first_role(self, step: int) -> str:
-        """The role whose forward is the first of ``step``; one of :meth:`first_roles`."""
-        (only,) = self.first_roles(self.settings)
-        return only
+        """The role whose forward is the first of ``step``; by the settings alone."""
+        return "student"
 
     def frozen_roles(self, step: int) -> tuple[str, ...]:
         """Trained roles that a gradient passes through at ``step`` and must not stay in."""
@@ -139,25 +126,22 @@ class Method(ABC):
         """Network evaluations that :meth:`generate` takes for one clip (guidance evaluates twice a step)."""
 
     @abstractmethod
-    def generate(
-        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
-    ) -> Tensor:
+    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         """Clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the sampler that fits the role."""
 
 
-def guided_velocity(role: Role, x: Tensor, t: Tensor, text: Tensor, null_text: Tensor, scale: float) -> Tensor:
+def guided_velocity(role: Role, x: Tensor, t: Tensor, condition: Condition, scale: float) -> Tensor:
     """Classifier-free guidance ``u + w (c - u)`` (Ho & Salimans 2022), both in one call of the network.
 
     Args:
         role: the network.
         x: ``(B, C, T, H, W)``.
         t: ``(B,)``.
-        text: ``(B, L, D)``.
-        null_text: ``(B, L, D)``.
+        condition: of the B samples; its ``null`` is what ``u`` is told.
         scale: ``w``; 1 is the conditional velocity, without a second pass.
     """
     if scale == 1.0:
-        return role.velocity(x, t, text)
-    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), torch.cat([text, null_text]))
+        return role.velocity(x, t, condition)
+    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), Condition.cat([condition, condition.null]))
     conditional, unconditional = both.chunk(2)
     return unconditional + scale * (conditional - unconditional)

@@ -50,16 +50,15 @@ class Dcm(FewStepMethod):
     settings: DcmSettings
 
     @classmethod
-    def first_roles(cls, settings: DcmSettings) -> tuple[str, ...]:
-        return ("teacher",)
-
-    @classmethod
     def check(cls, config: Any) -> None:
         if config.method.target == "ema" and not config.student.ema.enabled:
             raise UserError("method.target=ema needs student.ema.enabled=true; or use method.target=student")
 
     def trained_role(self, step: int) -> str:
         return "student"
+
+    def first_role(self, step: int) -> str:
+        return "teacher"
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("dcm", lambda: self._loss(batch, random), 1.0)
@@ -75,12 +74,12 @@ class Dcm(FewStepMethod):
         x = add_noise(batch.latents, random.normal("dcm/noise", batch.shape, batch.dtype), t)
         with torch.no_grad():
             scale = settings.guidance_scale
-            v = guided_velocity(self.roles["teacher"], x, t, batch.text, batch.null_like_text(), scale)
+            v = guided_velocity(self.roles["teacher"], x, t, batch.condition, scale)
             next_x = x + per_sample(next_t - t, x) * v
             with self.student_average() if settings.target == "ema" else nullcontext():
                 # At t = 0, behind the last node, this is next_x itself.
-                target = denoise(next_x, student.velocity(next_x, next_t, batch.text), next_t)
-        prediction = denoise(x, student.velocity(x, t, batch.text), t)
+                target = denoise(next_x, student.velocity(next_x, next_t, batch.condition), next_t)
+        prediction = denoise(x, student.velocity(x, t, batch.condition), t)
         errors = per_sample_mean((prediction - target).square())
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "prediction", prediction)

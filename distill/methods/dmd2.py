@@ -8,7 +8,7 @@ clips a GAN may be added, whose discriminator is a few small heads on the fake s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.methods.base import Batch, Loss, guided_velocity
+from distill.methods.base import Batch, Loss
+from distill.methods.distribution_matching import Shared, distribution_matching, fake_score_error
 from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.observations import Observations, observe_by_time, observe_latents, per_sample_mean, per_sample_norm
-from distill.schedules import add_noise, denoise, per_sample, shift_time
+from distill.observations import observe_by_time, observe_latents
+from distill.schedules import add_noise, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.additions import Chosen
-from models.role import Role
+from models.additions.base import Chosen
 
 ROLLOUTS = ("random", "full")
 
@@ -143,7 +143,7 @@ class Dmd2(FewStepMethod):
         if self.trained_role(step) == "student":
             yield Loss("dmd", lambda: self._student_loss(batch, times, last, random), 1.0)
             return
-        sample = Shared(lambda: self._sample(batch, times, random), uses=2 if self.settings.gan else 1)
+        sample = Shared(lambda: self.own_sample(batch, times, random), uses=2 if self.settings.gan else 1)
         if self.settings.gan:
             weight = self.settings.gan_weight_head
             yield Loss("gan", lambda: self._head_loss(batch, sample.take(), last, random), weight)
@@ -161,15 +161,10 @@ class Dmd2(FewStepMethod):
         """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
         if not self.settings.fake_knows_last_step:
             return None
-        return torch.full((len(batch.text),), times[-1], dtype=batch.dtype, device=batch.text.device)
-
-    def _sample(self, batch: Batch, times: list[float], random: StepRandom) -> Tensor:
-        """``x_G``, with a gradient through its last step where gradients are enabled."""
-        noise = random.normal("dmd2/noise", batch.shape, batch.dtype)
-        return self.student_sample(noise, batch.text, times, random, "dmd2/renoise")
+        return torch.full((len(batch.condition),), times[-1], dtype=batch.dtype, device=batch.condition.device)
 
     def _student_loss(self, batch: Batch, times: list[float], last: Tensor | None, random: StepRandom) -> Tensor:
-        sample = self._sample(batch, times, random)
+        sample = self.own_sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         if batch.latents is not None:
             observe_latents(self.observations, "data", batch.latents)
@@ -188,7 +183,7 @@ class Dmd2(FewStepMethod):
             return loss
         t = self._score_time("dmd2/gan_time", batch, random)
         x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
-        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.text, last)).mean(1)
+        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.condition, last)).mean(1)
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
@@ -214,7 +209,7 @@ class Dmd2(FewStepMethod):
             inputs.append(inputs[1] + self.settings.gan_r1_sigma * disturbance)
         n = len(inputs)
         logits = self.roles["fake"].logits(
-            torch.cat(inputs), t.repeat(n), batch.text.repeat(n, 1, 1), None if last is None else last.repeat(n)
+            torch.cat(inputs), t.repeat(n), batch.condition.repeat(n), None if last is None else last.repeat(n)
         )
         student, real, *disturbed = logits.chunk(n)
         self.observations.add("logit_student", student.mean(1))
@@ -230,65 +225,6 @@ class Dmd2(FewStepMethod):
         """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
         t = self._score_time("dmd2/fake_time", batch, random)
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
-        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, last)
-        errors = per_sample_mean((v - (noise - sample)).square())
+        errors = fake_score_error(self.roles["fake"], sample, t, noise, batch.condition, last)
         observe_by_time(self.observations, "loss", errors, t)
         return errors.mean()
-
-
-class Shared:
-    """Samples that several losses of a micro-batch use: made without gradient for the first, dropped by the last."""
-
-    def __init__(self, make: Callable[[], Tensor], uses: int):
-        self._make, self._left = make, uses
-        self._value: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """The samples; at most ``uses`` times."""
-        assert self._left, "taken more often than announced"
-        if self._value is None:
-            with torch.no_grad():
-                self._value = self._make()
-        self._left -= 1
-        value = self._value
-        if not self._left:
-            self._value = None
-        return value
-
-
-def distribution_matching(
-    sample: Tensor,
-    t: Tensor,
-    noise: Tensor,
-    *,
-    batch: Batch,
-    teacher: Role,
-    fake: Role,
-    scale: float,
-    last_step: Tensor | None = None,
-    observations: Observations,
-) -> Tensor:
-    """``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
-
-    Args:
-        sample: ``x_G`` ``(B, C, T, H, W)``.
-        t: ``(B,)`` times at which the scores are compared.
-        noise: fresh, in the shape of ``sample``.
-        batch: its captions.
-        teacher: the real score, guided by ``scale``.
-        fake: the score of the student's samples, from the caption alone.
-        scale: ``w``.
-        last_step: ``(B,)``, for a fake score that is told the time of the last step that made each sample.
-        observations: gets ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
-    """
-    with torch.no_grad():
-        x_t = add_noise(sample, noise, t)
-        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.text, batch.null_like_text(), scale), t)
-        estimate = denoise(x_t, fake.velocity(x_t, t, batch.text, last_step), t)
-        # Per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
-        q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
-        g = (estimate - real) / per_sample(q, sample)
-        observations.add("dmd_gradient", per_sample_norm(g))
-        observations.add("dmd_normaliser", q)
-        target = sample - g
-    return 0.5 * (sample - target).square().mean()

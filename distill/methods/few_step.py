@@ -10,10 +10,11 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
-from distill.methods.base import Method
+from distill.methods.base import Batch, Method
 from distill.methods.sampling import STUDENT_SAMPLERS, check_sampler, guided_sample, rollout
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition
 from models.scheduler import few_step_scheduler
 
 
@@ -94,26 +95,29 @@ class FewStepMethod(Method):
         return few_step_scheduler(self.settings.student_times(), stochastic=stochastic)
 
     def student_sample(
-        self, noise: Tensor, text: Tensor, times: Sequence[float | Tensor], random: StepRandom, purpose: str
+        self, noise: Tensor, condition: Condition, times: Sequence[float | Tensor], random: StepRandom, purpose: str
     ) -> Tensor:
         """The student's sample as :func:`distill.methods.sampling.rollout` makes it, by ``student_sampler``."""
         sampler = self.settings.student_sampler
-        return rollout(self.roles["student"], noise, text, times, random, purpose, sampler=sampler)
+        return rollout(self.roles["student"], noise, condition, times, random, purpose, sampler=sampler)
+
+    def own_sample(self, batch: Batch, times: Sequence[float | Tensor], random: StepRandom) -> Tensor:
+        """``x_G`` for the captions of ``batch``, with a gradient through its last step where gradients are enabled."""
+        name = self.settings.name
+        noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
+        return self.student_sample(noise, batch.condition, times, random, f"{name}/renoise")
 
     def evaluations(self, role: str, steps: int) -> int:
         return steps if role == "student" or self.settings.guidance_scale == 1 else 2 * steps
 
     @torch.no_grad()
-    def generate(
-        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
-    ) -> Tensor:
+    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         if role == "student":
-            return self.student_sample(noise, text, self.sampling_times(steps), random, "sample/renoise")
+            return self.student_sample(noise, condition, self.sampling_times(steps), random, "sample/renoise")
         return guided_sample(
             self.roles[role],
             noise,
-            text,
-            null_text,
+            condition,
             sampler=self.settings.teacher_sampler,
             steps=steps,
             shift=self.settings.shift,

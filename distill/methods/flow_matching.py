@@ -15,6 +15,7 @@ from distill.observations import observe_by_time, observe_latents, per_sample_me
 from distill.schedules import add_noise, shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition
 
 TIMES = ("uniform", "logit_normal")
 
@@ -68,8 +69,8 @@ class FlowMatching(Method):
         t = draw_time(self.settings, self.settings.shift, random, "flow_matching/time", x0.dtype)
         noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
-        text = torch.where(dropped.view(-1, 1, 1), batch.empty_text, batch.text)
-        v = self.roles["student"].velocity(add_noise(x0, noise, t), t, text)
+        condition = Condition.where(dropped, batch.condition.empty, batch.condition)
+        v = self.roles["student"].velocity(add_noise(x0, noise, t), t, condition)
         errors = per_sample_mean((v - (noise - x0)).square())
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
@@ -78,14 +79,11 @@ class FlowMatching(Method):
     def evaluations(self, role: str, steps: int) -> int:
         return steps if self.settings.guidance_scale == 1 else 2 * steps
 
-    def generate(
-        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
-    ) -> Tensor:
+    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         return guided_sample(
             self.roles[role],
             noise,
-            text,
-            null_text,
+            condition,
             sampler=self.settings.sampler,
             steps=steps,
             shift=self.settings.shift,

@@ -22,8 +22,9 @@ from distill.observations import per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, per_sample
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.additions import Chosen
-from models.second_time import NAME
+from models.additions.base import Chosen
+from models.additions.time_conditioning import NAME
+from models.condition import Condition
 
 VELOCITIES = ("teacher", "data")
 
@@ -101,10 +102,6 @@ class MeanFlow(FewStepMethod):
         return ("student",) if settings.velocity == "data" else cls.required_roles
 
     @classmethod
-    def first_roles(cls, settings: MeanFlowSettings) -> tuple[str, ...]:
-        return ("student",) if settings.velocity == "data" else ("teacher",)
-
-    @classmethod
     def additions(cls, settings: MeanFlowSettings) -> dict[str, Chosen]:
         return {"student": (NAME,)}
 
@@ -114,6 +111,9 @@ class MeanFlow(FewStepMethod):
 
     def trained_role(self, step: int) -> str:
         return "student"
+
+    def first_role(self, step: int) -> str:
+        return "student" if self.settings.velocity == "data" else "teacher"
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("meanflow", lambda: self._loss(step, batch, random), 1.0)
@@ -129,7 +129,7 @@ class MeanFlow(FewStepMethod):
         target = velocity = self._velocity(batch, noise, x, t)
         if growth and settings.interval_ratio:
             derivative = directional_derivative(
-                lambda x, t: student.velocity(x, t, batch.text, r),
+                lambda x, t: student.velocity(x, t, batch.condition, r),
                 (x, t),
                 (velocity, torch.ones_like(t)),
                 mode=settings.jvp,
@@ -137,7 +137,7 @@ class MeanFlow(FewStepMethod):
             )
             target = velocity - growth * per_sample(t - r, x) * derivative
             self.observations.add("jvp_norm", per_sample_norm(derivative), where=r < t)
-        prediction = student.velocity(x, t, batch.text, r)
+        prediction = student.velocity(x, t, batch.condition, r)
         errors = per_sample_mean((prediction - target).square())
         # The loss itself says little: with p = 1 every sample's is below 1 by construction.
         self.observations.add("error/instant", errors, where=r == t)
@@ -159,17 +159,15 @@ class MeanFlow(FewStepMethod):
         if self.settings.velocity == "data":
             return noise - batch.latents
         scale = self.settings.guidance_scale
-        return guided_velocity(self.roles["teacher"], x, t, batch.text, batch.null_like_text(), scale)
+        return guided_velocity(self.roles["teacher"], x, t, batch.condition, scale)
 
     @torch.no_grad()
-    def generate(
-        self, role: str, noise: Tensor, text: Tensor, null_text: Tensor, steps: int, random: StepRandom
-    ) -> Tensor:
+    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         """As for the other methods; the student steps ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
         if role != "student":
-            return super().generate(role, noise, text, null_text, steps, random)
+            return super().generate(role, noise, condition, steps, random)
         x = noise
         for time, next_time in pairwise([*self.sampling_times(steps), 0.0]):
             t, r = (torch.full((len(x),), at, dtype=x.dtype, device=x.device) for at in (time, next_time))
-            x = x - (time - next_time) * self.roles[role].velocity(x, t, text, r)
+            x = x - (time - next_time) * self.roles[role].velocity(x, t, condition, r)
         return x

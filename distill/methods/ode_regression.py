@@ -23,6 +23,7 @@ from distill.observations import observe_latents, per_sample_mean
 from distill.schedules import denoise, euler_times
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition
 from models.role import Role
 
 
@@ -95,7 +96,7 @@ class OdeRegression(FewStepMethod):
         which = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
         t = torch.tensor(times, dtype=batch.dtype, device=which.device)[which]
         x = batch.trajectory[torch.arange(len(which), device=which.device), which]
-        prediction = denoise(x, self.roles["student"].velocity(x, t, batch.text), t)
+        prediction = denoise(x, self.roles["student"].velocity(x, t, batch.condition), t)
         errors = per_sample_mean((prediction - batch.latents).square())
         for i, time in enumerate(times):
             self.observations.add(f"loss/t{time:.4f}", errors, where=which == i)
@@ -126,14 +127,14 @@ def trajectory_evaluations(settings: OdeRegressionSettings) -> int:
 
 
 def trajectory(
-    teacher: Role, noise: Tensor, text: Tensor, null_text: Tensor, settings: OdeRegressionSettings
+    teacher: Role, noise: Tensor, condition: Condition, settings: OdeRegressionSettings
 ) -> tuple[Tensor, Tensor]:
     """The teacher's states at the times of ``step_list``, the first of which is the noise, and where they lead.
 
     Args:
         teacher: the network.
         noise: ``(B, C, T, H, W)``.
-        text, null_text: ``(B, L, D)``.
+        condition: of the B samples.
         settings: times, steps and guidance.
 
     Returns:
@@ -144,5 +145,5 @@ def trajectory(
     for start, end in pairwise([*settings.step_list, 0.0]):
         states.append(x)
         part = [time for time in times if end <= time <= start]
-        x = euler_sample(teacher, x, text, null_text, times=part, scale=settings.guidance_scale)
+        x = euler_sample(teacher, x, condition, times=part, scale=settings.guidance_scale)
     return torch.stack(states, dim=1), x

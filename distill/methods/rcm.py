@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.dmd2 import distribution_matching
+from distill.methods.distribution_matching import distribution_matching, fake_score_error
 from distill.methods.scm import Scm, ScmSettings
-from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
-from distill.schedules import add_noise, shift_time
+from distill.observations import observe_by_time, observe_latents, per_sample_norm
+from distill.schedules import shift_time
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.additions import Chosen
+from models.additions.base import Chosen
 
 ROLLOUTS = ("random", "fixed")
 
@@ -71,10 +71,6 @@ class Rcm(Scm):
     def additions(cls, settings: RcmSettings) -> dict[str, Chosen]:
         return {"fake": ("last_step",)} if settings.fake_knows_last_step else {}
 
-    @classmethod
-    def first_roles(cls, settings: RcmSettings) -> tuple[str, ...]:
-        return ("teacher", "student")
-
     def trained_role(self, step: int) -> str:
         joint = step - self.settings.consistency_steps
         return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"
@@ -110,7 +106,7 @@ class Rcm(Scm):
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Tensor]:
         """Rectified-flow times, ``(B,)`` each: as many for every sample of the step, drawn for each of them."""
         steps = self.rollout_steps(step)
-        first = torch.ones(len(batch.text), dtype=batch.dtype, device=batch.text.device)
+        first = torch.ones(len(batch.condition), dtype=batch.dtype, device=batch.condition.device)
         if self.settings.rollout == "fixed":
             return [first, *(time * first for time in self.settings.student_times()[1:steps])]
         times = [first]
@@ -123,14 +119,9 @@ class Rcm(Scm):
         """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
         return times[-1] if self.settings.fake_knows_last_step else None
 
-    def _sample(self, batch: Batch, times: list[Tensor], random: StepRandom) -> Tensor:
-        """``x_G``, with a gradient through its last step where gradients are enabled."""
-        noise = random.normal("rcm/noise", batch.shape, batch.dtype)
-        return self.student_sample(noise, batch.text, times, random, "rcm/renoise")
-
     def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         times = self._rollout_times(step, batch, random)
-        sample = self._sample(batch, times, random)
+        sample = self.own_sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         observe_latents(self.observations, "data", batch.latents)
         loss = distribution_matching(
@@ -154,11 +145,12 @@ class Rcm(Scm):
         """Squared error of x0 over ``sin^2 t``, which is that of F, on the student's samples, without guidance."""
         with torch.no_grad():
             times = self._rollout_times(step, batch, random)
-            sample = self._sample(batch, times, random)
+            sample = self.own_sample(batch, times, random)
         t = shift_time(random.uniform("rcm/fake_time", batch.dtype), self.settings.shift)
         noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
-        v = self.roles["fake"].velocity(add_noise(sample, noise, t), t, batch.text, self._last_step(times))
+        last = self._last_step(times)
+        errors = fake_score_error(self.roles["fake"], sample, t, noise, batch.condition, last)
         # F is linear in v, with the factor 1 / (cos + sin), whose square is t^2 + (1 - t)^2 at the flow time t.
-        errors = (t.square() + (1 - t).square()) * per_sample_mean((v - (noise - sample)).square())
+        errors = (t.square() + (1 - t).square()) * errors
         observe_by_time(self.observations, "loss", errors, t)
         return errors.mean()

@@ -12,6 +12,7 @@ from distill.methods.base import guided_velocity
 from distill.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition
 from models.role import Role
 
 SAMPLERS = ("euler", "unipc")
@@ -31,8 +32,7 @@ def check_sampler(setting: str, value: str, samplers: Sequence[str] = SAMPLERS) 
 def guided_sample(
     role: Role,
     noise: Tensor,
-    text: Tensor,
-    null_text: Tensor,
+    condition: Condition,
     *,
     sampler: str,
     steps: int,
@@ -44,41 +44,37 @@ def guided_sample(
     Args:
         role: the network.
         noise: ``(B, C, T, H, W)``.
-        text, null_text: ``(B, L, D)``.
+        condition: of the B samples.
         sampler: one of ``SAMPLERS``.
         steps: calls of the network.
         shift: of the times.
         scale: guidance ``w``.
     """
     if sampler == "unipc":
-        return unipc_sample(role, noise, text, null_text, steps=steps, shift=shift, scale=scale)
-    return euler_sample(role, noise, text, null_text, times=euler_times(steps, shift), scale=scale)
+        return unipc_sample(role, noise, condition, steps=steps, shift=shift, scale=scale)
+    return euler_sample(role, noise, condition, times=euler_times(steps, shift), scale=scale)
 
 
 @torch.no_grad()
-def euler_sample(
-    role: Role, noise: Tensor, text: Tensor, null_text: Tensor, *, times: list[float], scale: float
-) -> Tensor:
+def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list[float], scale: float) -> Tensor:
     """Euler's method along the guided velocity, from ``times[0]`` to ``times[-1]``: 1 to 0 for a sample.
 
     Args:
         role: the network.
         noise: ``(B, C, T, H, W)``.
-        text, null_text: ``(B, L, D)``.
+        condition: of the B samples.
         times: descending, one more than the steps.
         scale: guidance ``w``.
     """
     x = noise
     for t, t_next in zip(times[:-1], times[1:], strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), text, null_text, scale)
+        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale)
         x = x + (t_next - t) * v
     return x
 
 
 @torch.no_grad()
-def unipc_sample(
-    role: Role, noise: Tensor, text: Tensor, null_text: Tensor, *, steps: int, shift: float, scale: float
-) -> Tensor:
+def unipc_sample(role: Role, noise: Tensor, condition: Condition, *, steps: int, shift: float, scale: float) -> Tensor:
     """UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8): diffusers' scheduler, set as Wan's is.
 
     The network is called at the exact time of its state, as in training. diffusers' own loop truncates ``1000 t`` to an
@@ -88,7 +84,7 @@ def unipc_sample(
     Args:
         role: the network.
         noise: ``(B, C, T, H, W)``.
-        text, null_text: ``(B, L, D)``.
+        condition: of the B samples.
         steps: calls of the network.
         shift: of the times; Wan: 3 at 480p, 5 at 720p.
         scale: guidance ``w``.
@@ -98,7 +94,7 @@ def unipc_sample(
     scheduler.set_begin_index(0)  # or the step would be looked up by its time, and equal integers are two steps
     x = noise
     for t, timestep in zip(scheduler.sigmas[:-1].tolist(), scheduler.timesteps, strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), text, null_text, scale)
+        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale)
         x = scheduler.step(v, timestep, x).prev_sample
     return x
 
@@ -106,7 +102,7 @@ def unipc_sample(
 def rollout(
     student: Role,
     noise: Tensor,
-    text: Tensor,
+    condition: Condition,
     times: Sequence[float | Tensor],
     random: StepRandom,
     purpose: str,
@@ -121,7 +117,7 @@ def rollout(
     Args:
         student: the network; its ``x0`` is the sample.
         noise: ``(B, C, T, H, W)``; the first input is it times the first time.
-        text: ``(B, L, D)``.
+        condition: of the B samples.
         times: of rectified flow, descending, above 0; one for all samples, or ``(B,)`` in the dtype of ``noise``.
         random: of the fresh noise.
         purpose: of the draws: the k-th fresh noise is ``PURPOSE_k``.
@@ -136,7 +132,7 @@ def rollout(
     x = per_sample(each[0], noise) * noise
     for k, t in enumerate(each):
         with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
-            v = student.velocity(x, t, text)
+            v = student.velocity(x, t, condition)
             x0 = denoise(x, v, t)
         if k == len(times) - 1:
             break

@@ -85,15 +85,14 @@ class Scm(FewStepMethod):
     settings: ScmSettings
 
     @classmethod
-    def first_roles(cls, settings: ScmSettings) -> tuple[str, ...]:
-        return ("teacher",)
-
-    @classmethod
     def check(cls, config: Any) -> None:
         check_exact(config)
 
     def trained_role(self, step: int) -> str:
         return "student"
+
+    def first_role(self, step: int) -> str:
+        return "teacher"
 
     def student_updates(self, step: int) -> int:
         """Updates of the student before ``step``."""
@@ -123,18 +122,16 @@ class Scm(FewStepMethod):
         t = torch.atan(torch.exp(settings.time_mean + settings.time_std * z))
         x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
         with torch.no_grad():
-            teacher = trig_field(
-                self.roles["teacher"], x, t, batch.text, batch.null_like_text(), settings.guidance_scale
-            )
+            teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance_scale)
         # Scaled afterwards: a finite difference would take too small a step where cos t sin t is small.
         derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
-            lambda x, t: trig_field(student, x, t, batch.text),
+            lambda x, t: trig_field(student, x, t, batch.condition),
             (x, t),
             (teacher, torch.ones_like(t)),
             mode=settings.jvp,
             step=settings.jvp_step,
         )
-        prediction = trig_field(student, x, t, batch.text)
+        prediction = trig_field(student, x, t, batch.condition)
         warmup = settings.tangent_warmup
         r = min(1.0, self.student_updates(step) / warmup) if warmup else 1.0
         raw = consistency_tangent(prediction.detach(), teacher, derivative, x, t, r, form=settings.tangent)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distill.methods.base import guided_velocity
 from distill.schedules import per_sample
+from models.condition import Condition
 from models.role import Role
 
 
@@ -32,9 +33,7 @@ def flow_time_of(t: float) -> float:
     return math.sin(t) / (math.cos(t) + math.sin(t))
 
 
-def trig_field(
-    role: Role, x: Tensor, t: Tensor, text: Tensor, null_text: Tensor | None = None, scale: float = 1.0
-) -> Tensor:
+def trig_field(role: Role, x: Tensor, t: Tensor, condition: Condition, scale: float = 1.0) -> Tensor:
     """TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
 
     This form has no 0/0 at ``t -> 0``.
@@ -43,12 +42,12 @@ def trig_field(
         role: a rectified-flow network.
         x: ``x_t``.
         t: TrigFlow times.
-        text, null_text: ``(B, L, D)``; ``null_text`` is needed for a ``scale`` other than 1.
+        condition: of the B samples.
         scale: guidance ``w``.
     """
     wide = per_sample(t, x)
     k = torch.cos(wide) + torch.sin(wide)
-    v = guided_velocity(role, x / k, flow_time(t), text, null_text, scale)
+    v = guided_velocity(role, x / k, flow_time(t), condition, scale)
     return ((torch.cos(wide) - torch.sin(wide)) * x + v) / k
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_cp.attention.arguments import check_arguments, check_split_arguments
+from fsdp_cp.attention.arguments import check_arguments, check_split_arguments, check_total_keys
+from fsdp_cp.attention.failures import Failure, StopRecomputation, raise_in_backward
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
-from fsdp_cp.attention.operators import make_ring, ring_attention
+from fsdp_cp.attention.operators import keep_failure_of_backward, make_ring, ring_attention
 from fsdp_cp.attention.ring import ring_dual
 from fsdp_cp.attention.ulysses import (
     finish_exchange,
@@ -29,10 +31,12 @@ from fsdp_cp.attention.ulysses import (
     unpack_tokens,
 )
 from fsdp_cp.duals import may_be_dual, unpack_duals
-from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
-from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
+from fsdp_cp.sequence import gather_tokens, local_token_count, split_own
+from fsdp_cp.sequence_lengths import keep_with, known_total, refuse_split_keys, running, segments_of, total_of
 
-__all__ = ["context_parallel_attention", "cross_attention", "keep_attention_output"]
+__all__ = ["context_parallel_attention", "cross_attention"]
 
 _ONE_RANK = ContextGroups("", 0, 1, "", 0, 1)
 
@@ -43,7 +47,7 @@ def context_parallel_attention(
     v: Tensor,
     *,
     mesh: Mesh | DeviceMesh,
-    total_tokens: int | Sequence[int] | None = None,
+    total_tokens: int | str | Sequence[int | str] | None = None,
     scale: float | None = None,
     backend: str = "auto",
     key_mask: Tensor | None = None,
@@ -64,7 +68,12 @@ def context_parallel_attention(
         k, v: ``(B, S_local, Hk, D)``; ``Hk`` divides ``H`` (grouped-query attention).
         mesh: the mesh, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``. ``ulysses`` must divide ``Hk``.
         total_tokens: ``S``, which says how many pads there are. Several numbers, e.g. ``(text, video)``: the local
-            sequence is the concatenation of segments that were split each by itself. By default there are no pads.
+            sequence is the concatenation of segments that were split each by itself. A string is a name of the plan:
+            ``("encoder_hidden_states", "hidden_states")`` are as many as were split under these names. By default it
+            comes from the splits of the forward that runs, of a network of
+            :func:`fsdp_cp.context_parallel.parallelize_context`, as the one count that makes ``S_local`` per rank;
+            so a shape alone decides, in a block that runs again in backward too
+            (:mod:`fsdp_cp.sequence_lengths`). Where none of these forwards runs, there are no pads.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (the log says once which and why), ``"cpu_flash"``, ``"flash"``,
             ``"cudnn"``, ``"efficient"``, ``"flash_attn_2"``, ``"flash_attn_3"``, ``"transformer_engine"``,
@@ -83,8 +92,10 @@ def context_parallel_attention(
         Its gradient is a partial sum on each rank (docs/gradients.md), so backward sums it over them.
 
     Raises:
-        ValueError: shapes, dtypes, devices, degrees or a backend that do not fit; before anything is sent.
+        ValueError: shapes, dtypes, devices, degrees or a backend that do not fit; before anything is sent. A number of
+            tokens that is neither given nor to be told: splits with pads, of which none, or more than one, fits.
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
+        What a kernel raises, once the others have what they wait for in this call (:mod:`fsdp_cp.attention.failures`).
     """
     groups = context_groups(mesh)
     check_arguments(q, k, v, key_mask, scale, backend)
@@ -93,14 +104,21 @@ def context_parallel_attention(
     if joint is not None:
         if not isinstance(mesh, Mesh):
             raise ValueError("joint text needs a mesh of fsdp_cp.build_mesh, not a DeviceMesh")
-        return _with_text(
-            q, k, v, _autocast(joint), mesh, total_tokens, scale, backend, key_mask, causal_block, head_groups
-        )
-    segments = _segments(total_tokens, q, groups)
+        q, k, v, total_tokens = _with_text((q, k, v), _autocast(joint), mesh, total_tokens, causal_block)
+    segments = segments_of(total_tokens, q.shape[1], groups)
     _check(q, k, v, key_mask, sum(segments), backend)
     _check_split(q, k, segments, causal_block, groups, head_groups)
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, causal_block=causal_block)
-    return _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
+    attend = partial(_attend, q, k, v, key_mask, scale, backend, layout, groups, head_groups)
+    out: Tensor | tuple[Tensor, Tensor]
+    if joint is None:
+        out = attend()
+    else:
+        assert isinstance(mesh, Mesh)
+        out = _text_apart(attend, (q, k, v), segments[0], mesh)
+    if (record := running(groups)) is not None:
+        keep_with(out, record)
+    return out
 
 
 def cross_attention(
@@ -111,18 +129,28 @@ def cross_attention(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    mesh: Mesh | None = None,
+    total_keys: int | str | None = None,
 ) -> Tensor:
-    """Attention of the rank's own tokens to keys and values that every rank holds in full (text). No communication.
+    """Attention of the rank's own tokens to keys and values of another sequence (text).
+
+    By default every rank holds these in full, and there is no communication. With ``mesh`` they are split over ``cp``
+    like the queries, though with a number of tokens of their own: one all-gather of both, and one reduce-scatter in
+    backward. That suits text; to a long sequence attend with :func:`context_parallel_attention`.
 
     The gradients of ``k`` and ``v`` are partial sums over the rank's own queries, as every gradient upstream of a
-    split is (docs/gradients.md). Forward-mode AD as in :func:`context_parallel_attention`.
+    split is (docs/gradients.md); of split keys they are complete, for the rank's own. Forward-mode AD as in
+    :func:`context_parallel_attention`.
 
     Args:
         q: ``(B, S_local, H, D)``.
-        k, v: ``(B, L, Hk, D)``; ``Hk`` divides ``H``.
+        k, v: ``(B, L, Hk, D)``; ``Hk`` divides ``H``. With ``mesh`` ``(B, ceil(L / cp), Hk, D)``.
         key_mask: ``(B, L)`` bool, True where a key may be attended to. A row that may attend to nothing gives 0.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: as in :func:`context_parallel_attention`.
+        mesh: the mesh whose ``cp`` axis the keys are split over.
+        total_keys: ``L``, or a name of the plan; by default as ``total_tokens`` there. Without ``mesh`` it says that
+            every rank does hold all ``L`` keys, where they are as many as its share of a sequence that the plan splits.
 
     Returns:
         ``(B, S_local, H, D)``.
@@ -131,49 +159,62 @@ def cross_attention(
         ValueError, RuntimeError: as :func:`context_parallel_attention`.
     """
     check_arguments(q, k, v, key_mask, scale, backend)
+    check_total_keys(total_keys)
     q, k, v = _autocast((q, k, v))
+    if mesh is not None:
+        check_mesh(mesh)
+        total = known_total(k.shape[1], mesh.context, "k", "total_keys") if total_keys is None else total_keys
+        total = total_of(total, mesh.context, "total_keys") if isinstance(total, str) else total
+        if local_token_count(total, mesh.context.cp_size) != k.shape[1]:
+            raise UserError(
+                f"k has {k.shape[1]} local tokens, but total_keys={total} over cp={mesh.context.cp_size} makes"
+                f" {local_token_count(total, mesh.context.cp_size)}; use fsdp_cp.sequence.split_tokens"
+            )
+        _check(q, k, v, key_mask, total, backend)  # before anything is sent
+        k, v = gather_tokens(torch.stack((k, v)), mesh, total, 2, partial_grad=True).unbind()
+    elif total_keys is None:
+        refuse_split_keys(q.shape[1], k.shape[1])
+    elif total_keys != k.shape[1]:
+        raise UserError(f"k has {k.shape[1]} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
     _check(q, k, v, key_mask, None, backend)
     layout = Layout((q.shape[1],), (k.shape[1],), ulysses=1, ring=1)
     return _attend(q, k, v, key_mask, scale, backend, layout, _ONE_RANK, 1)
 
 
-def keep_attention_output(_ctx, op, *_args, **_kwargs) -> CheckpointPolicy:
-    """Selective activation checkpointing: keep the attention's output, recompute everything else.
-
-    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. Backward then runs the projections and the
-    all-to-all again, but not the ring; the output of cross-attention, the same operator, is kept too.
-    """
-    keep = op == torch.ops.fsdp_cp.ring_attention.default
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _with_text(q, k, v, joint, mesh, total_tokens, scale, backend, key_mask, causal_block, head_groups):
-    """Each rank brings its share of the text into the exchange; the text's output is gathered again."""
+def _with_text(
+    tensors, joint, mesh: Mesh, total_tokens, causal_block
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
+    """q, k and v with the rank's share of the text in front, and the tokens of text and video."""
     if causal_block is not None:
         raise ValueError("causal_block counts video tokens; it cannot be combined with joint text")
-    if isinstance(total_tokens, Sequence):
+    if isinstance(total_tokens, Sequence) and not isinstance(total_tokens, str):
         raise ValueError(f"with joint text total_tokens is the number of video tokens, not {tuple(total_tokens)}")
-    for name, x, video in zip("qkv", joint, (q, k, v), strict=True):
+    for name, x, video in zip("qkv", joint, tensors, strict=True):
         if x.ndim != 4 or x.shape[0] != video.shape[0] or x.shape[2:] != video.shape[2:]:
             raise ValueError(f"joint {name} {tuple(x.shape)} does not fit {name} {tuple(video.shape)} but for tokens")
         if x.dtype != video.dtype or x.device != video.device:
             raise ValueError(f"joint {name} is {x.dtype} on {x.device}, but {name} is {video.dtype} on {video.device}")
         if x.shape[1] != joint[0].shape[1]:
             raise ValueError(f"joint {name} has {x.shape[1]} tokens, joint q {joint[0].shape[1]}")
-    length = joint[0].shape[1]
-    total = q.shape[1] * mesh.cp_size if total_tokens is None else total_tokens
-    own = [torch.cat([split_tokens(text, mesh), video], dim=1) for text, video in zip(joint, (q, k, v), strict=True)]
-    out = context_parallel_attention(
-        *own,
-        mesh=mesh,
-        total_tokens=(length, total),
-        scale=scale,
-        backend=backend,
-        key_mask=key_mask,
-        head_groups=head_groups,
-    )
-    text, video = out.split([local_token_count(length, mesh.cp_size), q.shape[1]], dim=1)
-    return video, gather_tokens(text, mesh, total=length, partial_grad=True)
+    (total,) = segments_of(total_tokens, tensors[0].shape[1], mesh.context)
+    q, k, v = (torch.cat([split_own(text, mesh), x], dim=1) for text, x in zip(joint, tensors, strict=True))
+    return q, k, v, (joint[0].shape[1], total)
+
+
+def _text_apart(
+    attend: Callable[[], Tensor], tensors: tuple[Tensor, Tensor, Tensor], length: int, mesh: Mesh
+) -> tuple[Tensor, Tensor]:
+    """The video's output, and the text's gathered, of which a rank that fails brings NaN."""
+    with Failure() as failure:
+        out = failure.attempt(attend)
+        if out is None:
+            out = torch.full_like(tensors[0], torch.nan)
+            if may_be_dual(out) and unpack_duals(tensors, "context-parallel attention")[1] is not None:
+                out = forward_ad.make_dual(out, out.clone())
+        own = local_token_count(length, mesh.cp_size)
+        text, video = out.split([own, out.shape[1] - own], dim=1)
+        text = gather_tokens(text, mesh, total=length, partial_grad=True)
+    return video, text
 
 
 def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
@@ -183,9 +224,17 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
         if tangents is not None:
             _check_kernel(q, mask, backend, jvp=True)
             if groups.cp_size > 1:  # what travels is one buffer
-                tangents = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
-            ring, inputs = make_ring(layout, groups.ring_rank, groups.ring_group), (*primals, *tangents)
-            out, t_out = _exchanged(inputs, lambda x: ring_dual(*x, mask, scale, ring), 2, groups, head_groups)
+                pairs = zip(primals, tangents, strict=True)
+                tangents = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
+            ring = make_ring(layout, groups.ring_rank, groups.ring_group)
+
+            def attend_dual(x: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+                q, k, v, t_q, t_k, t_v = x
+                return ring_dual(q, k, v, t_q, t_k, t_v, mask, scale, ring)
+
+            # None among them on one rank alone, where they are handed on as they are.
+            inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
+            out, t_out = _exchanged(inputs, attend_dual, 2, groups, head_groups)
             return forward_ad.make_dual(out, t_out)
     # Kernels read a head's row as contiguous, and would read the wrong memory otherwise.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -210,22 +259,37 @@ def _exchanged(
     if ranks == 1:
         return attend(tensors)
     heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
+    failure, reports = Failure(), torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if reports:
+        tensors = raise_in_backward(tuple(tensors), failure)
+
+    def attend_packed(received: list[Tensor]) -> Tensor:
+        done = attend(unpack_heads(received.pop(), heads, head_dim))
+        if reports:
+            keep_failure_of_backward(done[0], failure)
+        return pack_heads(done, ranks)
+
     # All exchanges are begun at once and wait their turn; each one back begins as soon as its heads are done.
     coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
     coming.reverse()
     going: list[Tensor] = []
-    try:
-        while coming:  # popped, so that a group's buffer goes when its heads are done
-            done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim))
-            going.append(start_exchange(pack_heads(done, ranks), group))
-            del done
-    except BaseException:
-        # Checkpointing stops a recomputation by an exception once it has what backward needs: exchanges that nobody
-        # waits for would keep their buffers for ever.
-        for x in (*coming, *going):
-            finish_exchange(x.detach(), group)
-        raise
-    return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)
+    with failure:
+        try:
+            while coming:  # popped, so that a group's buffer goes when its heads are done
+                received = [finish_exchange(coming.pop(), group)]
+                shape = received[0].shape[:-1]
+                done = failure.attempt(attend_packed, received)  # which takes it out: it goes when it is unpacked
+                if done is None:
+                    done = tensors[0].new_full((*shape, outputs * heads[0] * head_dim), torch.nan)
+                going.append(start_exchange(done, group))
+                del done
+        except StopRecomputation:
+            # Exchanges that nobody waits for would keep their buffers for ever.
+            for x in (*coming, *going):
+                finish_exchange(x.detach(), group)
+            raise
+        back = [finish_exchange(x, group) for x in going]
+    return unpack_tokens(back, outputs, head_dim)
 
 
 def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -235,12 +299,6 @@ def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _segments(total_tokens: int | Sequence[int] | None, q: Tensor, groups: ContextGroups) -> tuple[int, ...]:
-    if total_tokens is None:
-        return (q.shape[1] * groups.cp_size,)
-    return tuple(total_tokens) if isinstance(total_tokens, Sequence) else (int(total_tokens),)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int | None, backend: str) -> None:

@@ -40,13 +40,12 @@ def check_split_arguments(total_tokens: Any, causal_block: Any, head_groups: Any
     Raises:
         UserError: naming the argument.
     """
-    if total_tokens is not None and not _is_count(total_tokens):
-        if (
-            isinstance(total_tokens, str)
-            or not isinstance(total_tokens, Sequence)
-            or not all(map(_is_count, total_tokens))
-        ):
-            raise UserError(f"total_tokens={total_tokens!r} is no number of tokens; use an integer, or one per segment")
+    if total_tokens is not None and not _is_count(total_tokens) and not isinstance(total_tokens, str):
+        if not isinstance(total_tokens, Sequence) or not all(_is_count(x) or isinstance(x, str) for x in total_tokens):
+            raise UserError(
+                f"total_tokens={total_tokens!r} is no number of tokens; use an integer or a name of the plan, or one"
+                " per segment"
+            )
     if causal_block is not None and not _is_count(causal_block):
         raise UserError(f"causal_block={causal_block!r} is no number of tokens; use an integer, or None")
     if not _is_count(head_groups):
@@ -55,6 +54,16 @@ def check_split_arguments(total_tokens: Any, causal_block: Any, head_groups: Any
         not isinstance(joint, (tuple, list)) or len(joint) != 3 or not all(isinstance(x, Tensor) for x in joint)
     ):
         raise UserError("joint is not q, k and v of the text; use a tuple of three tensors (batch, L, heads, head_dim)")
+
+
+def check_total_keys(total_keys: Any) -> None:
+    """Refuse what counts no keys.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    if total_keys is not None and not _is_count(total_keys) and not isinstance(total_keys, str):
+        raise UserError(f"total_keys={total_keys!r} is no number of tokens; use an integer or a name of the plan")
 
 
 def _is_count(x: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.attention.foreign import Foreign, bind, load, parameters
-from fsdp_cp.attention.kernels import Kernel, fold_query_groups, unfold_query_groups
+from fsdp_cp.attention.kernel import Kernel, fold_query_groups, unfold_query_groups
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -336,6 +336,7 @@ class TransformerEngine(_CudaKernel):
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
         te = self.functions()
+        assert te.module is not None
         stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
         rows = {"o": _packed(out), "d_o": _packed(grad_out), "do_format": "bshd", "dqkv_layout": "bshd_bshd_bshd"}
         rows["aux_ctx_tensors"] = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
@@ -346,6 +347,7 @@ class TransformerEngine(_CudaKernel):
 
     @staticmethod
     def _common(te: Foreign, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict:
+        assert te.module is not None
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         ends_q, ends_k = (
             torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (queries, keys)

@@ -37,8 +37,9 @@ def parameters(function: Callable) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in inspect.signature(function).parameters.values()}
 
 
-def bind(function: Callable, **offered: Any) -> Any:
+def bind(function: Callable | None, **offered: Any) -> Any:
     """Call ``function`` with those of the ``offered`` arguments that it has."""
+    assert function is not None, "a kernel that is not there has refused every tensor"
     names = parameters(function)
     return function(**{name: value for name, value in offered.items() if name in names})
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fsdp_cp.sequence import local_token_count, own_tokens
+from fsdp_cp.sequence import local_token_count, local_token_range
 
 Range = tuple[int, int]
 
@@ -126,7 +126,7 @@ def _chunk(segments: tuple[int, ...], ulysses: int, ring: int, ring_rank: int) -
     for rank in range(ring_rank * ulysses, (ring_rank + 1) * ulysses):
         base = 0
         for total in segments:
-            start, stop = own_tokens(total, cp, rank)
+            start, stop = local_token_range(total, cp, rank)
             if stop > start:
                 if positions and positions[-1][1] == position and tokens[-1][1] == base + start:
                     positions[-1] = (positions[-1][0], position + stop - start)

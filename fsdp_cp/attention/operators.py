@@ -11,14 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.kernels import Kernel, accumulation_dtype, choose_kernel
+from fsdp_cp.attention.failures import Failure, is_local
+from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
+from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.ring import Ring, ring_backward, ring_forward
+
+_FAILURE = "_fsdp_cp_failure"
+"""Attribute of the operator's node in autograd's graph."""
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # GroupName, a str
 
 
 def make_ring(layout: Layout, rank: int, group: str) -> Ring:
@@ -85,7 +90,7 @@ def ring_attention_backward(
     grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, place, _kernel(q, mask, backend))
     dq, dk, dv = (x.contiguous() for x in grads)
     # Views of one buffer, which a kernel may return, would be refused as aliases.
-    if len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) < 3:
+    if len({x.untyped_storage()._cdata for x in (dq, dk, dv)}) < 3:
         dk, dv = dk.clone(), dv.clone()
     return dq, dk, dv
 
@@ -106,8 +111,21 @@ def _keep_for_backward(ctx, inputs, output):
 
 def _differentiate(ctx, grad_out, _grad_lse):
     q, k, v, out, lse, mask = ctx.saved_tensors  # read once: a second read breaks checkpointing
-    grads = torch.ops.fsdp_cp.ring_attention_backward(grad_out.contiguous(), q, k, v, out, lse, mask, *ctx.settings)
+    try:
+        grads = torch.ops.fsdp_cp.ring_attention_backward(grad_out.contiguous(), q, k, v, out, lse, mask, *ctx.settings)
+    except Exception as error:
+        failure = getattr(ctx, _FAILURE, None)
+        if failure is None or not is_local(error):
+            raise
+        failure.keep(error)
+        grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     return (*grads, *[None] * 10)
+
+
+def keep_failure_of_backward(out: Tensor, failure: Failure) -> None:
+    """Of the backward that belongs to this output of the operator: NaN goes on to the exchanges that follow it."""
+    if out.grad_fn is not None:
+        setattr(out.grad_fn, _FAILURE, failure)
 
 
 ring_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)

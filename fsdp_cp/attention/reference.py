@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_cp.attention.kernels import FLOATS, Kernel, accumulation_dtype, fold_query_groups, unfold_query_groups
+from fsdp_cp.attention.kernel import FLOATS, Kernel, accumulation_dtype, fold_query_groups, unfold_query_groups
+from fsdp_cp.fake_operators import device_type, is_fake
 
 _ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
 """Size of a tile of the attention matrix, by device type."""
@@ -33,7 +34,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
     bf16 and fp16 stay so on CUDA, whose tensor cores sum in fp32; elsewhere such a product would come out in bf16.
     """
-    return x.transpose(1, 2).to(x.dtype if x.is_cuda else accumulation_dtype(x.dtype)).contiguous()
+    return x.transpose(1, 2).to(x.dtype if device_type(x) == "cuda" else accumulation_dtype(x.dtype)).contiguous()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -46,7 +47,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tile_sizes(x: Tensor) -> tuple[int, int]:
-    return _ROWS.get(x.device.type, 256), _COLUMNS.get(x.device.type, 512)
+    return _ROWS.get(device_type(x), 256), _COLUMNS.get(device_type(x), 512)
+
+
+def _starts(x: Tensor, step: int) -> range:
+    """Where the tiles of ``(B, H, S, D)`` begin; of a fake tensor's, the first two.
+
+    They allocate what all do: the tensors of a tile live until those of the next are there, and the last is the
+    smallest. A sequence of thousands of tiles would take minutes without it.
+    """
+    return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
 
 
 def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -75,9 +85,9 @@ class Reference(Kernel):
         delta = (grad_out.to(sums) * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(x, dtype=sums) for x in (q, k, v))
         rows, columns = _tile_sizes(q)
-        for i in range(0, q.shape[2], rows):
+        for i in _starts(q, rows):
             r = slice(i, i + rows)
-            for j in range(0, k.shape[2], columns):
+            for j in _starts(k, columns):
                 c = slice(j, j + columns)
                 tile_mask = None if mask is None else mask[:, c]
                 p = _logits(q[:, :, r], k[:, :, c], tile_mask, scale).sub_(lse[:, :, r, None]).exp_()
@@ -121,13 +131,13 @@ def attention_dual(
     lse = out.new_empty(q.shape[:3])
     t_out, t_lse = (torch.zeros_like(out), torch.zeros_like(lse)) if moves else (None, None)
     rows, columns = _tile_sizes(q)
-    for i in range(0, q.shape[2], rows):
+    for i in _starts(q, rows):
         r = slice(i, i + rows)
         o = torch.zeros_like(out[:, :, r])
         largest = o.new_full((*o.shape[:3], 1), -torch.inf)
         total = torch.zeros_like(largest)
         t_total, t_o = torch.zeros_like(largest), torch.zeros_like(o)
-        for j in range(0, k.shape[2], columns):
+        for j in _starts(k, columns):
             c = slice(j, j + columns)
             logits = _logits(q[:, :, r], k[:, :, c], None if mask is None else mask[:, c], scale)
             raised = torch.maximum(largest, logits.amax(-1, keepdim=True))
@@ -143,22 +153,23 @@ def attention_dual(
                 t_o += _product(p, t_v[:, :, c])
             if t_q is None and t_k is None:
                 continue
-            t_logits = 0
+            t_logits: Tensor | int = 0
             if t_q is not None:
                 t_logits = _product(t_q[:, :, r], k[:, :, c].mT)
             if t_k is not None:
                 t_logits = _product(q[:, :, r], t_k[:, :, c].mT) + t_logits
+            assert isinstance(t_logits, Tensor)
             p_t = t_logits.mul_(scale).mul_(p)
             t_total.mul_(fade).add_(p_t.sum(-1, keepdim=True))
             t_o += _product(p_t, v[:, :, c])
         lse[:, :, r] = (total.log() + largest).squeeze(-1)
         total = total.masked_fill_(total == 0, 1)
         out[:, :, r] = o.div_(total)
-        if moves:
+        if t_out is not None and t_lse is not None:
             t_total = t_total.div_(total)
             t_out[:, :, r] = t_o.div_(total).sub_(t_total * out[:, :, r])
             t_lse[:, :, r] = t_total.squeeze(-1)
     out, lse = unfold_query_groups(out.transpose(1, 2), heads), lse.reshape(q.shape[0], heads, -1)
-    if not moves:
+    if t_out is None or t_lse is None:
         return Dual(out, lse, None, None)
     return Dual(out, lse, unfold_query_groups(t_out.transpose(1, 2), heads), t_lse.reshape(lse.shape))

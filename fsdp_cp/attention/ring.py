@@ -2,7 +2,8 @@
 
 After Ring Attention (Liu et al. 2023): partial results merge by their log-sum-exps, kept in fp32. In backward the
 gradients of a chunk travel with it and the rank's own chunk comes last, so that they are home after one hop less than
-a full turn. Sends and receives of the next chunk are in flight while the current one is worked on.
+a full turn. Sends and receives of the next chunk are in flight while the current one is worked on. A rank that fails
+goes on with the turn, without computing, and raises at its end (:mod:`fsdp_cp.attention.failures`).
 
 With a ring of one there is no communication, and this is plain attention on one rank. Shapes: B batch, S tokens of the
 chunk with pads, H query heads, Hk key/value heads, D head size; all tensors of ring rank r belong to its chunk.
@@ -10,18 +11,21 @@ chunk with pads, H query heads, Hk key/value heads, D head size; all tensors of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.kernels import Kernel, accumulation_dtype
+from fsdp_cp.attention.failures import Failure, communication
+from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import Layout, Tile
 from fsdp_cp.attention.reference import Dual, attention_dual
 
+T = TypeVar("T", Tensor, Tensor | None)
 _KEYS_TAG, _GRADS_TAG = 1, 2  # both are in flight between the same two ranks in backward
 
 
@@ -40,6 +44,7 @@ class Ring:
 
     def start_hop(self, send: Tensor | None, receive: Tensor | None, tag: int) -> list[dist.Work]:
         """Begin to send to the next rank and to receive from the one before; ``None`` leaves that side out."""
+        assert self.group is not None, "a ring of one has no neighbours"
         ahead, behind = (dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1))
         ops = []
         if send is not None:
@@ -72,12 +77,14 @@ class _Travelling:
         before = (chunk - 1) % self.ring.size
         self.sent = x if self.travels(chunk, hop) else None  # held until it has left
         self.received = self.empty() if self.travels(before, hop) else None
-        self.works = self.ring.start_hop(self.sent, self.received, self.tag)
+        with communication():
+            self.works = self.ring.start_hop(self.sent, self.received, self.tag)
 
     def wait(self) -> Tensor | None:
         """What came in; ``None`` if nobody sent."""
-        for work in self.works:
-            work.wait()
+        with communication():
+            for work in self.works:
+                work.wait()
         received, self.sent, self.received, self.works = self.received, None, None, []
         return received
 
@@ -97,6 +104,7 @@ class _Merged:
             self.out, self.lse = out, lse
             return
         self._widen()
+        assert self.out is not None and self.lse is not None
         o, s = self.out[:, rows], self.lse[:, :, rows]
         o.lerp_(out.to(o.dtype), _weight(s, lse))
         torch.logaddexp(s, lse, out=s)
@@ -113,6 +121,7 @@ class _Merged:
     def result(self) -> tuple[Tensor, Tensor]:
         if self.out is None:
             self._widen()
+        assert self.out is not None and self.lse is not None
         return self.out.to(self.q.dtype), self.lse
 
 
@@ -126,7 +135,9 @@ def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> T
     return None if mask is None else layout.key_chunk(chunk).select(mask)[:, slice(*tile.keys)]
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float):
+def _attend(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     out, lse = kernel.forward(q, k, v, mask, scale)
     if mask is not None:
         # Kernels disagree about rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
@@ -141,8 +152,9 @@ def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
     return torch.stack([x.transpose(1, 2) if heads_first else x for x in tensors])
 
 
-def _unpacked(buffer: Tensor, heads_first: bool) -> list[Tensor]:
+def _unpacked(buffer: Tensor | None, heads_first: bool) -> list[Tensor]:
     """The ``(B, S, H, D)`` tensors of :func:`_packed`."""
+    assert buffer is not None, "a chunk that this rank looks at has travelled here"
     return [x.transpose(1, 2) if heads_first else x for x in buffer]
 
 
@@ -151,25 +163,28 @@ def _prefers_heads_first(x: Tensor, backward: bool) -> bool:
     return x.device.type == "cpu" and (backward or x.dtype != torch.bfloat16)
 
 
-def _visited(tensors: tuple[Tensor | None, ...], ring: Ring) -> Iterator[tuple[int, list[Tensor | None]]]:
-    """Each chunk that comes by, the rank's own first: its number and the true tokens of its ``tensors``, of which some
-    may be ``None`` in a ring of one.
+def _visited(tensors: tuple[T, ...], ring: Ring) -> Iterator[tuple[int, Sequence[T]]]:
+    """Each chunk that comes by, the rank's own first: its number and its ``tensors`` with pads, of which some may be
+    ``None`` in a ring of one.
 
-    The next chunk is on its way while the caller works on this one.
+    The next chunk is on its way while the caller works on this one. The caller must go on to the end, whatever fails,
+    or its neighbours wait for ever.
     """
     layout, me = ring.layout, ring.rank
     if ring.size == 1:
-        yield me, [None if x is None else layout.key_chunk(me).take(x) for x in tensors]
+        yield me, list(tensors)
         return
-    heads_first = _prefers_heads_first(tensors[0], backward=False)
-    held: Tensor | None = _packed(tensors, heads_first)
+    whole = cast("tuple[Tensor, ...]", tensors)
+    heads_first = _prefers_heads_first(whole[0], backward=False)
+    held: Tensor | None
+    held = _packed(whole, heads_first)
     travelling = _Travelling(ring, _KEYS_TAG, layout.keys_travel, held.shape, held.dtype, held.device)
     for step in range(ring.size):
         chunk = (me - step) % ring.size
         if step < ring.size - 1:
             travelling.start(held, chunk, step)
         if layout.tiles(me, chunk):
-            yield chunk, [layout.key_chunk(chunk).take(x) for x in _unpacked(held, heads_first)]
+            yield chunk, _unpacked(held, heads_first)
         if step < ring.size - 1:
             held = travelling.wait()
 
@@ -189,13 +204,22 @@ def ring_forward(
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
-    merged = _Merged(own.take(q))
-    for chunk, (keys, values) in _visited((k, v), ring):
+
+    def attend(merged: _Merged | None, chunk: int, tensors: Sequence[Tensor]) -> None:
+        assert merged is not None, "nothing has failed"
+        keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
         for tile in layout.tiles(me, chunk):
             rows, columns = slice(*tile.queries), slice(*tile.keys)
             seen = _tile_mask(mask, layout, chunk, tile)
             merged.add(rows, *_attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
-        del keys, values  # or three chunks are held while the next one comes in
+
+    with Failure() as failure:
+        merged = failure.attempt(lambda: _Merged(own.take(q)))
+        for chunk, tensors in _visited((k, v), ring):
+            if failure.error is None:
+                failure.attempt(attend, merged, chunk, tensors)
+            del tensors  # or three chunks are held while the next one comes in
+    assert merged is not None
     out, lse = merged.result()
     return own.put(out), own.put(lse.transpose(1, 2)).transpose(1, 2)
 
@@ -219,58 +243,86 @@ def ring_backward(
     """
     layout, me, size = ring.layout, ring.rank, ring.size
     own = layout.chunk(me)
-    rows = [own.take(x) for x in (grad_out, q, out)]
-    lse = own.take(lse.transpose(1, 2)).transpose(1, 2)
-    if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    tiles = layout.tiles(me, me)
-    one_tile = size == 1 and len(tiles) == 1 and tiles[0].queries == (0, own.size)
     sums = accumulation_dtype(q.dtype)
 
-    def tile_grads(tile: Tile, kc: Tensor, vc: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare() -> tuple[list[Tensor], Tensor]:
+        rows, lse_own = [own.take(x) for x in (grad_out, q, out)], own.take(lse.transpose(1, 2)).transpose(1, 2)
+        if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
+            lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
+        return rows, lse_own
+
+    def tile_grads(tile: Tile, seen: Iterable[Tensor], chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        assert prepared is not None, "nothing has failed"
+        (rows, lse_own), (kc, vc) = prepared, seen
         g, qc, o = (x[:, slice(*tile.queries)] for x in rows)
         k_tile, v_tile = kc[:, slice(*tile.keys)], vc[:, slice(*tile.keys)]
         tile_mask = _tile_mask(mask, layout, chunk, tile)
-        return kernel.backward(g, qc, k_tile, v_tile, o, lse[:, :, slice(*tile.queries)], tile_mask, scale)
+        return kernel.backward(g, qc, k_tile, v_tile, o, lse_own[:, :, slice(*tile.queries)], tile_mask, scale)
 
-    if one_tile:  # nothing to sum: the kernel's gradients as they are
-        keys_own = layout.key_chunk(me)
-        dq, dk, dv = tile_grads(tiles[0], keys_own.take(k), keys_own.take(v), me)
-        return own.put(dq), keys_own.put(dk), keys_own.put(dv)
+    prepared: tuple[list[Tensor], Tensor] | None
+    tiles = layout.tiles(me, me)
+    if size == 1 and len(tiles) == 1 and tiles[0].queries == (0, own.size):
+        # nothing to sum: the kernel's gradients as they are
+        prepared, keys_own = prepare(), layout.key_chunk(me)
+        dq_own, dk_own, dv_own = tile_grads(tiles[0], (keys_own.take(k), keys_own.take(v)), me)
+        return own.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
 
-    dq = torch.zeros_like(rows[1], dtype=sums, memory_format=torch.contiguous_format)
-    if size > 1:
-        heads_first = _prefers_heads_first(k, backward=True)
-        kv = _packed((k, v), heads_first)
-        keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, kv.shape, k.dtype, k.device)
-        grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device)
-        keys.start(kv, me, 0)
-    for step in range(size):
-        chunk = (me - 1 - step) % size  # the rank's own chunk comes last, so that its gradients end here
-        is_last = step == size - 1
-        there = layout.key_chunk(chunk)
-        kv = None  # sent on; held any longer, it would be a third chunk in memory
-        if not is_last:
-            kv = keys.wait()
-        if step < size - 2:
-            keys.start(kv, chunk, step + 1)
+    def no_grad_yet() -> Tensor:
+        assert prepared is not None, "nothing has failed"
+        return torch.zeros_like(prepared[0][1], dtype=sums, memory_format=torch.contiguous_format)
+
+    def chunk_grads(chunk: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
+        assert dq is not None, "nothing has failed"
         parts = []
         for tile in layout.tiles(me, chunk):
-            seen = (there.take(x) for x in ((k, v) if is_last else _unpacked(kv, heads_first)))
-            dq_tile, dk, dv = tile_grads(tile, *seen, chunk)
+            seen = (layout.key_chunk(chunk).take(x) for x in tensors)
+            dq_tile, dk, dv = tile_grads(tile, seen, chunk)
             dq[:, slice(*tile.queries)] += dq_tile
             parts.append((tile.keys[0], dk, dv))
             del dq_tile, dk, dv
-        total = grads.wait() if step > 0 else None
-        if total is None and (parts or is_last):
+        return parts
+
+    def summed(total: Tensor | None, chunk: int, parts: list[tuple[int, Tensor, Tensor]]) -> Tensor | None:
+        if total is None and (parts or chunk == me):
             total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
         for start, dk, dv in parts:
-            there.add_into(total[0], dk, start)
-            there.add_into(total[1], dv, start)
+            assert total is not None
+            layout.key_chunk(chunk).add_into(total[0], dk, start)
+            layout.key_chunk(chunk).add_into(total[1], dv, start)
             del dk, dv
         parts.clear()
-        if not is_last:
-            grads.start(total, chunk, step)
+        return total
+
+    with Failure() as failure:
+        if size > 1:
+            heads_first = _prefers_heads_first(k, backward=True)
+            kv: Tensor | None
+            kv = _packed((k, v), heads_first)
+            keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, kv.shape, k.dtype, k.device)
+            grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device)
+            keys.start(kv, me, 0)
+        prepared = failure.attempt(prepare)
+        dq = failure.attempt(no_grad_yet)
+        for step in range(size):
+            chunk = (me - 1 - step) % size  # the rank's own chunk comes last, so that its gradients end here
+            is_last = step == size - 1
+            kv = None  # sent on; held any longer, it would be a third chunk in memory
+            if not is_last:
+                kv = keys.wait()
+            if step < size - 2:
+                keys.start(kv, chunk, step + 1)
+            parts: list[tuple[int, Tensor, Tensor]] = []
+            if failure.error is None and layout.tiles(me, chunk):
+                parts = failure.attempt(chunk_grads, chunk, (k, v) if is_last else _unpacked(kv, heads_first)) or []
+            total = came = grads.wait() if step > 0 else None
+            if failure.error is None:
+                total = failure.attempt(summed, came, chunk, parts)
+            if failure.error is not None and not is_last and layout.tiles(me, chunk):
+                # Or its owner would take a sum without this rank's part for the whole.
+                total = (grads.empty() if came is None else came).fill_(torch.nan)
+            if not is_last:
+                grads.start(total, chunk, step)
+    assert dq is not None and total is not None
     return own.put(dq.to(q.dtype)), total[0].to(k.dtype), total[1].to(v.dtype)
 
 
@@ -292,9 +344,15 @@ def ring_dual(
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
-    q_own, t_q_own = own.take(q), None if t_q is None else own.take(t_q)
-    merged: Dual | None = None
-    for chunk, (keys, values, t_keys, t_values) in _visited((k, v, t_k, t_v), ring):
+
+    def prepare() -> tuple[Tensor, Tensor | None]:
+        return own.take(q), None if t_q is None else own.take(t_q)
+
+    def attend(merged: Dual | None, chunk: int, tensors: Sequence[Tensor | None]) -> Dual | None:
+        assert prepared is not None, "nothing has failed"
+        q_own, t_q_own = prepared
+        keys, values, t_keys, t_values = (None if x is None else layout.key_chunk(chunk).take(x) for x in tensors)
+        assert keys is not None and values is not None
         for tile in layout.tiles(me, chunk):
             rows, columns = slice(*tile.queries), slice(*tile.keys)
             part = attention_dual(
@@ -311,17 +369,31 @@ def ring_dual(
                 merged = part
                 continue
             merged = merged or _nothing_seen(q_own)
+            assert merged.t_out is not None and merged.t_lse is not None
+            assert part.t_out is not None and part.t_lse is not None
             o, t_o = merged.out[:, rows], merged.t_out[:, rows]
             s, t_s = merged.lse[:, :, rows], merged.t_lse[:, :, rows]
             w = _weight(s, part.lse)
             w_s = w.squeeze(-1).transpose(1, 2)
             shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)
             # The tangent first: it needs the outputs, and t_lse, as they are before this chunk.
-            t_o.lerp_(part.t_out, w).add_(shift * (part.out - o))
-            o.lerp_(part.out, w)
-            t_s.lerp_(part.t_lse, w_s)
+            # With out=, since lerp_ of fake tensors prints its arguments, which fails at a level of forward-mode AD.
+            torch.lerp(t_o, part.t_out, w, out=t_o).add_(shift * (part.out - o))
+            torch.lerp(o, part.out, w, out=o)
+            torch.lerp(t_s, part.t_lse, w_s, out=t_s)
             torch.logaddexp(s, part.lse, out=s)
-    merged = merged or _nothing_seen(q_own)
+        return merged
+
+    merged: Dual | None = None
+    with Failure() as failure:
+        prepared = failure.attempt(prepare)
+        for chunk, tensors in _visited((k, v, t_k, t_v), ring):
+            if failure.error is None:
+                merged = failure.attempt(attend, merged, chunk, tensors)
+            del tensors  # or three chunks are held while the next one comes in
+    assert prepared is not None
+    merged = merged or _nothing_seen(prepared[0])
+    assert merged.t_out is not None
     return own.put(merged.out.to(q.dtype)), own.put(merged.t_out.to(q.dtype))
 
 

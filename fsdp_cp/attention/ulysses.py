@@ -11,10 +11,13 @@ F = sum over the tensors of h D / P.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from fsdp_cp.attention.failures import communication
 
 
 def _begin(x: Tensor, group: str) -> Tensor:
@@ -60,12 +63,19 @@ class _Wait(torch.autograd.Function):
 def start_exchange(x: Tensor, group: str) -> Tensor:
     """Begin to send ``x[i]`` to rank i of the group; give the result to :func:`finish_exchange`."""
     # torch.func transforms (our tangents may come from torch.func.jvp) refuse such a Function even without gradients.
-    return _Start.apply(x, group) if torch.is_grad_enabled() else _begin(x, group)
+    with _of_communication():
+        return _Start.apply(x, group) if torch.is_grad_enabled() else _begin(x, group)
 
 
 def finish_exchange(x: Tensor, group: str) -> Tensor:
     """Wait for an exchange; ``x[i]`` is then what rank i sent."""
-    return _Wait.apply(x, group) if torch.is_grad_enabled() else _finish(x)
+    with _of_communication():
+        return _Wait.apply(x, group) if torch.is_grad_enabled() else _finish(x)
+
+
+def _of_communication() -> AbstractContextManager[None]:
+    """:func:`fsdp_cp.attention.failures.communication`, but not in a compiled graph, which keeps no failure."""
+    return nullcontext() if torch.compiler.is_compiling() else communication()
 
 
 def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int = 1) -> Tensor:

@@ -11,16 +11,16 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
 from fsdp_cp import ShardSettings, build_mesh, microbatch, shard_module
-from fsdp_cp.activations import wrap_unit
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
-from fsdp_cp.fsdp_state import gathered_units
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
+from fsdp_cp.sharding.state import gathered_units
+from models.condition import text_condition
 from models.load import build_role, plan_role
 from tests.counted import Counted
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
 BLOCKS, TOKENS, DIM, HEADS, BATCH = 3, 185, 96, 4, 4  # fp64 activations of a rank are above SMALLEST_OFFLOADED
@@ -29,6 +29,12 @@ SETTINGS = [
     {"activation_checkpointing": kept, "activation_offload": offload, "compile": compiled}
     for kept, offload, compiled in itertools.product(CHECKPOINTING, (False, True), (False, True))
 ]
+
+
+def wrap_unit(unit, settings):
+    """In :func:`fsdp_cp.shard_module`'s order."""
+    for apply in (apply_checkpointing, apply_compile, apply_activation_offload):
+        apply(unit, settings)
 
 
 class Block(nn.Module):
@@ -68,20 +74,6 @@ def _model_and_data():
         return model, torch.randn(BATCH, TOKENS, 5, dtype=torch.float64), torch.randn(BATCH, TOKENS, 5).double()
 
 
-@pytest.fixture(scope="module")
-def pools():
-    opened = {}
-
-    def pool(world):
-        if world not in opened:
-            opened[world] = RankPool(world, preload=("torch", "torch._dynamo", "benchmarks.parity"))
-        return opened[world]
-
-    yield pool
-    for one in opened.values():
-        one.close()
-
-
 def _all_gathers(call):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call()
@@ -109,7 +101,7 @@ def _bytes_kept():
 
 def test_bytes_kept(pools):
     """full < selective < none on the device; with offload next to nothing of the units is left on it."""
-    kept, _ = pools(2).run(_bytes_kept)
+    kept, _ = pools[2].run(_bytes_kept)
     unit = BATCH * TOKENS * DIM * 8
     none, full, selective = (kept[choice, False][0] for choice in CHECKPOINTING)
     assert full < selective < none, kept
@@ -205,7 +197,7 @@ def test_gradients_calls_and_gathers(pools, truth, world, sizes):
     gathers = set()
     for settings in SETTINGS:
         if not settings["compile"] and (world == 2 or settings["activation_offload"]):
-            ranks = pools(world).run(_train, sizes, settings)
+            ranks = pools[world].run(_train, sizes, settings)
             _check(ranks, truth, settings, sizes["cp"])
             gathers |= {rank["gathers"] for rank in ranks}
     # For each micro-batch: the blocks and the root for forward and for backward, and the tokens of the output.
@@ -220,7 +212,7 @@ QUICK = {"activation_checkpointing": "selective", "activation_offload": True, "c
     "settings", [pytest.param(s, marks=() if s == QUICK else pytest.mark.slow) for s in COMPILED], ids=str
 )
 def test_compiled(pools, truth, settings):
-    ranks = pools(2).run(_train, {"cp": 2, "ulysses": 2}, settings)
+    ranks = pools[2].run(_train, {"cp": 2, "ulysses": 2}, settings)
     _check(ranks, truth, settings, 2)
     assert {rank["graphs"] for rank in ranks} == {1}, "all blocks share one"
 
@@ -228,7 +220,7 @@ def test_compiled(pools, truth, settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [COMPILED[0], COMPILED[2], QUICK], ids=str)
 def test_compiled_by_inductor(pools, truth, settings):
-    _check(pools(4).run(_train, {"dp_shard": 2, "cp": 2}, settings, "inductor"), truth, settings, 2)
+    _check(pools[4].run(_train, {"dp_shard": 2, "cp": 2}, settings, "inductor"), truth, settings, 2)
 
 
 # --- compiled ---
@@ -237,7 +229,12 @@ def test_compiled_by_inductor(pools, truth, settings):
 def _wan(mesh, **settings):
     plan = plan_role("student", checkpoint=None, architecture=ARCHITECTURE, sharding=ShardSettings(**settings))
     return build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE
+        plan,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        trainable=True,
+        latent_shape=LATENT_SHAPE,
+        condition_shapes=CONDITION_SHAPES,
     )
 
 
@@ -249,25 +246,26 @@ def _wan_steps(settings):
         role = _wan(mesh, compile=True, **settings)
         for batch, evaluated in ((2, False), (2, True), (2, False), (3, False), (4, False), (5, False)):
             x, text = (torch.randn(batch, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
+            condition = text_condition(text)
             t = torch.rand(batch, generator=generator)
             if evaluated:
                 with torch.no_grad():
-                    outs = [each.velocity(x, t, text) for each in (role, plain)]
+                    outs = [each.velocity(x, t, condition) for each in (role, plain)]
                 worst = max(worst, ((outs[0] - outs[1]).norm() / outs[1].norm()).item())
             else:
                 for each in (role, plain):
                     for parameter in each.parameters():
                         parameter.grad = None
-                    each.velocity(x, t, text).square().mean().backward()
+                    each.velocity(x, t, condition).square().mean().backward()
                 pairs = [(a.grad.to_local(), b.grad.to_local()) for a, b in zip(role.parameters(), plain.parameters())]  # noqa: B905
                 worst = max(worst, *(((a - b).norm() / b.norm().clamp_min(1e-6)).item() for a, b in pairs))
             graphs.append(counted.graphs)
         tangent = torch.randn_like(x)
         with pytest.raises(RuntimeError, match="would lose its tangents; set compile=false"):
             with torch.no_grad(), forward_ad.dual_level():
-                role.velocity(forward_ad.make_dual(x, tangent), t, text)
+                role.velocity(forward_ad.make_dual(x, tangent), t, condition)
         with pytest.raises(RuntimeError, match="would lose its tangents; set compile=false"), torch.no_grad():
-            torch.func.jvp(lambda x: role.velocity(x, t, text), (x,), (tangent,))
+            torch.func.jvp(lambda x: role.velocity(x, t, condition), (x,), (tangent,))
     return worst, graphs
 
 
@@ -276,6 +274,6 @@ def _wan_steps(settings):
 def test_wan_compiles_once_for_all_blocks_and_steps(pools, settings):
     """One graph to train, one without gradients, one for any batch size; in fp32, against the same role uncompiled."""
     settings = {name: value for name, value in settings.items() if name != "compile"}
-    for worst, graphs in pools(2).run(_wan_steps, settings):
+    for worst, graphs in pools[2].run(_wan_steps, settings):
         assert worst < 1e-5
         assert graphs == [1, 2, 2, 3, 3, 3]

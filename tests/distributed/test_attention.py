@@ -6,20 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.attention_cases import Case, all_on_ranks, errors, on_ranks, oracle, rank_pools
+from tests.oracles.attention import Case, all_on_ranks, errors, on_ranks, oracle
 
 FACTORS = [(w // u, u) for w in (1, 2, 3, 4, 6, 8) for u in range(1, w + 1) if w % u == 0]
 HEADS = (3, 4, 5, 6, 12)
 
 
-@pytest.fixture(scope="module")
-def pools():
-    with rank_pools() as opened:
-        yield opened
-
-
 def _check(pools, cases, bound=1e-12):
-    ranks = pools(cases[0].world).run(all_on_ranks, cases)
+    ranks = pools[cases[0].world].run(all_on_ranks, cases)
     for i, case in enumerate(cases):
         truth = oracle(case)
         for rank in ranks:
@@ -104,7 +98,7 @@ def test_any_shape(pools, cases):
 def test_the_comparison_sees_a_missing_hop(pools):
     """A gradient without one rank's part does not pass, nor does a NaN."""
     case = Case(ring=3, tokens=(12,))
-    ours, truth = pools(3).run(on_ranks, case)[0], oracle(case)
+    ours, truth = pools[3].run(on_ranks, case)[0], oracle(case)
     for index in range(len(ours)):
         spoilt = [x.clone() for x in ours]
         spoilt[index][:, :4] *= 0.99

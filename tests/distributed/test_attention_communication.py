@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_cp.attention import context_parallel_attention, cross_attention, keep_attention_output, ring
+from fsdp_cp.attention import context_parallel_attention, cross_attention, ring
 from fsdp_cp.attention.layout import Layout
-from tests.attention_cases import Case, context_mesh, rank_pools
+from tests.oracles.attention import Case, context_mesh
 
 FACTORS = [(w // u, u) for w in (2, 3, 4, 6) for u in range(1, w + 1) if w % u == 0]
 PASSES = ("forward", "backward", "jvp")
@@ -31,12 +31,6 @@ NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::
 # Those that wait for the device where there is one: sizes that depend on data, numbers taken out of tensors.
 SYNCS = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "_unique2")
 PROCESS_IO = Path("/proc/self/io")
-
-
-@pytest.fixture(scope="module")
-def pools():
-    with rank_pools() as opened:
-        yield opened
 
 
 # --- counting ---
@@ -173,7 +167,7 @@ def test_bytes_and_calls(pools, ring_size, ulysses):
         Case(**common | {"kv_heads": ulysses}, tokens=(23,), dtype=bf16),
         Case(**common, tokens=(7, 17), dtype=f32),
     ]
-    ranks = pools(ring_size * ulysses).run(_count, cases)
+    ranks = pools[ring_size * ulysses].run(_count, cases)
     for i, case in enumerate(cases):
         assert not _differences(case, [rank[i] for rank in ranks])
 
@@ -208,7 +202,7 @@ SPARSE = [
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_hops_that_nobody_needs_are_not_made(pools, world):
     cases = [entry for entry in SPARSE if entry[0].world == world]
-    ranks = pools(world).run(_count, [case for case, *_ in cases])
+    ranks = pools[world].run(_count, [case for case, *_ in cases])
     for i, (case, keys, grads) in enumerate(cases):
         assert not _differences(case, [rank[i] for rank in ranks], keys=keys, grads=grads)
 
@@ -226,7 +220,7 @@ def _count_quiet(case):
 def test_one_rank_and_cross_attention_send_nothing(pools, world):
     for masked in (False, True):
         case = Case(ring=world, tokens=(12,), dtype=torch.float32, masked=masked)
-        for alone, cross in pools(world).run(_count_quiet, case):
+        for alone, cross in pools[world].run(_count_quiet, case):
             assert len(alone) == (3 if world == 1 else 0) and len(cross) == 3
             assert not any(alone.values()) and not any(cross.values())
 
@@ -234,7 +228,7 @@ def test_one_rank_and_cross_attention_send_nothing(pools, world):
 def test_joint_text_adds_one_gather(pools):
     """The text's output is gathered, its gradient reduce-scattered; the text's share of tokens counts in n."""
     case = Case(ring=2, ulysses=2, tokens=(17,), text=5, dtype=torch.float32)
-    ranks = [rank[0] for rank in pools(4).run(_count, [case])]
+    ranks = [rank[0] for rank in pools[4].run(_count, [case])]
     for found in ranks:
         for kind, name in zip(PASSES, ("_allgather_base_", "_reduce_scatter_base_", "_allgather_base_"), strict=True):
             assert found[kind].pop((f"c10d::{name}", "")) == (1, 0)
@@ -271,20 +265,20 @@ def _count_changed(case, name):
 def test_the_count_sees_a_different_ring(pools):
     case = Case(ring=3, tokens=(12,), dtype=torch.float32)
     hop = 2 * 2 * 4 * 4 * 6 * 4
-    wrong = _differences(case, pools(3).run(_count_changed, case, "full turn"))
+    wrong = _differences(case, pools[3].run(_count_changed, case, "full turn"))
     assert {(rank, kind) for rank, kind, *_ in wrong} == {(r, k) for r in range(3) for k in ("forward", "jvp")}
     for _, kind, got, expected in wrong:
         scale = 2 if kind == "jvp" else 1
         assert got["send", "float"] == (3, 3 * hop * scale) and expected["send", "float"] == (2, 2 * hop * scale)
 
-    wrong = _differences(case, pools(3).run(_count_changed, case, "sizes first"))
+    wrong = _differences(case, pools[3].run(_count_changed, case, "sizes first"))
     assert len(wrong) == 6
     for _, _, got, expected in wrong:
         extra = {key: calls for key, (calls, _) in got.items() if key not in expected}
         assert extra == {(name, ""): 1 for name in ("c10d::allgather_", "aten::item", "aten::_local_scalar_dense")}
 
     case, keys, grads = SPARSE[0]
-    assert _differences(case, pools(4).run(_count_changed, case, "all travel"), keys=keys, grads=grads)
+    assert _differences(case, pools[4].run(_count_changed, case, "all travel"), keys=keys, grads=grads)
 
 
 # --- the wire ---
@@ -313,7 +307,7 @@ def test_the_wire_carries_the_formula(pools):
     common = {"tokens": (1021,), "heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": torch.float32}
     cases = [Case(ring=4 // u, ulysses=u, **common) for u in (1, 2, 4)]
     cases.append(Case(ring=4, **common | {"dtype": torch.bfloat16}))
-    ranks = pools(4).run(_count, cases, _written_by)
+    ranks = pools[4].run(_count, cases, _written_by)
     for i, case in enumerate(cases):
         for rank in ranks:
             for kind in PASSES:
@@ -344,6 +338,11 @@ class _Block(torch.nn.Module):
         return self.out(self.attend(q, k, v).flatten(2))
 
 
+def _keep_attention_output(_ctx, op, *_args, **_kwargs):
+    keep = op == torch.ops.fsdp_cp.ring_attention.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def _train_block(case):
     """Gradients of a block and its traffic, by how its activations are kept."""
     mesh = _mesh(case)
@@ -352,7 +351,7 @@ def _train_block(case):
     shape = (case.batch, -(-case.tokens[0] // case.world), case.heads * case.head_dim)
     x = torch.randn(shape, generator=generator, dtype=case.dtype, requires_grad=True)
     leaves = (x, *block.parameters())
-    keep_output = partial(create_selective_checkpoint_contexts, keep_attention_output)
+    keep_output = partial(create_selective_checkpoint_contexts, _keep_attention_output)
     runs = {
         "kept": block,
         "recomputed": partial(checkpoint, block, use_reentrant=False),
@@ -376,7 +375,7 @@ def _train_block(case):
 def test_what_checkpointing_sends_again(pools, ring_size, ulysses):
     """Full checkpointing runs the ring forward again in backward; with the output kept, only what leads to it."""
     case = Case(ring=ring_size, ulysses=ulysses, tokens=(23,))
-    for found in pools(case.world).run(_train_block, case):
+    for found in pools[case.world].run(_train_block, case):
         plain = found["kept"][0]
         assert all(x.abs().max() > 0 for x in plain)
         for name, forwards, exchanges, linears in (

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.local_ranks import run_ranks
-from fsdp_cp.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh
 
 HEADS, DIM = 2, 8

@@ -14,7 +14,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
-from tests.attention_cases import Case, errors, make_inputs, on_ranks, oracle, plain_attention
+from tests.oracles.attention import Case, errors, make_inputs, on_ranks, oracle, plain_attention
 
 DIM, HEADS, TOKENS, TEXT = 24, 4, 17, 5
 

@@ -8,20 +8,14 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.parity import Setup, make_config, make_trainer, write_checkpoints
 from distill.metrics import NormsLog
 from fsdp_cp import build_mesh, phase, shard_module
-from fsdp_cp.diagnostics import connection_advice, group_report, parameter_norms, report_table
-from fsdp_cp.fsdp_state import fsdp_modules, gathered_units
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.shard_settings import COMPUTE_DTYPE
-from fsdp_cp.traffic import CollectiveCounter
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
+from fsdp_cp.measure.diagnostics import connection_advice, group_report, parameter_norms, report_table
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE
+from fsdp_cp.sharding.state import fsdp_modules, gathered_units
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
 
 
 class _Uneven(nn.Module):
@@ -72,8 +66,8 @@ def _norms(sizes, changes):
         ({"dp_shard": 4}, {"precision": "bf16"}),
     ],
 )
-def test_norms_are_those_of_the_full_tensors_by_one_collective(ranks, sizes, changes):
-    results = ranks.run(_norms, sizes, changes)
+def test_norms_are_those_of_the_full_tensors_by_one_collective(pools, sizes, changes):
+    results = pools[4].run(_norms, sizes, changes)
     for norms, truth, calls in results:
         assert norms == results[0][0], "the same on every rank"
         assert calls == {"all_reduce": 1}
@@ -101,8 +95,8 @@ def _norms_while_gathered():
     return all(weights), broken["head.weight"][1], math.isnan(broken["first.bias"][1]), broken["second.bias"][1]
 
 
-def test_norms_of_a_gathered_network_and_of_broken_gradients(ranks):
-    assert ranks.run(_norms_while_gathered) == [(True, math.inf, True, None)] * 4
+def test_norms_of_a_gathered_network_and_of_broken_gradients(pools):
+    assert pools[4].run(_norms_while_gathered) == [(True, math.inf, True, None)] * 4
 
 
 def test_norms_that_are_not_numbers_show_as_such(tmp_path):
@@ -156,8 +150,8 @@ def _report(sizes, changes):
         ),
     ],
 )
-def test_units_are_as_large_as_they_say(ranks, sizes, changes, dtypes):
-    results = ranks.run(_report, sizes, changes)
+def test_units_are_as_large_as_they_say(pools, sizes, changes, dtypes):
+    results = pools[4].run(_report, sizes, changes)
     for rows, true, held, gathered, _, table in results:
         assert [row.name for row in rows] == ["(root)", "first", "second"]
         assert [row.parameters for row in rows] == [7 * 2 + 2 + 5 + 4 * 2, 6 * 3 + 3, 3 * 7 + 7]
@@ -176,13 +170,6 @@ def test_units_are_as_large_as_they_say(ranks, sizes, changes, dtypes):
 
 
 # ---------------------------------------------------------------- phases
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("diagnostics")
-    write_checkpoints(folder)
-    return folder
 
 
 def _profiled(folder):
@@ -205,14 +192,14 @@ def _profiled(folder):
 
 
 @pytest.mark.slow
-def test_a_step_has_named_phases_and_leaves_nothing_gathered(ranks, folder):
-    for steps, left in ranks.run(_profiled, folder):
+def test_a_step_has_named_phases_and_leaves_nothing_gathered(pools, checkpoints):
+    for steps, left in pools[4].run(_profiled, checkpoints):
         assert not left
         first, second = ("fake", "student") if "fake/update" in steps[0] else ("student", "fake")
         for found, role in zip(steps, (first, second), strict=True):
             losses = {name.split("/")[1] for name in found if name.endswith("/forward")}
             assert losses, found
-            expected = {"data", f"{role}/gradients", f"{role}/update"}
+            expected = {"data", f"{role}/gradients", f"{role}/clip", f"{role}/update"}
             expected |= {f"{role}/{loss}/{part}" for loss in losses for part in ("forward", "backward")}
             assert found == expected
 
@@ -242,8 +229,8 @@ def _fails_inside():
     return True
 
 
-def test_an_exception_inside_a_phase_stays_what_it_is(ranks):
-    assert all(ranks.run(_fails_inside))
+def test_an_exception_inside_a_phase_stays_what_it_is(pools):
+    assert all(pools[4].run(_fails_inside))
 
 
 def test_nvtx_ranges_are_closed_whatever_happens(monkeypatch):
@@ -281,8 +268,8 @@ def _run_with_norms(folder, every):
 
 # 2 is the period of the roles: counted by steps, one of them would never have a line.
 @pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(ranks, folder, every):
-    for written, roles, total in ranks.run(_run_with_norms, folder, every):
+def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(pools, checkpoints, every):
+    for written, roles, total in pools[4].run(_run_with_norms, checkpoints, every):
         expected = []
         for first in range(every, 8, every):
             interval = range(first, min(first + every, 8))

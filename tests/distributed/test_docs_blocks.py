@@ -10,9 +10,10 @@ from torch import nn
 
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.local_ranks import run_ranks
+from tests.distributed.test_diffusers_attention import _network_and_inputs
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("sharding", "attention", "gradients")
+PAGES = ("sharding", "attention", "gradients", "plans")
 TOKENS, DIM, HEADS = 10, 24, 12
 
 
@@ -103,7 +104,40 @@ def _gradients():
     return reduced and names["penalty"].item() > 0
 
 
-@pytest.mark.parametrize(("function", "ranks"), [(_sharding, 4), (_attention, 8), (_gradients, 3)])
+class Rotated(Block):
+    def forward(self, hidden_states, rotary):
+        cos, sin = rotary
+        return super().forward(hidden_states * cos + sin)
+
+
+class Planned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Rotated() for _ in range(2)), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        rotary = torch.linspace(0, 1, x.shape[1])[:, None].cos(), torch.linspace(0, 1, x.shape[1])[:, None].sin()
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.head(x)
+
+
+def _plans():
+    by_hand, check, of_diffusers = _blocks("plans")
+    torch.manual_seed(0)
+    mesh, model, x = build_mesh(cp=3), Planned(), torch.randn(2, 11, DIM)
+    expected = model(x)
+    names = {"model": model, "mesh": mesh}
+    exec(by_hand, names)
+    assert torch.allclose(model(x), expected, atol=1e-6)
+    exec(check, {"__name__": "imported"})
+    network, inputs = _network_and_inputs("ltx", 11, 7)
+    expected = network(**inputs, return_dict=False)[0]
+    exec(of_diffusers, names | {"network": network})
+    return torch.allclose(network(**inputs, return_dict=False)[0], expected, atol=1e-10)
+
+
+@pytest.mark.parametrize(("function", "ranks"), [(_sharding, 4), (_attention, 8), (_gradients, 3), (_plans, 3)])
 def test_the_blocks_of_a_page(function, ranks):
     assert run_ranks(ranks, function) == [True] * ranks
 

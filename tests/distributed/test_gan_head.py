@@ -8,24 +8,17 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from benchmarks.parity import (
-    ARCHITECTURE,
-    LATENT_SHAPE,
-    MESHES,
-    TEXT_SHAPE,
-    Setup,
-    compare,
-    make_config,
-    make_trainer,
-    oracle_trace,
-    trace_on_ranks,
-    write_checkpoints,
-)
 from distill.methods.dmd2 import Dmd2Settings
+from distill.saved_state import saved_tensors
 from fsdp_cp.checkpoint import step_folder
-from fsdp_cp.fsdp_state import fsdp_modules, gathered_units, has_gradients, param_groups
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.sharding_memory import ShardingMemory
+from fsdp_cp.measure.sharding_memory import ShardingMemory
+from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
+from models.condition import text_condition
+from tests.oracles.difference import compare
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import MESHES, Setup, make_config
+from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
 
 METHOD = Dmd2Settings(
     fake_updates_per_student_update=1,
@@ -46,22 +39,6 @@ def gan(**changes) -> Setup:
 
 
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Ranks by world size, started when first used."""
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gan")
-    write_checkpoints(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +206,8 @@ def _resumed(folder, run_dir, setup, first, last):
     trainer = make_trainer(setup, folder, config, resume_from)
     trace = trainer.record()
     trainer._save()
-    names = [n for n in trainer._tensors()["fake"]["adamw"] if n.startswith("additions.")]
+    trainer.checkpoints.wait()
+    names = [n for n in saved_tensors(trainer)["fake"]["adamw"] if n.startswith("additions.")]
     return trace.losses, {n: w for n, w in trace.weights["fake"].items() if n.startswith("additions.")}, names
 
 
@@ -249,12 +227,13 @@ def _logits(folder, setup):
     role, kept = trainer.roles["fake"], []
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, *LATENT_SHAPE, generator=generator)
-    text, t = torch.randn(2, *TEXT_SHAPE, generator=generator), torch.tensor([0.2, 0.7])
+    condition = text_condition(torch.randn(2, *TEXT_SHAPE, generator=generator))
+    t = torch.tensor([0.2, 0.7])
     assert ARCHITECTURE["num_layers"] == 3
     for block in (1, 2):
         role.network.blocks[block].register_forward_hook(lambda _m, _a, out: kept.append(out.detach().clone()))
     with torch.no_grad():
-        d, v = role.logits(x, t, text), role.velocity(x, t, text)
+        d, v = role.logits(x, t, condition), role.velocity(x, t, condition)
     weights = {n.removeprefix("additions.gan_head."): w for n, w in role.weights().items() if "gan_head" in n}
     full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
     written_out = []

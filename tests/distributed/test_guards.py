@@ -12,21 +12,8 @@ from torch.autograd import forward_ad
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.context_parallel import SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.shard_settings import STRATEGIES
+from fsdp_cp.sharding.settings import STRATEGIES
 from tests.distributed.test_library import HEADS, PLAN, TOKENS, Transformer
-
-
-@pytest.fixture(scope="module")
-def pools():
-    started: dict[int, RankPool] = {}
-
-    def ranks(world_size):
-        return started.setdefault(world_size, RankPool(world_size))
-
-    yield ranks
-    for pool in started.values():
-        pool.close()
 
 
 @lru_cache
@@ -100,7 +87,7 @@ def _dtypes(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_inputs_of_another_dtype(pools, strategy):
-    for first, second in pools(2).run(_dtypes, strategy):
+    for first, second in pools[2].run(_dtypes, strategy):
         assert first.startswith(
             "precision='bf16' computes in bfloat16, but Transformer got x (float32) in 'embed' (Linear): mat1 and mat2"
         )
@@ -121,13 +108,13 @@ def _wrapped_dtypes(settings):
 
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}])
 def test_dtypes_inside_a_checkpointed_block(pools, settings):
-    (message,) = pools(1).run(_wrapped_dtypes, settings)
+    (message,) = pools[1].run(_wrapped_dtypes, settings)
     assert "got x (float32) in 'blocks.1.norm' (LayerNorm)" in message or "in 'blocks.1.qkv' (Linear)" in message
 
 
 @pytest.mark.slow
 def test_dtypes_inside_a_compiled_block(pools):
-    (message,) = pools(1).run(_wrapped_dtypes, {"compile": True})
+    (message,) = pools[1].run(_wrapped_dtypes, {"compile": True})
     assert "precision='bf16' computes in bfloat16, but Transformer got x (float32)" in message
     assert "pass x.to(torch.bfloat16)" in message
 
@@ -230,7 +217,7 @@ def _penalties(settings, replicas):
 def test_a_gradient_penalty(pools, settings, replicas):
     if replicas == 2 and settings["strategy"] == "no_shard":
         pytest.skip("no_shard replicates over all ranks as it is")
-    for messages in pools(4 if replicas == 2 else 3).run(_penalties, settings, replicas):
+    for messages in pools[4 if replicas == 2 else 3].run(_penalties, settings, replicas):
         for message in messages:
             assert "a backward with create_graph=True (a gradient penalty) through Judge" in message
             assert f"under strategy={settings['strategy']!r} its weights are freed" in message
@@ -251,7 +238,7 @@ def _penalty_of_split_tokens():
 
 
 def test_a_gradient_penalty_through_split_tokens(pools):
-    for message in pools(2).run(_penalty_of_split_tokens):
+    for message in pools[2].run(_penalty_of_split_tokens):
         assert "through split tokens gives each rank a part of the gradient; take a finite difference" in message
 
 
@@ -286,7 +273,7 @@ def _finite_difference(strategy, cp):
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_penalty_by_finite_differences(pools, strategy, cp):
-    for compared, error in pools(4).run(_finite_difference, strategy, cp):
+    for compared, error in pools[4].run(_finite_difference, strategy, cp):
         assert compared > 35 and error < 1e-11
 
 
@@ -331,7 +318,7 @@ def _inference_first(settings, cp):
     ],
 )
 def test_a_first_forward_in_inference_mode(pools, settings, cp):
-    assert pools(3).run(_inference_first, settings, cp) == [True] * 3
+    assert pools[3].run(_inference_first, settings, cp) == [True] * 3
 
 
 # ---- arguments
@@ -374,7 +361,7 @@ def _arguments():
 
 
 def test_arguments(pools):
-    ((messages, again, late),) = pools(1).run(_arguments)
+    ((messages, again, late),) = pools[1].run(_arguments)
     for name, message in messages.items():
         what = "NoneType" if name == "None" else "DeviceMesh"
         assert message.startswith(f"mesh is a {what}") or name == "attention", name

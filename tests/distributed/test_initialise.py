@@ -7,14 +7,13 @@ from scipy import stats
 from torch import nn
 
 from benchmarks import load_memory
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
 from fsdp_cp import build_mesh, shard_module
-from fsdp_cp.initialise import broadcast_from_rank0, initialise
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.memory import LiveStorages
-from fsdp_cp.shard_settings import COMPUTE_DTYPE, ShardSettings
+from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.sharding.initialise import broadcast_from_rank0, initialise
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
+from models.families.wan import Wan
 from models.load import build_role, plan_role
-from models.wan import Wan
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
 WORLD = 4
 MESHES = {
@@ -25,15 +24,9 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(WORLD) as pool:
-        yield pool
-
-
 def _full_network(seed=5):
     network = WanTransformer3DModel(**ARCHITECTURE)
-    initialise(network, seed=seed, special=Wan.fill_special)
+    initialise(network, seed=seed, special=Wan().fill_special)
     return dict(network.named_parameters())
 
 
@@ -41,7 +34,7 @@ def _random_role(mesh, device="cpu", trainable=True, seed=5, **settings):
     plan = plan_role("student", checkpoint=None, architecture=ARCHITECTURE, sharding=ShardSettings(**settings))
     return build_role(
         plan, mesh=build_mesh(heads=4, **mesh), device=torch.device(device), trainable=trainable, seed=seed,
-        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
@@ -68,10 +61,10 @@ def _random_weights(mesh, trainable, settings):
         ("dp4", {"precision": "fp64"}),
     ],
 )
-def test_random_weights_are_the_same_on_every_mesh(ranks, mesh, settings):
+def test_random_weights_are_the_same_on_every_mesh(pools, mesh, settings):
     truth = _full_network()
     trainable = settings.get("precision") != "bf16"
-    first, _, _, last = ranks.run(_random_weights, MESHES[mesh], trainable, settings)
+    first, _, _, last = pools[WORLD].run(_random_weights, MESHES[mesh], trainable, settings)
     for weights in (first, last):
         assert weights.keys() == truth.keys()
         for name, expected in truth.items():
@@ -101,9 +94,9 @@ def test_distributions_are_those_of_diffusers():
     torch.manual_seed(0)
     truth = WanTransformer3DModel(**config)
     with torch.device("meta"):
-        ours = Wan.build(config, "architecture")
+        ours = Wan().build(config, "architecture")
     ours.to_empty(device="cpu")
-    initialise(ours, seed=1, special=Wan.fill_special)
+    initialise(ours, seed=1, special=Wan().fill_special)
     pairs = list(zip(truth.named_parameters(), ours.named_parameters(), strict=True))
     constants = 0
     for (name, expected), (same, found) in pairs:
@@ -180,8 +173,8 @@ def _peak_of_building():
     return live.peak_bytes, built, shards, buffers, max(modules.values()), sum(modules.values())
 
 
-def test_no_rank_holds_more_than_its_shards_and_one_module(ranks):
-    for peak, built, shards, buffers, module, whole in ranks.run(_peak_of_building):
+def test_no_rank_holds_more_than_its_shards_and_one_module(pools):
+    for peak, built, shards, buffers, module, whole in pools[WORLD].run(_peak_of_building):
         assert shards < 0.4 * whole, "a test with large shards would show nothing"
         # Rotary tables are made in float64, several at a time.
         assert peak <= shards + module + 12 * buffers, (peak, built, shards, module, buffers)
@@ -232,8 +225,8 @@ def _broadcast(mesh, settings):
         ("dp4", {"strategy": "optim_grads", "precision": "bf16", "master_dtype": "bf16"}),
     ],
 )
-def test_rank_0_gives_every_rank_its_part(ranks, mesh, settings):
-    results = ranks.run(_broadcast, MESHES[mesh], settings)
+def test_rank_0_gives_every_rank_its_part(pools, mesh, settings):
+    results = pools[WORLD].run(_broadcast, MESHES[mesh], settings)
     truth = results[0][0]
     for _, found, _, dtypes in results:
         assert found.keys() == truth.keys()
@@ -257,8 +250,8 @@ def _refused():
     return messages
 
 
-def test_other_names_and_shapes_are_refused_on_every_rank(ranks):
-    for messages in ranks.run(_refused):
+def test_other_names_and_shapes_are_refused_on_every_rank(pools):
+    for messages in pools[WORLD].run(_refused):
         assert messages == [
             "the state dict of rank 0 lacks blocks.1.bias (and 1 more)",
             "the state dict of rank 0 has the unexpected head.weight",

@@ -10,20 +10,15 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
-from fsdp_cp import build_mesh, checkpoint
+from fsdp_cp import build_mesh
+from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
+from models.condition import text_condition
 from models.ema import Ema
 from models.export import export_weights
 from models.load import build_role, plan_role
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(folder)
-    return folder
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 
 def _load(path, seed=0):
@@ -31,7 +26,7 @@ def _load(path, seed=0):
     plan = plan_role("student", checkpoint=str(path))
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
@@ -40,13 +35,13 @@ def _weights_and_output(path):
     generator = torch.Generator().manual_seed(0)
     x, text = torch.randn(1, *LATENT_SHAPE, generator=generator), torch.randn(1, *TEXT_SHAPE, generator=generator)
     with torch.no_grad():
-        out = role.velocity(x, torch.tensor([0.7]), text)
+        out = role.velocity(x, torch.tensor([0.7]), text_condition(text))
     return {name: w.full_tensor() for name, w in role.weights().items()}, (x, text, out)
 
 
 @pytest.mark.parametrize("kind", ["one_file", "several_files", "bf16", "pipeline"])
-def test_every_rank_reads_its_shards(folder, tmp_path, kind):
-    network = WanTransformer3DModel.from_pretrained(folder / "student")
+def test_every_rank_reads_its_shards(checkpoints, tmp_path, kind):
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "student")
     path = tmp_path / "model"
     if kind == "bf16":
         torch.nn.Module.to(network, torch.bfloat16)
@@ -75,9 +70,9 @@ def _export(path, out, max_bytes):
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 20_000])
-def test_export_loads_in_diffusers_bit_by_bit(folder, tmp_path, max_bytes):
-    run_ranks(3, _export, folder / "fake", tmp_path / "export", max_bytes)
-    truth = WanTransformer3DModel.from_pretrained(folder / "fake")
+def test_export_loads_in_diffusers_bit_by_bit(checkpoints, tmp_path, max_bytes):
+    run_ranks(3, _export, checkpoints / "fake", tmp_path / "export", max_bytes)
+    truth = WanTransformer3DModel.from_pretrained(checkpoints / "fake")
     loaded, info = WanTransformer3DModel.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert dict(loaded.config)["num_layers"] == ARCHITECTURE["num_layers"]
@@ -93,13 +88,13 @@ def _save_checkpoint(path, out):
             p.to_local().add_(1.0)
     ema.update(0)
     tensors = {"student": {"weights": role.weights(), "ema": ema.weights}}
-    checkpoint.save(out / "checkpoints", 7, tensors, {"configs": {"student": role.config}}, keep=1)
+    Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
     return True
 
 
-def test_export_command_reads_a_checkpoint_in_one_process(folder, tmp_path):
-    run_ranks(3, _save_checkpoint, folder / "student", tmp_path)
-    truth = dict(WanTransformer3DModel.from_pretrained(folder / "student").named_parameters())
+def test_export_command_reads_a_checkpoint_in_one_process(checkpoints, tmp_path):
+    run_ranks(3, _save_checkpoint, checkpoints / "student", tmp_path)
+    truth = dict(WanTransformer3DModel.from_pretrained(checkpoints / "student").named_parameters())
     for weights, shift in (("raw", 1.0), ("ema", 0.5)):
         out = tmp_path / weights
         command = [sys.executable, "-m", "models.export", str(tmp_path), str(out), "--weights", weights]
@@ -113,10 +108,10 @@ def test_export_command_reads_a_checkpoint_in_one_process(folder, tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "no raw weights" in refused.stderr
 
 
-def test_a_rank_reads_no_more_than_its_shards(folder, tmp_path, monkeypatch):
+def test_a_rank_reads_no_more_than_its_shards(checkpoints, tmp_path, monkeypatch):
     """Rows read by each rank add up to the file, so none of them reads it whole."""
-    ranks = run_ranks(3, _bytes_read, folder / "teacher")
-    with safe_open(folder / "teacher" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
+    ranks = run_ranks(3, _bytes_read, checkpoints / "teacher")
+    with safe_open(checkpoints / "teacher" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
         total = sum(file.get_tensor(name).numel() for name in file.keys())
     assert sum(ranks) == total
     assert max(ranks) < 0.6 * total
@@ -138,8 +133,8 @@ def _bytes_read(path):
     return count
 
 
-def test_state_file_is_json(folder, tmp_path):
-    run_ranks(3, _save_checkpoint, folder / "student", tmp_path)
+def test_state_file_is_json(checkpoints, tmp_path):
+    run_ranks(3, _save_checkpoint, checkpoints / "student", tmp_path)
     assert json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["configs"]["student"]
 
 
@@ -154,15 +149,15 @@ def _outcome(path, cut=0):
     try:
         build_role(
             plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE,
-            text_shape=TEXT_SHAPE,
+            condition_shapes=CONDITION_SHAPES,
         )  # fmt: skip
     except UserError as error:
         return str(error)
 
 
-def test_weights_that_are_not_finite_are_named_on_every_rank(folder, tmp_path):
+def test_weights_that_are_not_finite_are_named_on_every_rank(checkpoints, tmp_path):
     """The NaN is in one rank's shard: the others would go on into a collective that never ends."""
-    network = WanTransformer3DModel.from_pretrained(folder / "student")
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "student")
     with torch.no_grad():
         network.blocks[0].ffn.net[2].weight[-1, -1] = torch.nan
         network.proj_out.bias[0] = torch.inf
@@ -175,8 +170,8 @@ def test_weights_that_are_not_finite_are_named_on_every_rank(folder, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [4, 10**6])
-def test_a_file_that_was_cut_since_the_plan_is_refused_on_every_rank(folder, tmp_path, cut):
-    WanTransformer3DModel.from_pretrained(folder / "student").save_pretrained(tmp_path)
+def test_a_file_that_was_cut_since_the_plan_is_refused_on_every_rank(checkpoints, tmp_path, cut):
+    WanTransformer3DModel.from_pretrained(checkpoints / "student").save_pretrained(tmp_path)
     for said in run_ranks(3, _outcome, tmp_path, cut):
         assert said.startswith(f"student.checkpoint={tmp_path} cannot be read (") and "\n" not in said
         assert said.endswith("; copy it again")

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Shard
 
-from benchmarks.parity import ARCHITECTURE
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh, context_groups
 from models.load import build_role, plan_role
+from tests.oracles.tiny_wan import ARCHITECTURE
 
 
 def _views(sizes):
@@ -108,7 +108,7 @@ def _placements(sizes):
     plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE))
     role = build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
-        latent_shape=(4, 3, 8, 8), text_shape=(5, 10),
+        latent_shape=(4, 3, 8, 8), condition_shapes={"text": (5, 10)},
     )  # fmt: skip
     return {
         name: (p.placements, p.device_mesh.ndim, p.to_local().numel()) for name, p in role.network.named_parameters()

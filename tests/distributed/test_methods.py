@@ -5,14 +5,16 @@ DMD2 as published is in test_parity.py, with a GAN in test_gan_head.py, ode_regr
 
 import pytest
 
-from benchmarks.parity import Setup, compare, oracle_trace, trace_on_ranks, write_checkpoints
 from distill.methods.dcm import DcmSettings
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.meanflow import MeanFlowSettings
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
-from fsdp_cp.local_ranks import RankPool
+from tests.oracles.difference import compare
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import Setup
+from tests.oracles.sharded_run import trace_on_ranks
 
 FEW = [1.0, 0.8, 0.5]
 METHODS = {
@@ -37,21 +39,6 @@ METHODS = {
 }  # fmt: skip
 slow = pytest.mark.slow
 MESHES = (*(pytest.param(*sizes, marks=slow) for sizes in ((1, 1), (2, 1), (1, 2))), (2, 2))
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("methods")
-    write_checkpoints(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=METHODS)

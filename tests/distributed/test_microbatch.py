@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_cp import abandon_step, build_mesh, microbatch, shard_module
-from fsdp_cp.fsdp_state import fsdp_modules, gathered_units, has_gradients, param_groups, reshard
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.traffic import CollectiveCounter
+from fsdp_cp import build_mesh, discard_step, microbatch, shard_module
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups, reshard
 from tests.distributed.test_library import TOKENS, Transformer
 
 KINDS = {
@@ -24,12 +23,6 @@ KINDS = {
 }
 GROUPS = 4  # three blocks and the root
 SAMPLES, MINE = 16, 4
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 @lru_cache
@@ -123,8 +116,8 @@ def _splits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_times_four_equals_four_times_one(ranks, kind):
-    for errors in ranks.run(_splits, kind):
+def test_one_times_four_equals_four_times_one(pools, kind):
+    for errors in pools[4].run(_splits, kind):
         assert max(errors) < 1e-13, errors
 
 
@@ -152,15 +145,15 @@ def _traffic(kind, changes):
         "hsdp optim": (GROUPS, GROUPS, GROUPS),
     }.items(),
 )
-def test_collectives_of_four_micro_batches(ranks, kind, calls):
+def test_collectives_of_four_micro_batches(pools, kind, calls):
     """ZeRO-1 that shards gradients would reduce four times as often."""
-    assert ranks.run(_traffic, kind, {}) == [calls] * 4
+    assert pools[4].run(_traffic, kind, {}) == [calls] * 4
 
 
 @pytest.mark.parametrize("kind", ["optim_grads", "optim_grads_params", "keep_gathered"])
-def test_recomputation_gathers_nothing_again(ranks, kind):
-    plain = ranks.run(_traffic, kind, {"precision": "fp64", "gradient_buffers": 2})
-    assert ranks.run(_traffic, kind, {"activation_checkpointing": "full"}) == plain
+def test_recomputation_gathers_nothing_again(pools, kind):
+    plain = pools[4].run(_traffic, kind, {"precision": "fp64", "gradient_buffers": 2})
+    assert pools[4].run(_traffic, kind, {"activation_checkpointing": "full"}) == plain
     assert plain[0][0] == (4 * GROUPS if kind == "optim_grads_params" else GROUPS)
 
 
@@ -187,8 +180,8 @@ def _nested(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nested_contexts(ranks, kind):
-    assert max(ranks.run(_nested, kind)) < 1e-13
+def test_nested_contexts(pools, kind):
+    assert max(pools[4].run(_nested, kind)) < 1e-13
 
 
 class _Broken(Exception):
@@ -247,8 +240,8 @@ def _broken(kind, where, begun):
         ("optim_grads_params", "last backward", False),
     ],
 )
-def test_the_step_after_one_that_broke_off_equals_a_fresh_one(ranks, kind, where, begun):
-    assert all(ranks.run(_broken, kind, where, begun))
+def test_the_step_after_one_that_broke_off_equals_a_fresh_one(pools, kind, where, begun):
+    assert all(pools[4].run(_broken, kind, where, begun))
 
 
 def _left(kind):
@@ -262,7 +255,7 @@ def _left(kind):
     if left:
         with pytest.raises(RuntimeError, match="gradients are left"), microbatch(model, is_first=True, is_last=True):
             pass
-    abandon_step(model)
+    discard_step(model)
     _accumulate(model, 2)
     with pytest.raises(RuntimeError, match="gradients are left"), microbatch(model, is_first=True, is_last=True):
         pass
@@ -270,9 +263,9 @@ def _left(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_wait_are_found(ranks, kind):
+def test_gradients_that_wait_are_found(pools, kind):
     waits = kind in ("no_shard", "optim", "hsdp", "hsdp optim")
-    for left, error in ranks.run(_left, kind):
+    for left, error in pools[4].run(_left, kind):
         assert left == waits and error < 1e-13
 
 
@@ -296,8 +289,8 @@ def _misuse():
     return True
 
 
-def test_misuse(ranks):
-    assert all(ranks.run(_misuse))
+def test_misuse(pools):
+    assert all(pools[4].run(_misuse))
 
 
 class _Skipping(Transformer):
@@ -332,8 +325,8 @@ def _unreached(kind, reduce_unused):
 @pytest.mark.parametrize(
     ("kind", "reduce_unused"), [("hsdp", False), ("hsdp", True), ("optim", False), ("optim_grads", False)]
 )
-def test_a_unit_that_the_last_backward_misses(ranks, kind, reduce_unused):
-    assert max(ranks.run(_unreached, kind, reduce_unused)) < 1e-13
+def test_a_unit_that_the_last_backward_misses(pools, kind, reduce_unused):
+    assert max(pools[4].run(_unreached, kind, reduce_unused)) < 1e-13
 
 
 class _Casts(TorchDispatchMode):
@@ -371,6 +364,6 @@ def _gathered_for_a_step(keep):
     return counter.calls["all_gather"], casts.tensors / parameters
 
 
-def test_parameters_kept_gathered_are_cast_once_a_step(ranks):
-    assert ranks.run(_gathered_for_a_step, True) == [(GROUPS, 1)] * 4
-    assert ranks.run(_gathered_for_a_step, False) == [(6 * GROUPS, 6)] * 4
+def test_parameters_kept_gathered_are_cast_once_a_step(pools):
+    assert pools[4].run(_gathered_for_a_step, True) == [(GROUPS, 1)] * 4
+    assert pools[4].run(_gathered_for_a_step, False) == [(6 * GROUPS, 6)] * 4

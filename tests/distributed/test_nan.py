@@ -1,16 +1,24 @@
 """A gradient that is not finite: decided on the reduced norm, the update skipped and counted, the state unchanged."""
 
-import pytest
-import torch
+import math
 
-from benchmarks.parity import Setup, make_config, make_trainer, write_checkpoints
+import torch
+import torch.distributed as dist
+
+from distill.saved_state import saved_tensors
+from fsdp_cp.checkpoint import published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.measure.diagnostics import first_non_finite
+from fsdp_cp.reduce import local_shard
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
 
 
-def _poisoned(folder, in_a_row):
+def _poisoned(folder, run_dir, in_a_row):
     setup = Setup(dp_shard=2, cp=2)
     config = make_config(setup, folder)
+    config.run_dir = str(run_dir)
     config.optim.max_skipped = 3
     trainer = make_trainer(setup, folder, config)
     losses = trainer.method.losses
@@ -34,25 +42,53 @@ def _poisoned(folder, in_a_row):
     except UserError as caught:
         error = str(caught)
     leftover = any(p.grad is not None for role in trainer.roles.values() for p in role.parameters())
-    return trainer.skipped, trainer.updates, states, error, leftover
+    saved = published_steps(run_dir / "checkpoints")
+    if saved:  # the last good state: of the fake score, which did not learn, that of the run's beginning
+        numbers = read_state(step_folder(run_dir / "checkpoints", saved[-1]))
+        assert numbers["skipped_in_a_row"] == {"student": 0, "fake": 0} and numbers["updates"] == trainer.updates
+        kept = saved_tensors(make_trainer(setup, folder, config, step_folder(run_dir / "checkpoints", saved[-1])))
+        for role, state in saved_tensors(trainer).items():
+            for kind, tensors in state.items():
+                for name, tensor in tensors.items():
+                    pairs = zip(flat(tensor), flat(kept[role][kind][name]), strict=True)
+                    assert all(torch.equal(a, b) for a, b in pairs), (role, kind, name)
+    return trainer.skipped, trainer.updates, states, error, leftover, saved
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nan")
-    write_checkpoints(folder)
-    return folder
+def flat(x):
+    return [part for each in x.values() for part in flat(each)] if isinstance(x, dict) else [local_shard(x)]
 
 
-def test_one_bad_step_is_skipped_on_all_ranks(folder):
-    for skipped, updates, unchanged, error, leftover in run_ranks(4, _poisoned, folder, (2,)):
+def test_one_bad_step_is_skipped_on_all_ranks(checkpoints, tmp_path):
+    for skipped, updates, unchanged, error, leftover, saved in run_ranks(4, _poisoned, checkpoints, tmp_path, (2,)):
         assert skipped == {"student": 1, "fake": 0} and updates == {"student": 2, "fake": 3}
         assert unchanged == [False, True, True, True, False, True]  # the student trains at steps 0, 2 (bad) and 4
-        assert error is None and not leftover
+        assert error is None and not leftover and not saved
 
 
-def test_bad_steps_in_a_row_stop_the_run(folder):
-    for skipped, updates, _, error, leftover in run_ranks(4, _poisoned, folder, (1, 2, 3, 5)):
+def test_bad_steps_in_a_row_stop_the_run(checkpoints, tmp_path):
+    for skipped, updates, _, error, leftover, saved in run_ranks(4, _poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
         # The student's good update at step 4 does not count for the fake score.
         assert skipped == {"student": 1, "fake": 3} and updates == {"student": 2, "fake": 0}
         assert "3 updates of fake in a row had a non-finite gradient" in error and not leftover
+        assert "the first at step 2 in " in error and "stopped at step 6, and the state after step 5" in error
+        assert saved == [5]
+
+
+def _bad_on_one_rank(folder):
+    trainer = make_trainer(Setup(dp_shard=2, cp=2), folder, make_config(Setup(dp_shard=2, cp=2), folder))
+    network, world = trainer.roles["student"].network, trainer.mesh.world
+    found = [first_non_finite(network, world)]
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    found.append(first_non_finite(network, world))
+    named = dict(network.named_parameters())
+    for name, rank in (("blocks.1.attn1.to_q.weight", 1), ("blocks.1.attn1.to_k.weight", 2)):
+        if dist.get_rank() == rank:
+            local_shard(named[name].grad).view(-1)[-1] = math.inf if rank == 1 else math.nan
+    return [*found, first_non_finite(network, world)]
+
+
+def test_the_first_bad_parameter_is_named_alike_on_all_ranks(checkpoints):
+    for found in run_ranks(4, _bad_on_one_rank, checkpoints):
+        assert found == ["no parameter", "no parameter", "blocks.1.attn1.to_q.weight"]

@@ -11,46 +11,26 @@ import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from benchmarks.parity import (
-    ARCHITECTURE,
-    LATENT_SHAPE,
-    TEXT_SHAPE,
-    Setup,
-    Trace,
-    compare,
-    make_config,
-    make_trainer,
-    write_checkpoints,
-)
 from distill.config import EmaSettings, OptimizerSettings
 from distill.optimizers import RoleOptimizer
-from fsdp_cp import build_mesh, checkpoint
-from fsdp_cp.checkpoint import step_folder
-from fsdp_cp.fsdp_state import fsdp_modules, param_groups
+from fsdp_cp import build_mesh
+from fsdp_cp.checkpoint import Checkpoints, load, step_folder
 from fsdp_cp.launch import process_group
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.reduce import grad_norm, scale_grads
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.state import fsdp_modules, param_groups
+from models.condition import text_condition
 from models.ema import Ema
 from models.export import export_weights
 from models.load import build_role, plan_role
+from tests.oracles.difference import compare
+from tests.oracles.runs import Setup, Trace, make_config
+from tests.oracles.sharded_run import make_trainer
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 WORLD = 4
 STEPS, STOP = 4, 2
 MESH = {"dp_shard": 2, "cp": 2}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(WORLD, preload=("torch", "distill.trainer")) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("offload")
-    write_checkpoints(folder)
-    return folder
 
 
 def _run(setup, folder, run_dir, first, last):
@@ -62,21 +42,22 @@ def _run(setup, folder, run_dir, first, last):
     assert trainer.step == first
     trace = trainer.record()
     trainer._save()
-    average = {name: w.full_tensor().clone() for name, w in trainer.ema.weights.items()}
+    trainer.checkpoints.wait()
+    average = {name: w.full_tensor().clone() for name, w in trainer.averages["student"].weights.items()}
     trace.weights["ema"] = average
     return trace if dist.get_rank() == 0 else (trace.losses, trace.norms)
 
 
 @pytest.fixture(scope="module")
-def straight(ranks, folder, tmp_path_factory):
+def straight(pools, checkpoints, tmp_path_factory):
     """A run that is never stopped, sharded in all states."""
-    return ranks.run(_run, Setup(**MESH), folder, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
+    return pools[WORLD].run(_run, Setup(**MESH), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
 @pytest.mark.parametrize("roles", [("all",), pytest.param(("teacher",), marks=pytest.mark.slow)])
-def test_a_run_with_offloaded_roles_is_the_same_run(ranks, folder, straight, tmp_path, roles):
+def test_a_run_with_offloaded_roles_is_the_same_run(pools, checkpoints, straight, tmp_path, roles):
     setup = Setup(**MESH, changes={role: {"offload": "cpu"} for role in roles})
-    trace, *others = ranks.run(_run, setup, folder, tmp_path, 0, STEPS)
+    trace, *others = pools[WORLD].run(_run, setup, checkpoints, tmp_path, 0, STEPS)
     assert trace.losses == straight.losses and trace.norms == straight.norms
     assert all(other == (trace.losses, trace.norms) for other in others), "ranks disagree"
     for step, gradients in enumerate(straight.gradients):
@@ -88,10 +69,10 @@ def test_a_run_with_offloaded_roles_is_the_same_run(ranks, folder, straight, tmp
 
 
 @pytest.fixture(scope="module")
-def stopped(ranks, folder, tmp_path_factory):
-    """A run folder with a checkpoint after one update of each role, sharded in all states on dp 2 x cp 2."""
+def stopped(pools, checkpoints, tmp_path_factory):
+    """A run checkpoints with a checkpoint after one update of each role, sharded in all states on dp 2 x cp 2."""
     run_dir = tmp_path_factory.mktemp("stopped")
-    ranks.run(_run, Setup(**MESH), folder, run_dir, 0, STOP)
+    pools[WORLD].run(_run, Setup(**MESH), checkpoints, run_dir, 0, STOP)
     return run_dir
 
 
@@ -108,8 +89,8 @@ def stopped(ranks, folder, tmp_path_factory):
         ),
     ],
 )
-def test_a_run_goes_on_under_another_strategy(ranks, folder, straight, stopped, setup):
-    resumed = ranks.run(_run, setup, folder, stopped, STOP, STEPS)[0]
+def test_a_run_goes_on_under_another_strategy(pools, checkpoints, straight, stopped, setup):
+    resumed = pools[WORLD].run(_run, setup, checkpoints, stopped, STOP, STEPS)[0]
     rest = Trace(
         roles=straight.roles[STOP:],
         losses=straight.losses[STOP:],
@@ -121,10 +102,10 @@ def test_a_run_goes_on_under_another_strategy(ranks, folder, straight, stopped, 
 
 
 @pytest.mark.slow
-def test_a_run_comes_back_from_another_strategy(ranks, folder, straight, tmp_path):
+def test_a_run_comes_back_from_another_strategy(pools, checkpoints, straight, tmp_path):
     other = Setup(**MESH, changes={"all": {"offload": "cpu"}, "student": {"strategy": "no_shard"}})
-    ranks.run(_run, other, folder, tmp_path, 0, STOP)
-    resumed = ranks.run(_run, Setup(**MESH), folder, tmp_path, STOP, STEPS)[0]
+    pools[WORLD].run(_run, other, checkpoints, tmp_path, 0, STOP)
+    resumed = pools[WORLD].run(_run, Setup(**MESH), checkpoints, tmp_path, STOP, STEPS)[0]
     assert compare(resumed, Trace(
         roles=straight.roles[STOP:], losses=straight.losses[STOP:], norms=straight.norms[STOP:],
         gradients=straight.gradients[STOP:], weights=straight.weights,
@@ -136,7 +117,7 @@ def _student(folder, device="cpu", trainable=True, mesh=None, **settings):
                      architecture=None if folder else ARCHITECTURE)  # fmt: skip
     return build_role(
         plan, mesh=mesh or build_mesh(heads=4), device=torch.device(device), trainable=trainable,
-        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
@@ -144,7 +125,7 @@ def _backward(role, device="cpu"):
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, text = torch.randn(1, *LATENT_SHAPE, generator=generator), torch.randn(1, *TEXT_SHAPE, generator=generator)
     x, text, t = x.to(device), text.to(device), torch.tensor([0.3], device=device)
-    role.velocity(x, t, text).square().mean().backward()
+    role.velocity(x, t, text_condition(text)).square().mean().backward()
 
 
 def _pieces(folder, out, offload, device="cpu", mesh=None):
@@ -161,14 +142,14 @@ def _pieces(folder, out, offload, device="cpu", mesh=None):
         optimizer.step(1e-3)
         ema.update(update)
     tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state(), "ema": ema.weights}}
-    checkpoint.save(out / "checkpoints", 1, tensors, {"configs": {"student": role.config}}, keep=1)
+    Checkpoints(out / "checkpoints", keep=1).save(1, tensors, {"configs": {"student": role.config}})
     with ema.swapped_in():
         export_weights(out / "export", role.weights(), role.config, dtype=torch.float32, max_bytes=20_000)
     raw = {name: w.to_local().clone() for name, w in role.weights().items()}
     with torch.no_grad():
         for w in role.weights().values():
             w.to_local().fill_(torch.nan)
-    checkpoint.load(step_folder(out / "checkpoints", 1), tensors)
+    load(step_folder(out / "checkpoints", 1), tensors)
     for name, w in role.weights().items():
         assert torch.equal(w.to_local(), raw[name]), f"{name} was not restored where the network looks for it"
     _backward(role, device)
@@ -188,9 +169,9 @@ def _same_export(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(p, theirs[name]) for name, p in ours.items())
 
 
-def test_every_piece_works_on_offloaded_shards(ranks, folder, tmp_path):
-    plain = ranks.run(_pieces, folder, tmp_path / "plain", "none")
-    offloaded = ranks.run(_pieces, folder, tmp_path / "cpu", "cpu")
+def test_every_piece_works_on_offloaded_shards(pools, checkpoints, tmp_path):
+    plain = pools[WORLD].run(_pieces, checkpoints, tmp_path / "plain", "none")
+    offloaded = pools[WORLD].run(_pieces, checkpoints, tmp_path / "cpu", "cpu")
     for (norms, _, weights), (our_norms, _, our_weights) in zip(plain, offloaded, strict=True):
         assert our_norms == norms and norms[1] == pytest.approx(norms[0] / 2, rel=1e-6)
         assert all(torch.equal(w, our_weights[name]) for name, w in weights.items())
@@ -218,23 +199,23 @@ def _placement(folder, trainable, offload, strategy):
     ("random", "strategy", "trainable"),
     [(True, "optim_grads_params", True), (False, "no_shard", True), (False, "optim_grads_params", False)],
 )
-def test_parameters_are_on_the_cpu_and_buffers_on_the_device(ranks, folder, random, strategy, trainable):
-    for parameters, buffers, policies, count in ranks.run(
-        _placement, None if random else folder, trainable, "cpu", strategy
+def test_parameters_are_on_the_cpu_and_buffers_on_the_device(pools, checkpoints, random, strategy, trainable):
+    for parameters, buffers, policies, count in pools[WORLD].run(
+        _placement, None if random else checkpoints, trainable, "cpu", strategy
     ):
         assert parameters == {"cpu"} and buffers == {"meta"}
         assert policies == {(True, False)}, "no pinned memory without a GPU"
         assert count == ARCHITECTURE["num_layers"] + 1
-    for _, _, policies, _ in ranks.run(_placement, folder, trainable, "none", strategy):
+    for _, _, policies, _ in pools[WORLD].run(_placement, checkpoints, trainable, "none", strategy):
         assert policies == {(False, None)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: CPU shards on a mesh of NCCL")
-def test_offload_on_the_gpu(folder, tmp_path):
+def test_offload_on_the_gpu(checkpoints, tmp_path):
     with process_group(torch.device("cuda", 0)):
         mesh = build_mesh(heads=4, device_type="cuda")
-        plain = _pieces(folder, tmp_path / "plain", "none", "cuda", mesh)
-        norms, devices, weights = _pieces(folder, tmp_path / "cpu", "cpu", "cuda", mesh)
+        plain = _pieces(checkpoints, tmp_path / "plain", "none", "cuda", mesh)
+        norms, devices, weights = _pieces(checkpoints, tmp_path / "cpu", "cpu", "cuda", mesh)
     assert all(v == {"cuda"} for v in plain[1].values())
     assert devices.pop("buffers") == {"cuda"} and all(v == {"cpu"} for v in devices.values())
     assert norms == pytest.approx(plain[0], rel=1e-4)

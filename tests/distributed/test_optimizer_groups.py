@@ -7,18 +7,12 @@ from torch import nn
 from distill.config import OptimizerSettings
 from distill.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, shard_module
-from fsdp_cp.local_ranks import RankPool
+from models.families.wan import Wan
+from models.network import Network
 from models.role import Role
-from models.wan import Wan
 
 RATES = [1e-2, 3e-3, 2e-2]
 WORLD = 4
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(WORLD) as pool:
-        yield pool
 
 
 class Model(nn.Module):
@@ -81,7 +75,9 @@ def _sharded(case, implementation, sizes, strategy):
         parameter.tag, parameter.no_decay = name, name.endswith("bias")
     shard_module(model, mesh=mesh, units=[model.first, model.second], precision="fp64", strategy=strategy)
     role = Role(
-        name="student", family=Wan, config={}, network=model, trainable=True, precision="fp64", tokens=1, text_tokens=1
+        name="student",
+        networks=(Network(family=Wan(), config={}, module=model, precision="fp64", tokens=1, forward_flops=1),),
+        trainable=True,
     )
     optimizer = RoleOptimizer(role, _settings(case, implementation=implementation))
     mine = slice(4 * torch.distributed.get_rank(), 4 * torch.distributed.get_rank() + 4)
@@ -132,9 +128,9 @@ SHARDED, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
         ("rates", "fused", {"dp_replicate": 4}, "no_shard"),
     ],
 )
-def test_groups_on_shards_equal_plain_adamw(ranks, case, implementation, sizes, strategy):
+def test_groups_on_shards_equal_plain_adamw(pools, case, implementation, sizes, strategy):
     weights, state = _plain(case)
-    results = ranks.run(_sharded, case, implementation, sizes, strategy)
+    results = pools[WORLD].run(_sharded, case, implementation, sizes, strategy)
     for ours, our_state, _ in results:
         for theirs, mine in ((weights, ours), (state, our_state)):
             assert theirs.keys() == mine.keys()

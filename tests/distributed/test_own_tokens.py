@@ -10,87 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.sequence import own_tokens
-from fsdp_cp.shard_settings import ShardSettings
-from models.load import build_role, plan_role
-from models.wan import Wan, WanSelfAttention, own_rotary_tables
+from fsdp_cp.sequence import local_token_range
+from models.condition import text_condition
+from models.families.wan import Wan
+from models.families.wan_attention import WanSelfAttention, own_rotary_tables
+from tests.oracles.wan64 import ARCHITECTURE, BATCH, LATENTS, plain_wan, relative, sample, sharded_role
 
-ARCHITECTURE = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 12,
-    "attention_head_dim": 6,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 10,
-    "freq_dim": 16,
-    "ffn_dim": 80,
-    "num_layers": 2,
-    "cross_attn_norm": True,
-    "rope_max_seq_len": 32,
-}
 DIM = 72
-BATCH = 2
-LATENTS = (4, 5, 6, 6)  # 45 tokens
 FEW_LATENTS = (4, 1, 4, 6)  # 6 tokens: on 4 ranks the last has none
-TEXT = (5, 10)
-
-
-@pytest.fixture(scope="module")
-def pools():
-    started: dict[int, RankPool] = {}
-
-    def ranks(world_size):
-        return started.setdefault(world_size, RankPool(world_size, timeout=100))
-
-    yield ranks
-    for pool in started.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("wan"))
-
-
-def write_checkpoint(folder):
-    """A Wan with random weights, biases included, as a diffusers folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = WanTransformer3DModel(**ARCHITECTURE)
-        for parameter in network.parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    network.save_pretrained(folder)
-    return folder
-
-
-def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
-    """The role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
-    mesh = build_mesh(**sizes, heads=ARCHITECTURE["num_attention_heads"])
-    plan = plan_role("student", checkpoint=str(folder), sharding=ShardSettings(activation_checkpointing=checkpointing))
-    role = build_role(
-        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=True,
-        latent_shape=latents, text_shape=TEXT,
-    )  # fmt: skip
-    return role, mesh
-
-
-def plain_wan(folder):
-    """diffusers' own network in fp64."""
-    return nn.Module.to(WanTransformer3DModel.from_pretrained(folder), torch.float64)
-
-
-def sample(latents, seed=0):
-    """x, t, text and a target of a global batch, fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    x, target = (torch.randn(BATCH, *latents, generator=generator, dtype=torch.float64) for _ in range(2))
-    t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
-    return x, t, torch.randn(BATCH, *TEXT, generator=generator, dtype=torch.float64), target
-
-
-def relative(ours, truth):
-    return ((ours - truth).norm() / truth.norm()).item()
 
 
 def _plain_gradients(folder, shapes):
@@ -110,7 +38,7 @@ def _sharded_gradients(folder, sizes, shapes, checkpointing):
     losses = []
     for seed, latents in enumerate(shapes):
         x, t, text, target = (each[mine] for each in sample(latents, seed))
-        losses.append((role.velocity(x, t, text) - target).square().mean() * samples / BATCH)
+        losses.append((role.velocity(x, t, text_condition(text)) - target).square().mean() * samples / BATCH)
     sum(losses).backward()
     gradients = {name: p.grad.full_tensor() for name, p in role.network.named_parameters()}
     return [loss.item() for loss in losses], gradients, mesh.dp_rank
@@ -137,19 +65,19 @@ MESHES = [
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("sizes", MESHES)
-def test_loss_and_gradients_of_wan(pools, checkpoint, sizes, checkpointing):
+def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
     """45 tokens, which no cp but 3 divides."""
     world = sizes.get("dp_shard", 1) * sizes["cp"]
-    _compare(pools(world), checkpoint, sizes, (LATENTS,), checkpointing)
+    _compare(pools[world], wan64, sizes, (LATENTS,), checkpointing)
 
 
-def test_a_rank_without_tokens(pools, checkpoint):
-    _compare(pools(4), checkpoint, {"cp": 4, "ring": 2}, (FEW_LATENTS,))
+def test_a_rank_without_tokens(pools, wan64):
+    _compare(pools[4], wan64, {"cp": 4, "ring": 2}, (FEW_LATENTS,))
 
 
-def test_blocks_run_again_with_their_own_forward_s_tokens(pools, checkpoint):
+def test_blocks_run_again_with_their_own_forward_s_tokens(pools, wan64):
     """Two forwards of different lengths before one backward: recomputation must not see the later one's length."""
-    _compare(pools(4), checkpoint, {"cp": 4, "ring": 2}, (LATENTS, FEW_LATENTS), checkpointing=True)
+    _compare(pools[4], wan64, {"cp": 4, "ring": 2}, (LATENTS, FEW_LATENTS), checkpointing=True)
 
 
 MANY = (4, 7, 26, 26)  # 1183 tokens: each of 4 ranks has 296, one of them a pad
@@ -168,7 +96,7 @@ class LargestStorage(TorchDispatchMode):
         return out
 
 
-def _split_behind_the_embedding(network, mesh, backend="auto", head_groups=1):
+def _split_behind_the_embedding(family, network, mesh, backend="auto", head_groups=1):
     """As diffusers' plan has it."""
     parallelize_context(network, mesh=mesh, plan=network._cp_plan)
     for block in network.blocks:
@@ -178,24 +106,24 @@ def _split_behind_the_embedding(network, mesh, backend="auto", head_groups=1):
 def _largest_tensor(folder, own, with_grad):
     build = Wan.parallelize
     if not own:
-        Wan.parallelize = staticmethod(_split_behind_the_embedding)
+        Wan.parallelize = _split_behind_the_embedding
     try:
         role, _ = sharded_role(folder, {"cp": 4}, MANY)
     finally:
-        Wan.parallelize = staticmethod(build)
+        Wan.parallelize = build
     x, t, text, target = (each[:1] for each in sample(MANY))
     with LargestStorage() as seen, torch.set_grad_enabled(with_grad):
-        loss = (role.velocity(x, t, text) - target).square().mean()
+        loss = (role.velocity(x, t, text_condition(text)) - target).square().mean()
         if with_grad:
             loss.backward()
     return seen.largest
 
 
 @pytest.mark.parametrize("with_grad", [True, False])
-def test_no_rank_ever_makes_all_embeddings(pools, checkpoint, with_grad):
+def test_no_rank_ever_makes_all_embeddings(pools, wan64, with_grad):
     everything = 1183 * DIM
-    assert max(pools(4).run(_largest_tensor, checkpoint, True, with_grad)) < everything
-    assert min(pools(4).run(_largest_tensor, checkpoint, False, with_grad)) >= everything, "the test sees such a tensor"
+    assert max(pools[4].run(_largest_tensor, wan64, True, with_grad)) < everything
+    assert min(pools[4].run(_largest_tensor, wan64, False, with_grad)) >= everything, "the test sees such a tensor"
 
 
 def _tables(latents):
@@ -203,7 +131,7 @@ def _tables(latents):
     rope = WanTransformer3DModel(**ARCHITECTURE).rope
     x = torch.zeros(1, *latents)
     for ours, theirs in zip(own_rotary_tables(rope, mesh, x)[:2], rope(x), strict=True):
-        start, stop = own_tokens(theirs.shape[1], 4, mesh.cp_rank)
+        start, stop = local_token_range(theirs.shape[1], 4, mesh.cp_rank)
         assert ours.shape[1] == -(-theirs.shape[1] // 4) and ours.isfinite().all()
         assert torch.equal(ours[:, : stop - start], theirs[:, start:stop])
         assert own_rotary_tables(rope, mesh, x)[2] == theirs.shape[1]
@@ -212,13 +140,13 @@ def _tables(latents):
     network = WanTransformer3DModel(**ARCHITECTURE)
     network._cp_plan = {**network._cp_plan, "norm_out": {}}
     with pytest.raises(ValueError, match=r"WanTransformer3DModel\._cp_plan splits .*norm_out.*; use diffusers 0\.42"):
-        Wan.parallelize(network, mesh)
+        Wan().parallelize(network, mesh)
     return True
 
 
 @pytest.mark.parametrize("latents", [LATENTS, FEW_LATENTS, (4, 3, 8, 10)])
 def test_rotary_tables_are_those_of_diffusers(pools, latents):
-    assert all(pools(4).run(_tables, latents))
+    assert all(pools[4].run(_tables, latents))
 
 
 class Embedded(nn.Module):
@@ -258,7 +186,7 @@ def test_embedding_of_own_patches(pools, index):
     model, x = _conv_and_input(index)
     x.requires_grad_()
     model(x).sin().sum().backward()
-    ranks = pools(4).run(_embed_own, index)
+    ranks = pools[4].run(_embed_own, index)
     for out, *_ in ranks:
         torch.testing.assert_close(out, model(x).detach(), rtol=1e-13, atol=1e-13)
     for i, truth in ((1, x.grad), (2, model.embed.weight.grad)):
@@ -285,7 +213,7 @@ def _bad_embeddings():
 
 
 def test_what_cannot_be_embedded_so_is_refused(pools):
-    assert all(pools(2).run(_bad_embeddings))
+    assert all(pools[2].run(_bad_embeddings))
 
 
 class TwoStreams(nn.Module):
@@ -315,4 +243,4 @@ def _gathers(of):
 
 @pytest.mark.parametrize("of", ["x", "hidden_states"])
 def test_a_gather_knows_its_tokens_or_asks(pools, of):
-    assert all(pools(2).run(_gathers, of))
+    assert all(pools[2].run(_gathers, of))

@@ -2,24 +2,10 @@
 
 import pytest
 
-from benchmarks.parity import MESHES, Setup, Trace, compare, oracle_trace, trace_on_ranks, write_checkpoints
-from fsdp_cp.local_ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Ranks by world size, started when first used."""
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parity")
-    write_checkpoints(folder)
-    return folder
+from tests.oracles.difference import compare
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import MESHES, Setup, Trace
+from tests.oracles.sharded_run import trace_on_ranks
 
 
 @pytest.fixture(scope="module")

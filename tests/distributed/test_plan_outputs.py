@@ -12,7 +12,6 @@ from torch import nn
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
-from fsdp_cp.local_ranks import RankPool
 
 TOKENS, DIM, RANKS = 11, 12, 3
 
@@ -100,15 +99,9 @@ def _run(kind, cp):
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(RANKS) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_through_every_kind_of_output(pool, kind):
-    split, whole = pool.run(_run, kind, RANKS)[0], pool.run(_run, kind, 1)[0]
+def test_gradients_through_every_kind_of_output(pools, kind):
+    split, whole = pools[RANKS].run(_run, kind, RANKS)[0], pools[RANKS].run(_run, kind, 1)[0]
     for ours, theirs in zip(split, whole, strict=True):
         assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
 
@@ -164,6 +157,6 @@ def _refused(output, gathers):
         ),
     ],
 )
-def test_what_cannot_be_gathered(pool, output, gathers, message):
-    for found in pool.run(_refused, output, gathers):
+def test_what_cannot_be_gathered(pools, output, gathers, message):
+    for found in pools[RANKS].run(_refused, output, gathers):
         assert found is not None and re.match(re.escape(message), found)

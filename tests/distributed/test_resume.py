@@ -6,30 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import Setup, Trace, compare, make_config, make_trainer, write_checkpoints
 from distill.config import EmaSettings
 from distill.setup import check_resume
-from fsdp_cp.checkpoint import find_resume, published_steps, step_folder
+from fsdp_cp.checkpoint import published_steps, step_folder
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
+from tests.oracles.clips import RandomClips
+from tests.oracles.difference import compare
+from tests.oracles.runs import Setup, Trace, make_config
+from tests.oracles.sharded_run import make_trainer
 
 STEPS, STOP = 6, 3
-
-
-@pytest.fixture(scope="module")
-def run_ranks():
-    """``run_ranks(world_size, function, *args)``; what is resumed is a new trainer on new networks, from files."""
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
-    yield lambda size, function, *args: pools[size].run(function, *args)
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    write_checkpoints(folder)
-    return folder
 
 
 def _run(setup, folder, run_dir, first, last):
@@ -42,7 +28,8 @@ def _run(setup, folder, run_dir, first, last):
     assert trainer.step == first
     trace = trainer.record()
     trainer._save()
-    trace.weights["ema"] = {name: w.full_tensor().clone() for name, w in trainer.ema.weights.items()}
+    trainer.checkpoints.wait()
+    trace.weights["ema"] = {name: w.full_tensor().clone() for name, w in trainer.averages["student"].weights.items()}
     trace.weights["adam"] = {
         f"{role}.{name}.{key}": value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
         for role, optimizer in trainer.optimizers.items()
@@ -53,20 +40,20 @@ def _run(setup, folder, run_dir, first, last):
 
 
 @pytest.fixture(scope="module")
-def straight(run_ranks, folder, tmp_path_factory):
-    return run_ranks(4, _run, Setup(dp_shard=2, cp=2), folder, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
+def straight(pools, checkpoints, tmp_path_factory):
+    return pools[4].run(_run, Setup(dp_shard=2, cp=2), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
 @pytest.fixture(scope="module")
-def stopped(run_ranks, folder, tmp_path_factory):
-    """A run folder with a checkpoint after the fake score's first and the student's second update."""
+def stopped(pools, checkpoints, tmp_path_factory):
+    """A run checkpoints with a checkpoint after the fake score's first and the student's second update."""
     run_dir = tmp_path_factory.mktemp("stopped")
-    run_ranks(4, _run, Setup(dp_shard=2, cp=2), folder, run_dir, 0, STOP)
+    pools[4].run(_run, Setup(dp_shard=2, cp=2), checkpoints, run_dir, 0, STOP)
     return run_dir
 
 
-def test_same_mesh_bit_by_bit(run_ranks, folder, straight, stopped):
-    resumed = run_ranks(4, _run, Setup(dp_shard=2, cp=2), folder, stopped, STOP, STEPS)[0]
+def test_same_mesh_bit_by_bit(pools, checkpoints, straight, stopped):
+    resumed = pools[4].run(_run, Setup(dp_shard=2, cp=2), checkpoints, stopped, STOP, STEPS)[0]
     assert resumed.losses == straight.losses[STOP:]
     assert resumed.norms == straight.norms[STOP:]
     for group, weights in straight.weights.items():
@@ -84,8 +71,8 @@ def test_same_mesh_bit_by_bit(run_ranks, folder, straight, stopped):
         ),
     ],
 )
-def test_another_mesh(run_ranks, folder, straight, stopped, setup):
-    resumed = run_ranks(setup.world_size, _run, setup, folder, stopped, STOP, STEPS)[0]
+def test_another_mesh(pools, checkpoints, straight, stopped, setup):
+    resumed = pools[setup.world_size].run(_run, setup, checkpoints, stopped, STOP, STEPS)[0]
     rest = Trace(
         roles=straight.roles[STOP:],
         losses=straight.losses[STOP:],
@@ -98,12 +85,12 @@ def test_another_mesh(run_ranks, folder, straight, stopped, setup):
 
 
 @pytest.mark.slow
-def test_bf16_resumes_from_the_fp32_masters(run_ranks, folder, tmp_path):
+def test_bf16_resumes_from_the_fp32_masters(pools, checkpoints, tmp_path):
     """Masters rebuilt from the bf16 copy that compute sees would differ in the third digit."""
     setup = Setup(dp_shard=2, precision="bf16")
-    straight = run_ranks(2, _run, setup, folder, tmp_path / "straight", 0, STEPS)[0]
-    run_ranks(2, _run, setup, folder, tmp_path / "stopped", 0, STOP)
-    resumed = run_ranks(2, _run, setup, folder, tmp_path / "stopped", STOP, STEPS)[0]
+    straight = pools[2].run(_run, setup, checkpoints, tmp_path / "straight", 0, STEPS)[0]
+    pools[2].run(_run, setup, checkpoints, tmp_path / "stopped", 0, STOP)
+    resumed = pools[2].run(_run, setup, checkpoints, tmp_path / "stopped", STOP, STEPS)[0]
     assert resumed.losses == straight.losses[STOP:] and resumed.norms == straight.norms[STOP:]
     weights = resumed.weights["student"]
     assert all(torch.equal(w, straight.weights["student"][name]) for name, w in weights.items())
@@ -111,12 +98,12 @@ def test_bf16_resumes_from_the_fp32_masters(run_ranks, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_resuming_from_an_earlier_step_leaves_the_later_ones(run_ranks, folder, tmp_path):
+def test_resuming_from_an_earlier_step_leaves_the_later_ones(pools, checkpoints, tmp_path):
     setup = Setup(dp_shard=2)
-    run_ranks(2, _run, setup, folder, tmp_path, 0, 2)
-    run_ranks(2, _run, setup, folder, tmp_path, 2, 4)
+    pools[2].run(_run, setup, checkpoints, tmp_path, 0, 2)
+    pools[2].run(_run, setup, checkpoints, tmp_path, 2, 4)
     assert published_steps(tmp_path / "checkpoints") == [2, 4]
-    run_ranks(2, _run, setup, folder, tmp_path, 2, 3)
+    pools[2].run(_run, setup, checkpoints, tmp_path, 2, 3)
     assert published_steps(tmp_path / "checkpoints") == [2, 3]
     assert (tmp_path / "checkpoints" / "left_step_00000004").is_dir()
 
@@ -134,20 +121,55 @@ def _mismatch(folder, run_dir):
     return True
 
 
-def test_other_settings_are_refused(run_ranks, folder, stopped):
-    assert all(run_ranks(2, _mismatch, folder, stopped))
+def test_other_settings_are_refused(pools, checkpoints, stopped):
+    assert all(pools[2].run(_mismatch, checkpoints, stopped))
 
 
-def test_unfinished_checkpoints_are_not_resumed(tmp_path):
-    checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "step_00000005.tmp").mkdir(parents=True)
-    (checkpoints / "step_00000004").mkdir()  # without state.json: not complete
-    assert published_steps(checkpoints) == [] and find_resume("auto", checkpoints) is None
-    with pytest.raises(UserError, match="has no complete checkpoint; use auto, never"):
-        find_resume(str(tmp_path), checkpoints)
-    (checkpoints / "step_00000004" / "state.json").write_text("{}")
-    (checkpoints / "step_00000010").mkdir()
-    (checkpoints / "step_00000010" / "state.json").write_text("{}")
-    assert find_resume("auto", checkpoints) == find_resume(str(tmp_path), checkpoints) == checkpoints / "step_00000010"
-    assert find_resume(str(checkpoints / "step_00000004"), checkpoints) == checkpoints / "step_00000004"
-    assert find_resume("never", checkpoints) is None
+def _watched(setup, folder, run_dir, first, last):
+    """Like :func:`_run`: losses and norms, and which clips this rank's samples were of, by step."""
+    config = make_config(setup, folder)
+    config.run_dir, config.steps = str(run_dir), last
+    config.student.ema = EmaSettings(enabled=True, decay=0.7, start=1)
+    trainer = make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", first) if first else None)
+    seen: dict[int, list[int]] = {}
+    item = RandomClips.__getitem__
+
+    def noted(clips, index):
+        seen.setdefault(trainer.step, []).append(index)
+        return item(clips, index)
+
+    RandomClips.__getitem__ = noted
+    try:
+        trace = trainer.record()
+    finally:
+        RandomClips.__getitem__ = item
+    trainer._save()
+    trainer.checkpoints.wait()
+    return trace.losses, trace.norms, seen, trainer.mesh.cp_rank
+
+
+def _clips(answers):
+    """All ranks' clips by step; those of a cp group are the same samples."""
+    together = {}
+    for _, _, seen, cp_rank in answers:
+        for step, clips in seen.items() if cp_rank == 0 else ():
+            together.setdefault(step, []).extend(clips)
+    return {step: sorted(clips) for step, clips in together.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [Setup(dp_shard=4), Setup(cp=2), Setup()], ids=["4x1", "1x2", "1x1"])
+def test_there_and_back(pools, checkpoints, tmp_path, other):
+    """From (2, 2) to another mesh for two steps and back: the losses to 1e-6, and each sample once, in its step."""
+    own = Setup(dp_shard=2, cp=2)
+    straight = pools[4].run(_watched, own, checkpoints, tmp_path / "straight", 0, STEPS)
+    parts = [
+        pools[4].run(_watched, own, checkpoints, tmp_path / "run", 0, 2),
+        pools[other.world_size].run(_watched, other, checkpoints, tmp_path / "run", 2, 4),
+        pools[4].run(_watched, own, checkpoints, tmp_path / "run", 4, STEPS),
+    ]
+    losses = [loss for part in parts for loss in part[0][0]]
+    assert losses[:2] == straight[0][0][:2] and losses == pytest.approx(straight[0][0], rel=1e-6)
+    assert [norm for part in parts for norm in part[0][1]] == pytest.approx(straight[0][1], rel=1e-5)
+    clips = {step: clips for part in parts for step, clips in _clips(part).items()}
+    assert clips == _clips(straight) and all(len(clips[step]) == own.batch_size for step in range(STEPS))

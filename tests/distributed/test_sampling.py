@@ -3,23 +3,26 @@
 import pytest
 import torch
 
-from benchmarks.parity import LATENT_SHAPE, TEXT_SHAPE, Setup, make_config, make_trainer, write_checkpoints
 from distill.sampling import generate, sample_captions
 from fsdp_cp.local_ranks import run_ranks
+from models.condition import text_condition
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
+from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
 
 
 class _Captions:
     """The part of a data set that sampling needs: each caption embeds to numbers of its own."""
 
-    latent_shape, null_text = LATENT_SHAPE, torch.zeros(TEXT_SHAPE)
+    latent_shape = LATENT_SHAPE
 
     def captions(self):
         return [str(i) for i in range(12)]
 
-    def embed(self, captions):
+    def condition(self, captions, clips=None):
         generator = torch.Generator().manual_seed(1)
         table = torch.randn(12, *TEXT_SHAPE, generator=generator)
-        return torch.stack([table[int(c)] for c in captions])
+        return text_condition(torch.stack([table[int(c)] for c in captions]), torch.zeros(TEXT_SHAPE))
 
 
 def _clips(setup, folder, role, steps, batch):
@@ -37,19 +40,12 @@ def _clips(setup, folder, role, steps, batch):
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sampling")
-    write_checkpoints(folder)
-    return folder
-
-
 @pytest.mark.parametrize(("role", "steps"), [("student", 2), ("teacher", 3)])
-def test_the_same_clips_on_every_mesh(folder, role, steps):
-    truth = run_ranks(1, _clips, Setup(), folder, role, steps, 5)[0]
+def test_the_same_clips_on_every_mesh(checkpoints, role, steps):
+    truth = run_ranks(1, _clips, Setup(), checkpoints, role, steps, 5)[0]
     assert truth.shape == (5, *LATENT_SHAPE)
     assert (truth[1] - truth[3]).abs().max() > 0.1, "the same caption from other noise is another clip"
-    for rank in run_ranks(4, _clips, Setup(dp_shard=2, cp=2), folder, role, steps, 2):
+    for rank in run_ranks(4, _clips, Setup(dp_shard=2, cp=2), checkpoints, role, steps, 2):
         assert (rank - truth).norm() < 1e-5 * truth.norm()
 
 

@@ -15,18 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.autograd import forward_ad
 
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
-from distill.config import Config, SampleSettings, StudentSettings
+from distill.config import Config, SampleSettings
+from distill.config.schema import TrainedRoleSettings
 from distill.data import MovingShapesSettings
 from distill.derivatives import directional_derivative
 from distill.methods.meanflow import MeanFlowSettings
 from distill.sample import main as sample_command
-from fsdp_cp import build_mesh, checkpoint
+from fsdp_cp import build_mesh
+from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
+from models.condition import text_condition
 from models.export import export_weights
 from models.load import build_role, plan_role
-from tests.distributed.test_wan_jvp import WrittenOut
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
+from tests.oracles.written_out import WrittenOut
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 WIDTH = ARCHITECTURE["num_attention_heads"] * ARCHITECTURE["attention_head_dim"]
@@ -49,23 +51,8 @@ def _trained(folder, **tensors):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def trained(checkpoints):
     return _trained(checkpoints)
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = {size: RankPool(size) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @lru_cache  # each has process groups, with threads of their own
@@ -77,15 +64,16 @@ def _role(path, mesh, *, additions=("second_time",), precision="fp32"):
     plan = plan_role("student", checkpoint=str(path), additions=additions)
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=True,
-        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE,
+        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
 def _sample(dtype=torch.float32):
-    """x, t, r and text of the global batch; r is t in the first sample."""
+    """x, t, r and condition of the global batch; r is t in the first sample."""
     t = torch.tensor([0.4, 0.9])
     x, text = _normal(BATCH, *LATENT_SHAPE, seed=3), _normal(BATCH, *TEXT_SHAPE, seed=4)
-    return tuple(tensor.to(dtype) for tensor in (x, t, torch.tensor([0.4, 0.15]), text))
+    r = torch.tensor([0.4, 0.15])
+    return *(tensor.to(dtype) for tensor in (x, t, r)), text_condition(text.to(dtype))
 
 
 def _mine(mesh):
@@ -116,8 +104,8 @@ def _plain(folder, dtype):
         block.attn2.set_processor(WrittenOut())
     nn.Module.to(network, dtype)
 
-    def velocity(x, t, r, text):
-        embedder.interval = t - r
+    def velocity(x, t, r, condition):
+        embedder.interval, text = t - r, condition.tensors["text"]
         return network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
 
     return network, velocity
@@ -140,12 +128,12 @@ def _start(checkpoints, trained, dp_shard, cp):
             (trained, ("second_time",)),
         )
     )
-    x, t, r, text = (tensor[_mine(mesh)] for tensor in _sample())
+    x, t, r, condition = (each[_mine(mesh)] for each in _sample())
     with torch.no_grad():
-        truth = plain.velocity(x, t, text)
-        same = torch.equal(fresh.velocity(x, t, text, r), truth)
-        at_t = torch.equal(role.velocity(x, t, text, t), truth)
-        apart = [_relative(a, b) for a, b in zip(role.velocity(x, t, text, r), truth, strict=True)]
+        truth = plain.velocity(x, t, condition)
+        same = torch.equal(fresh.velocity(x, t, condition, r), truth)
+        at_t = torch.equal(role.velocity(x, t, condition, t), truth)
+        apart = [_relative(a, b) for a, b in zip(role.velocity(x, t, condition, r), truth, strict=True)]
     first = fresh.weights()[W1].full_tensor()
     return mesh.dp_rank, same, at_t, apart, first
 
@@ -170,11 +158,11 @@ def _slice(dp_rank, dp_size):
 def _jvp(trained, dp_shard, cp):
     mesh = _mesh(dp_shard, cp)
     role = _role(trained, mesh, precision="fp64")
-    x, t, r, text = (tensor[_mine(mesh)] for tensor in _sample(torch.float64))
+    x, t, r, condition = (each[_mine(mesh)] for each in _sample(torch.float64))
     dx = _normal(BATCH, *LATENT_SHAPE, seed=9)[_mine(mesh)]
     with torch.no_grad(), forward_ad.dual_level():
         duals = forward_ad.make_dual(x, dx), forward_ad.make_dual(t, torch.ones_like(t))
-        out = forward_ad.unpack_dual(role.velocity(*duals, text, r))
+        out = forward_ad.unpack_dual(role.velocity(*duals, condition, r))
     return mesh.dp_rank, out.primal, out.tangent, role.network.additions["second_time"].embedded
 
 
@@ -182,24 +170,28 @@ def _jvp(trained, dp_shard, cp):
 def test_jvp_along_v_0_1(pools, trained, dp_shard, cp):
     """In fp64 as far as diffusers computes in it: its time projection and norms are in fp32."""
     _, velocity = _plain(trained, torch.float64)
-    x, t, r, text = _sample(torch.float64)
+    x, t, r, condition = _sample(torch.float64)
     tangents = (_normal(BATCH, *LATENT_SHAPE, seed=9), torch.ones_like(t))
-    out, tangent = torch.func.jvp(lambda x, t: velocity(x, t, r, text), (x, t), tangents)
+    out, tangent = torch.func.jvp(lambda x, t: velocity(x, t, r, condition), (x, t), tangents)
     for dp_rank, ours, our_tangent, left in pools[dp_shard * cp].run(_jvp, trained, dp_shard, cp):
         mine = _slice(dp_rank, dp_shard)
         assert _relative(ours, out[mine]) < 1e-6 and _relative(our_tangent, tangent[mine]) < 1e-6
         assert left is None
-    still = torch.func.jvp(lambda x, t: velocity(x, t, r + (t - t.detach()), text), (x, t), tangents)[1]
+    still = torch.func.jvp(lambda x, t: velocity(x, t, r + (t - t.detach()), condition), (x, t), tangents)[1]
     assert _relative(still, tangent) > 1e-3, "the interval grows with t"
 
 
 def _by_differences(trained):
     role = _role(trained, _mesh(1, 1))
-    x, t, r, text = _sample()
+    x, t, r, condition = _sample()
     tangents = (_normal(BATCH, *LATENT_SHAPE, seed=9).float(), torch.ones_like(t))
     return [
         directional_derivative(
-            lambda x, t: role.velocity(x, t, text, r), (x, t), tangents, mode=mode, step=MeanFlowSettings().jvp_step
+            lambda x, t: role.velocity(x, t, condition, r),
+            (x, t),
+            tangents,
+            mode=mode,
+            step=MeanFlowSettings().jvp_step,
         )
         for mode in ("exact", "finite_difference")
     ]
@@ -213,17 +205,17 @@ def test_the_default_step_survives_fp32_times(pools, trained):
 def _gradients(trained, dp_shard, cp):
     mesh = _mesh(dp_shard, cp)
     role = _role(trained, mesh)
-    x, t, r, text = (tensor[_mine(mesh)] for tensor in _sample())
+    x, t, r, condition = (each[_mine(mesh)] for each in _sample())
     target = _normal(BATCH, *LATENT_SHAPE, seed=5).float()[_mine(mesh)]
-    ((role.velocity(x, t, text, r) - target).square().mean() * len(x) / BATCH).backward()
+    ((role.velocity(x, t, condition, r) - target).square().mean() * len(x) / BATCH).backward()
     return {name: p.grad.full_tensor() for name, p in role.network.named_parameters()}
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
 def test_gradients(pools, trained, dp_shard, cp):
     network, velocity = _plain(trained, torch.float32)
-    x, t, r, text = _sample()
-    (velocity(x, t, r, text) - _normal(BATCH, *LATENT_SHAPE, seed=5).float()).square().mean().backward()
+    x, t, r, condition = _sample()
+    (velocity(x, t, r, condition) - _normal(BATCH, *LATENT_SHAPE, seed=5).float()).square().mean().backward()
     names = {".time_embedder.w1": W1, ".time_embedder.w2": W2}
     truth = {}
     for name, parameter in network.named_parameters():
@@ -252,8 +244,8 @@ def _dtypes(trained):
     role.network.condition_embedder.time_proj.register_forward_pre_hook(
         lambda module, args: seen.update(projected=args[0].dtype)
     )
-    x, t, r, text = _sample()
-    role.velocity(x, t, text, r).square().mean().backward()
+    x, t, r, condition = _sample()
+    role.velocity(x, t, condition, r).square().mean().backward()
     return seen, addition.linear_2.weight.grad.dtype
 
 
@@ -265,7 +257,7 @@ def test_it_computes_in_fp32_under_bf16(pools, trained):
 
 def _mistakes(checkpoints, trained):
     role, plain = _role(trained, _mesh(1, 1)), _role(checkpoints / "student", _mesh(1, 1), additions=())
-    x, t, r, text = _sample()
+    x, t, r, condition = _sample()
     found = []
 
     def expect(call):
@@ -275,12 +267,14 @@ def _mistakes(checkpoints, trained):
             found.append(str(error))
 
     with torch.no_grad():
-        role.velocity(x, t, text, r)
-        expect(lambda: role.velocity(x, t, text))
-        expect(lambda: role.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text))
-        expect(lambda: plain.velocity(x, t, text, r))
-        expect(lambda: role.velocity(x[:, :2], t, text, r))  # breaks off inside
-        expect(lambda: role.velocity(x, t, text))
+        role.velocity(x, t, condition, r)
+        expect(lambda: role.velocity(x, t, condition))
+        expect(
+            lambda: role.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=condition.tensors["text"])
+        )
+        expect(lambda: plain.velocity(x, t, condition, r))
+        expect(lambda: role.velocity(x[:, :2], t, condition, r))  # breaks off inside
+        expect(lambda: role.velocity(x, t, condition))
     return found
 
 
@@ -298,9 +292,8 @@ def test_a_stale_or_missing_second_time_is_refused(pools, checkpoints, trained):
 def _export(trained, out):
     role = _role(trained, _mesh(2, 1))
     export_weights(out / "export", role.weights(), role.config, dtype=torch.float32, max_bytes=20_000)
-    checkpoint.save(
-        out / "checkpoints", 7, {"student": {"weights": role.weights()}}, {"configs": {"student": role.config}}, keep=1
-    )
+    tensors = {"student": {"weights": role.weights()}}
+    Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
     again = _role(out / "export", _mesh(2, 1))
     return {name: (w.full_tensor(), again.weights()[name].full_tensor()) for name, w in role.weights().items()}
 
@@ -342,7 +335,7 @@ def test_a_finished_student_is_sampled_with_its_second_time(tmp_path, capsys):
     run, export = tmp_path / "run", tmp_path / "run" / "export" / "student"
     config = Config(
         steps=1, batch_size=1, run_dir=str(run), device="cpu", method=MeanFlowSettings(), data=MovingShapesSettings(),
-        student=StudentSettings(precision="fp32"), sample=SampleSettings(student_steps=[2]),
+        student=TrainedRoleSettings(precision="fp32"), sample=SampleSettings(student_steps=[2]),
     )  # fmt: skip
     export.parent.mkdir(parents=True)
     shutil.copytree(ROOT / "assets/quickstart_teacher/transformer", export)

@@ -5,26 +5,13 @@ import torch
 from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.sequence import gather_tokens, local_token_count, own_tokens, split_tokens
+from fsdp_cp.sequence import gather_tokens, local_token_count, local_token_range, split_tokens
 
 CASES = [  # ranks, tokens, dim: uneven, fewer tokens than ranks, a rank without true tokens (5 on 4 ranks: 2 2 1 0)
     (1, 5, 1), (2, 6, 1), (2, 7, 0), (2, 1, 1), (3, 12, 0), (3, 8, 1), (3, 2, 2), (4, 8, 2), (4, 5, 1), (4, 3, -2),
     (6, 4, 1), (6, 13, 0),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pools():
-    started: dict[int, RankPool] = {}
-
-    def ranks(world_size):
-        return started.setdefault(world_size, RankPool(world_size, timeout=60))
-
-    yield ranks
-    for pool in started.values():
-        pool.close()
 
 
 def _tensors(total, dim, dtype=torch.float64):
@@ -37,11 +24,11 @@ def _tensors(total, dim, dtype=torch.float64):
 
 
 def test_token_counts():
-    assert [own_tokens(5, 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [local_token_range(5, 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     for total in range(1, 20):
         for cp in range(1, 9):
             local = local_token_count(total, cp)
-            owned = [own_tokens(total, cp, rank) for rank in range(cp)]
+            owned = [local_token_range(total, cp, rank) for rank in range(cp)]
             assert local * cp >= total > (local - 1) * cp
             assert [i for start, stop in owned for i in range(start, stop)] == list(range(total))
             assert all(stop - start <= local for start, stop in owned)
@@ -63,7 +50,7 @@ def _split_and_gather(world, total, dim, dtype):
 
 def _own(x, world, rank, dim):
     """The rank's own slice, padded with zeros; and the same with zeros elsewhere, in the full shape."""
-    (start, stop), total = own_tokens(x.shape[dim], world, rank), x.shape[dim]
+    (start, stop), total = local_token_range(x.shape[dim], world, rank), x.shape[dim]
     padded = x.narrow(dim, start, stop - start)
     shape = list(x.shape)
     shape[dim] = local_token_count(total, world) - (stop - start)
@@ -76,7 +63,7 @@ def _own(x, world, rank, dim):
 def test_split_gather_and_their_gradients(pools, world, total, dim):
     x, _, weights = _tensors(total, dim)
     expected = torch.cos(x) * weights[0]
-    ranks = pools(world).run(_split_and_gather, world, total, dim, torch.float64)
+    ranks = pools[world].run(_split_and_gather, world, total, dim, torch.float64)
     for rank, (local, full, grad, own_storage) in enumerate(ranks):
         torch.testing.assert_close(local, _own(x, world, rank, dim)[0], rtol=0, atol=0)
         torch.testing.assert_close(full, x.sin(), rtol=1e-15, atol=1e-15)
@@ -88,7 +75,7 @@ def test_split_gather_and_their_gradients(pools, world, total, dim):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dtypes_move_exactly(pools, dtype):
     x, _, weights = _tensors(7, 1, dtype)
-    for rank, (local, full, grad, _) in enumerate(pools(3).run(_split_and_gather, 3, 7, 1, dtype)):
+    for rank, (local, full, grad, _) in enumerate(pools[3].run(_split_and_gather, 3, 7, 1, dtype)):
         assert local.dtype == full.dtype == grad.dtype == dtype
         torch.testing.assert_close(local, _own(x, 3, rank, 1)[0], rtol=0, atol=0)
         torch.testing.assert_close(full, x.sin(), rtol=0, atol=0)
@@ -110,7 +97,7 @@ def test_gather_into_split_computation(pools, world, total, dim):
     x, _, weights = _tensors(total, dim)
     x.requires_grad_()
     (x.sin() * weights[:world].sum(0)).sum().backward()
-    for rank, grad in enumerate(pools(world).run(_partial, world, total, dim)):
+    for rank, grad in enumerate(pools[world].run(_partial, world, total, dim)):
         torch.testing.assert_close(grad, _own(x.grad, world, rank, dim)[0], rtol=1e-14, atol=1e-14)
 
 
@@ -138,7 +125,7 @@ def _forward_mode(world, total, dim):
 def test_forward_mode(pools, world, total, dim):
     x, tangent, _ = _tensors(total, dim)
     primal, derivative = torch.func.jvp(lambda x: (x.sin() * 2).cos(), (x,), (tangent,))
-    for out, tangent_out in pools(world).run(_forward_mode, world, total, dim):
+    for out, tangent_out in pools[world].run(_forward_mode, world, total, dim):
         torch.testing.assert_close(out, primal, rtol=1e-15, atol=1e-15)
         torch.testing.assert_close(tangent_out, derivative, rtol=1e-14, atol=1e-15)
 
@@ -155,7 +142,7 @@ def _compiled(world, total):
 
 
 def test_compiled_whole(pools):
-    for eager, compiled in pools(3).run(_compiled, 3, 7):
+    for eager, compiled in pools[3].run(_compiled, 3, 7):
         torch.testing.assert_close(compiled, eager, rtol=1e-15, atol=1e-15)
 
 
@@ -171,4 +158,4 @@ def _misfits():
 
 
 def test_misfits_are_refused(pools):
-    assert all(pools(3).run(_misfits))
+    assert all(pools[3].run(_misfits))

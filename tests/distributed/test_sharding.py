@@ -5,23 +5,16 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
-from fsdp_cp import build_mesh, microbatch, shard_module, sharding
+from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.errors import UserError
-from fsdp_cp.fsdp_state import fsdp_modules
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding import shard
+from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.state import fsdp_modules
+from models.condition import text_condition
 from models.load import build_role, plan_role
-
-
-@pytest.fixture(scope="module")
-def run():
-    """``run(world_size, function, *args)`` on ranks that are started once."""
-    pools = {size: RankPool(size) for size in (2, 4)}
-    yield lambda size, function, *args: pools[size].run(function, *args)
-    for pool in pools.values():
-        pool.close()
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 
 def _role(mesh, *, precision="fp32", trainable=True, seed=0, checkpointing=False):
@@ -33,7 +26,7 @@ def _role(mesh, *, precision="fp32", trainable=True, seed=0, checkpointing=False
     )
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
-        latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE, seed=seed,
+        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES, seed=seed,
     )  # fmt: skip
 
 
@@ -41,7 +34,7 @@ def _inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, *LATENT_SHAPE, generator=generator, dtype=dtype)
     text = torch.randn(2, *TEXT_SHAPE, generator=generator, dtype=dtype)
-    return x, torch.tensor([0.3, 0.9], dtype=dtype), text
+    return x, torch.tensor([0.3, 0.9], dtype=dtype), text_condition(text)
 
 
 def _gathered(role):
@@ -53,30 +46,55 @@ def _gathered(role):
 def _nothing_stays_gathered():
     mesh = build_mesh(dp_shard=2, cp=2, heads=4)
     role = _role(mesh)
-    x, t, text = _inputs()
+    x, t, condition = _inputs()
     units = fsdp_modules(role.network)
     assert len(units) == ARCHITECTURE["num_layers"] + 1
     with torch.no_grad():
-        before = role.velocity(x, t, text)
+        before = role.velocity(x, t, condition)
     assert not _gathered(role), "a root that stays gathered would ignore the next update of its shards"
     # An update of the shards must reach the next forward, the root's own parameters included.
     with torch.no_grad():
         for parameter in role.parameters():
             parameter.to_local().mul_(1.5)
-        after = role.velocity(x, t, text)
+        after = role.velocity(x, t, condition)
     plain = WanTransformer3DModel(**ARCHITECTURE)
     plain.load_state_dict({name: w.full_tensor() for name, w in role.weights().items()})
     with torch.no_grad():
-        expected = plain(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text).sample
+        expected = plain(hidden_states=x, timestep=1000 * t, encoder_hidden_states=condition.tensors["text"]).sample
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
     assert (after - before).abs().max() > 1e-2
-    role.velocity(x, t, text).square().mean().backward()
+    role.velocity(x, t, condition).square().mean().backward()
     assert not _gathered(role)
     return True
 
 
-def test_nothing_stays_gathered_between_uses(run):
-    assert all(run(4, _nothing_stays_gathered))
+def test_nothing_stays_gathered_between_uses(pools):
+    assert all(pools[4].run(_nothing_stays_gathered))
+
+
+def _walks():
+    role = _role(build_mesh(dp_shard=2, cp=1))
+    x, t, condition = _inputs()
+    role.velocity(x, t, condition).square().mean().backward()  # FSDP2 itself walks in the first forward
+    role.network.zero_grad()
+    walks, named_modules = [], nn.Module.named_modules
+
+    def counted(module, *args, **kwargs):
+        if module is role.network:
+            walks.append(module)
+        return named_modules(module, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "named_modules", counted)
+        for is_first in (True, False):
+            with microbatch(role.network, is_first=is_first, is_last=not is_first):
+                role.velocity(x, t, condition).square().mean().backward()
+    return len(walks), fsdp_modules(role.network) == [m for m in role.network.modules() if isinstance(m, FSDPModule)]
+
+
+def test_a_step_does_not_walk_over_the_modules(pools):
+    """Of 40 blocks a walk takes milliseconds of the host, and a micro-batch once took ten."""
+    assert pools[2].run(_walks) == [(0, True)] * 2
 
 
 def _sum_on_every_unit():
@@ -85,32 +103,32 @@ def _sum_on_every_unit():
     return [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups]
 
 
-def test_gradients_are_summed_on_every_unit(run):
-    for settings in run(2, _sum_on_every_unit):
+def test_gradients_are_summed_on_every_unit(pools):
+    for settings in pools[2].run(_sum_on_every_unit):
         assert settings == [(1.0, True)] * (ARCHITECTURE["num_layers"] + 1)
 
 
 def _order_records():
     mesh = build_mesh(dp_shard=1, cp=2, heads=4)
     role = _role(mesh)
-    x, t, text = _inputs()
+    x, t, condition = _inputs()
     order = lambda: len(role.network._get_fsdp_state()._comm_ctx.post_forward_order)  # noqa: E731
     for _ in range(3):
         with torch.no_grad():
-            role.velocity(x, t, text)
+            role.velocity(x, t, condition)
     frozen = order()
-    out = role.velocity(x, t, text)
+    out = role.velocity(x, t, condition)
     trained = order()
     with torch.no_grad():
-        role.velocity(x, t, text)  # between a forward and its backward
+        role.velocity(x, t, condition)  # between a forward and its backward
     kept = order()
     out.square().mean().backward()
     return frozen, trained, kept, order()
 
 
-def test_forwards_without_backward_leave_no_record(run):
+def test_forwards_without_backward_leave_no_record(pools):
     units = ARCHITECTURE["num_layers"] + 1
-    assert run(2, _order_records) == [(0, units, units, 0)] * 2
+    assert pools[2].run(_order_records) == [(0, units, units, 0)] * 2
 
 
 def _bf16():
@@ -134,21 +152,21 @@ def _bf16():
         lambda m, a, k: seen.update(block_weight=m.ffn.net[2].weight.dtype, hidden=a[0].dtype, rope=a[3][0].dtype),
         with_kwargs=True,
     )
-    x, _, text = _inputs()
+    x, _, condition = _inputs()
     t = torch.tensor([0.2571, 0.9993])  # 257.1 and 999.3: bf16 would make them 257 -> 256 or 258, 999.3 -> 1000
-    out = role.velocity(x, t, text)
+    out = role.velocity(x, t, condition)
     torch.testing.assert_close(seen["times"][0], 1000 * t, rtol=0, atol=0)
     out.square().mean().backward()
     gradients = {p.grad.dtype for p in role.parameters()}
     masters = {p.dtype for p in role.parameters()}
     with torch.no_grad():
-        error = ((out - full.velocity(x, t, text)).norm() / out.norm()).item()
+        error = ((out - full.velocity(x, t, condition)).norm() / out.norm()).item()
     kinds = {key: seen[key] for key in ("time_weight", "frequencies", "block_weight", "hidden", "rope")}
     return kinds, out.dtype, masters, gradients, error
 
 
-def test_bf16_compute_keeps_times_masters_and_gradients_in_fp32(run):
-    for kinds, out, masters, gradients, error in run(2, _bf16):
+def test_bf16_compute_keeps_times_masters_and_gradients_in_fp32(pools):
+    for kinds, out, masters, gradients, error in pools[2].run(_bf16):
         assert kinds == {
             "time_weight": torch.float32,
             "frequencies": torch.float32,
@@ -186,27 +204,27 @@ def _refusals():
     return True
 
 
-def test_refusals_and_restored_state(run):
-    assert all(run(2, _refusals))
+def test_refusals_and_restored_state(pools):
+    assert all(pools[2].run(_refusals))
 
 
 def _dtypes_survive_an_idle_start():
     """FSDP2 settles its dtypes at the first forward, here one without gradients, as an idle role's is."""
     role = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
-    x, t, text = _inputs()
+    x, t, condition = _inputs()
     with torch.no_grad():
-        role.velocity(x, t, text)
-    role.velocity(x, t, text).square().mean().backward()
+        role.velocity(x, t, condition)
+    role.velocity(x, t, condition).square().mean().backward()
     fresh = _role(build_mesh(dp_shard=2, cp=1), precision="bf16")
-    fresh.velocity(x, t, text).square().mean().backward()
+    fresh.velocity(x, t, condition).square().mean().backward()
     groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
     same = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(role.parameters(), fresh.parameters()))  # noqa: B905
     return same, {g._reduce_dtype for g in groups}
 
 
-def test_a_role_that_was_idle_first_trains_in_the_same_dtypes(run):
+def test_a_role_that_was_idle_first_trains_in_the_same_dtypes(pools):
     expected = {torch.float32, None}  # None: the time embedder's gradients are fp32 as they are
-    assert run(2, _dtypes_survive_an_idle_start) == [(True, expected)] * 2
+    assert pools[2].run(_dtypes_survive_an_idle_start) == [(True, expected)] * 2
 
 
 def _frozen_bf16():
@@ -222,20 +240,20 @@ def _frozen_bf16():
     )
 
 
-def test_a_frozen_role_is_stored_as_it_computes(run):
-    assert run(2, _frozen_bf16) == [(True, {torch.float32}, {torch.bfloat16})] * 2
+def test_a_frozen_role_is_stored_as_it_computes(pools):
+    assert pools[2].run(_frozen_bf16) == [(True, {torch.float32}, {torch.bfloat16})] * 2
 
 
 def _frozen():
     role = _role(build_mesh(dp_shard=1, cp=2, heads=4), trainable=False)
-    x, t, text = _inputs()
+    x, t, condition = _inputs()
     x.requires_grad_()
-    role.velocity(x, t, text).square().mean().backward()  # a gradient passes through to the input
+    role.velocity(x, t, condition).square().mean().backward()  # a gradient passes through to the input
     return x.grad.abs().sum().item() > 0, [p.grad for p in role.parameters()]
 
 
-def test_a_frozen_role_holds_no_gradients(run):
-    for passed, gradients in run(2, _frozen):
+def test_a_frozen_role_holds_no_gradients(pools):
+    for passed, gradients in pools[2].run(_frozen):
         assert passed and all(g is None for g in gradients)
 
 
@@ -254,9 +272,9 @@ def _saved_bytes(checkpointing):
     return sum(sizes.values()), names
 
 
-def test_activation_checkpointing_saves_memory_and_keeps_names(run):
-    without, names = run(2, _saved_bytes, False)[0]
-    with_it, same_names = run(2, _saved_bytes, True)[0]
+def test_activation_checkpointing_saves_memory_and_keeps_names(pools):
+    without, names = pools[2].run(_saved_bytes, False)[0]
+    with_it, same_names = pools[2].run(_saved_bytes, True)[0]
     assert with_it < 0.5 * without
     assert names == same_names == [name for name, _ in WanTransformer3DModel(**ARCHITECTURE).named_parameters()]
 
@@ -266,7 +284,7 @@ def _old_torch():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     x = torch.randn(2, 3)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), forward_ad.dual_level():
-        patch.setattr(sharding, "FORWARD_AD_SINCE", (99, 0))
+        patch.setattr(shard, "FORWARD_AD_SINCE", (99, 0))
         shard_module(model, mesh=mesh, units=list(model))
         assert model(x).shape == (2, 3)
         with pytest.raises(RuntimeError, match=r"forward-mode AD through a sharded network needs torch 99\.0"):
@@ -276,5 +294,5 @@ def _old_torch():
     return True
 
 
-def test_forward_mode_is_refused_where_torch_cannot(run):
-    assert all(run(2, _old_torch))
+def test_forward_mode_is_refused_where_torch_cannot(pools):
+    assert all(pools[2].run(_old_torch))

@@ -13,23 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.parity import write_checkpoints
 from benchmarks.sharding import measure_three
 from fsdp_cp import build_mesh, microbatch, shard_module
-from fsdp_cp.fsdp_state import fsdp_modules, reshard
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes, storage_bytes
 from fsdp_cp.reduce import grad_norm
-from fsdp_cp.sharding_memory import ShardingMemory, shard_bytes, storage_bytes
+from fsdp_cp.sharding.state import fsdp_modules, reshard
+from tests.oracles.tiny_wan import write_checkpoints
 
 WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is no multiple of 4: shards are padded
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(WORLD, preload=("torch", "benchmarks.sharding")) as opened:
-        yield opened
 
 
 class Block(nn.Module):
@@ -143,8 +136,8 @@ def _every_case():
     return [_held(replicas, {"strategy": strategy, **settings}) for strategy, replicas, settings in CASES]
 
 
-def test_each_strategy_holds_its_share(pool):
-    ranks = pool.run(_every_case)
+def test_each_strategy_holds_its_share(pools):
+    ranks = pools[WORLD].run(_every_case)
     for rank, found in enumerate(ranks):
         for (strategy, replicas, settings), held in zip(CASES, found, strict=True):
             shard, state, peak, buffers, kept, after = held
@@ -192,9 +185,9 @@ def _deeper():
     return peaks
 
 
-def test_deeper_prefetch_gathers_more(pool):
+def test_deeper_prefetch_gathers_more(pools):
     _, _, block, root = _sizes(WORLD)
-    for peaks in pool.run(_deeper):
+    for peaks in pools[WORLD].run(_deeper):
         assert peaks == [3 * block + root, 4 * block + root, 5 * block + root]
 
 
@@ -212,8 +205,8 @@ def _seen_by_all_storages():
     return live.peak_bytes, memory.peak_parameters
 
 
-def test_the_peak_is_that_of_all_storages(pool):
-    for live, watched in pool.run(_seen_by_all_storages):
+def test_the_peak_is_that_of_all_storages(pools):
+    for live, watched in pools[WORLD].run(_seen_by_all_storages):
         assert watched < live < 1.05 * watched  # activations, and the shards on their way into an all-gather
 
 
@@ -233,9 +226,9 @@ def _watched_and_not():
     return waiting, all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_watching_changes_nothing_and_sees_casts(pool):
+def test_watching_changes_nothing_and_sees_casts(pools):
     full, *_ = _sizes(WORLD)
-    assert pool.run(_watched_and_not) == [([full], True)] * WORLD  # bf16 gradients wait in fp32
+    assert pools[WORLD].run(_watched_and_not) == [([full], True)] * WORLD  # bf16 gradients wait in fp32
 
 
 def _three(folder):
@@ -243,10 +236,10 @@ def _three(folder):
     return [measure_three(s, folder) for s in (dict.fromkeys(mixed, "optim_grads_params"), mixed)]
 
 
-def test_idle_roles_hold_their_shards_alone(pool):
+def test_idle_roles_hold_their_shards_alone(pools):
     with tempfile.TemporaryDirectory() as name:
         write_checkpoints(Path(name))
-        found = pool.run(_three, Path(name))
+        found = pools[WORLD].run(_three, Path(name))
     for alike, mixed in found:
         assert set(alike.others.values()) == {0}
         for idle in (alike, mixed):
@@ -283,9 +276,9 @@ def _all_released():
     return [_released(s) for s in settings]
 
 
-def test_no_full_parameter_survives_sharding_and_deleting_a_model_frees_it(pool):
+def test_no_full_parameter_survives_sharding_and_deleting_a_model_frees_it(pools):
     _, padded, *_ = _sizes(WORLD)
-    for found in pool.run(_all_released):
+    for found in pools[WORLD].run(_all_released):
         for left, alive, busy, after in found:
             assert left == 0 and alive == 0
             assert busy > 2 * padded // WORLD and after == 0, (busy, after)  # shards, Adam's state but for empty ones
@@ -331,10 +324,10 @@ def _each_kind(steps):
     return {kind: _trained(kind, steps) for kind in IMPLEMENTATIONS}
 
 
-def test_adamw_with_uneven_and_empty_shards(pool):
+def test_adamw_with_uneven_and_empty_shards(pools):
     norms, truth = _oracle(3)
     empty = 0
-    for rank, found in enumerate(pool.run(_each_kind, 3)):
+    for rank, found in enumerate(pools[WORLD].run(_each_kind, 3)):
         for kind, (our_norms, shards) in found.items():
             torch.testing.assert_close(our_norms, norms, rtol=1e-12, atol=0)
             assert shards.keys() == truth.keys()
@@ -379,6 +372,8 @@ def _pooled(outputs_too):
     return max((a - b).abs().max().item() for a, b in pairs if a.numel())
 
 
-def test_a_pooling_communicator_may_pool_inputs_only(pool):
-    assert pool.run(_pooled, False) == [0.0] * WORLD
-    assert min(pool.run(_pooled, True)) > 1e-3, "gradients are the outputs themselves: a pool would overwrite them"
+def test_a_pooling_communicator_may_pool_inputs_only(pools):
+    assert pools[WORLD].run(_pooled, False) == [0.0] * WORLD
+    assert min(pools[WORLD].run(_pooled, True)) > 1e-3, (
+        "gradients are the outputs themselves: a pool would overwrite them"
+    )

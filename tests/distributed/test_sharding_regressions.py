@@ -8,25 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
 from fsdp_cp import build_mesh, gather_first_block_early, materialise, microbatch, phase, set_trainable, shard_module
-from fsdp_cp.fsdp_state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
+from models.condition import text_condition
 from models.load import build_role, plan_role
 from tests.distributed.test_library import TOKENS, Transformer
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 KEEPS = ("optim", "optim_grads")  # stay gathered after a forward
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Ranks by world size, started when first used."""
-    pools = {size: RankPool(size) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @lru_cache
@@ -193,14 +184,14 @@ def _role(strategy, trainable=True, **changes):
     )
     return build_role(
         plan, mesh=_mesh(), device=torch.device("cpu"), trainable=trainable, latent_shape=LATENT_SHAPE,
-        text_shape=TEXT_SHAPE,
+        condition_shapes=CONDITION_SHAPES,
     )  # fmt: skip
 
 
 def _inputs():
     generator = torch.Generator().manual_seed(1)
     x, text = (torch.randn(1, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
-    return x, torch.tensor([0.3]), text
+    return x, torch.tensor([0.3]), text_condition(text)
 
 
 def _roots(strategy):

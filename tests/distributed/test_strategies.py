@@ -8,9 +8,11 @@ import itertools
 
 import pytest
 
-from benchmarks.parity import Setup, compare, oracle_trace, sharded_trace, write_checkpoints
-from fsdp_cp import activations
-from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.sharding import activations
+from tests.oracles.difference import compare
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import Setup
+from tests.oracles.sharded_run import sharded_trace
 
 STEPS, BOUND = 5, 1e-5
 COLUMNS = {
@@ -88,22 +90,6 @@ SWITCHES = {
     "two roles over all ranks": ("replicas", 1, {"teacher": {"replicate": False}, "fake": {"replicate": False}}),
     "three buffers, own group": ("dp", 1, {"all": {"gradient_buffers": 3, "separate_reduce_group": True}}),
 }
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Ranks by world size, started when first used."""
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("strategies")
-    write_checkpoints(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -2,25 +2,10 @@
 
 import pytest
 
-from benchmarks.parity import Setup, make_config, make_trainer, write_checkpoints
 from distill.config import EmaSettings
 from distill.methods.dcm import DcmSettings
-from fsdp_cp.local_ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("average")
-    write_checkpoints(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
 
 
 def _setup(target, dp_shard=1, cp=1, strategy="optim_grads_params", **changes):

@@ -1,6 +1,5 @@
 """The counter of collectives: each kind counted once, with the bytes of its formula, wherever it is called from."""
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -9,18 +8,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_cp import build_mesh
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import all_gather_single
-from fsdp_cp.traffic import CollectiveCounter
 
 WORLD = 3
 N = 5 * WORLD  # elements of 4 bytes
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(WORLD) as opened:
-        yield opened
 
 
 def _every_kind():
@@ -58,7 +50,7 @@ def _every_kind():
     return found
 
 
-def test_every_kind(pool):
+def test_every_kind(pools):
     size, around = 4 * N, 4 * N * (WORLD - 1) // WORLD
     expected = {
         "all_gather": ({"all_gather": 1}, {"all_gather": size * (WORLD - 1)}),
@@ -75,7 +67,7 @@ def test_every_kind(pool):
         "all_reduce, functional": ({"all_reduce": 1}, {"all_reduce": 2 * around}),
         "all_gather, half precision": ({"all_gather": 1}, {"all_gather": size // 2 * (WORLD - 1)}),
     }
-    for found in pool.run(_every_kind):
+    for found in pools[WORLD].run(_every_kind):
         assert found == expected
 
 
@@ -100,8 +92,8 @@ def _inside():
     return [dict(c.calls) for c in (gathered, moved, forward, backward, inner, twice)], forward.total_bytes
 
 
-def test_collectives_of_dtensors_custom_operators_and_backward(pool):
-    for calls, sent in pool.run(_inside):
+def test_collectives_of_dtensors_custom_operators_and_backward(pools):
+    for calls, sent in pools[WORLD].run(_inside):
         one, two = {"all_gather": 1}, {"all_to_all": 2}
         assert calls == [one, one, two, two, {"all_reduce": 1}, {"all_reduce": 2}]
         assert sent == 4 * (4 * WORLD * 8) * 4 * (WORLD - 1) // WORLD  # q, k, v and the output

@@ -6,22 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.parity import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE
 from fsdp_cp import build_mesh, materialise, microbatch, set_trainable, shard_module
-from fsdp_cp.fsdp_state import frozen, gathered_units, param_groups
-from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.shard_settings import STRATEGIES, ShardSettings
+from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings
+from fsdp_cp.sharding.state import frozen, gathered_units, param_groups
+from models.condition import text_condition
 from models.load import build_role, plan_role
 from models.role import Role
 from tests.distributed.test_library import DIM, TOKENS, Transformer
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 RANKS = 3
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(RANKS) as ranks:
-        yield ranks
 
 
 @lru_cache
@@ -117,8 +111,8 @@ def _given_back(strategy, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_was_frozen_before_stays_frozen(pool, strategy, precision):
-    assert pool.run(_given_back, strategy, precision) == [(6, 46)] * RANKS
+def test_what_was_frozen_before_stays_frozen(pools, strategy, precision):
+    assert pools[RANKS].run(_given_back, strategy, precision) == [(6, 46)] * RANKS
 
 
 def _after_exceptions(strategy):
@@ -144,8 +138,8 @@ def _after_exceptions(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_after_an_exception(pool, strategy):
-    assert pool.run(_after_exceptions, strategy) == [True] * RANKS
+def test_after_an_exception(pools, strategy):
+    assert pools[RANKS].run(_after_exceptions, strategy) == [True] * RANKS
 
 
 def _whole():
@@ -164,8 +158,8 @@ def _whole():
     return True
 
 
-def test_a_network_built_frozen(pool):
-    assert pool.run(_whole) == [True] * RANKS
+def test_a_network_built_frozen(pools):
+    assert pools[RANKS].run(_whole) == [True] * RANKS
 
 
 def _role(name, strategy) -> Role:
@@ -181,7 +175,7 @@ def _role(name, strategy) -> Role:
         device=torch.device("cpu"),
         trainable=True,
         latent_shape=LATENT_SHAPE,
-        text_shape=TEXT_SHAPE,
+        condition_shapes=CONDITION_SHAPES,
         seed=0,
     )
     for parameter_name, parameter in role.network.named_parameters():
@@ -192,7 +186,7 @@ def _role(name, strategy) -> Role:
 def _inputs():
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     x, text = (torch.randn(1, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
-    return x, torch.tensor([0.3]), text
+    return x, torch.tensor([0.3]), text_condition(text)
 
 
 def _role_gradients(role):
@@ -213,9 +207,9 @@ def _fake_then_student(strategy):
             student.velocity(*_inputs())
         _role_gradients(fake)
     assert student.trainable and _trained(student.network) == trained
-    x, t, text = _inputs()
+    x, t, condition = _inputs()
     with fake.frozen(), microbatch(student.network, is_first=True, is_last=True):
-        fake.velocity(student.velocity(x, t, text), t, text).square().mean().backward()
+        fake.velocity(student.velocity(x, t, condition), t, condition).square().mean().backward()
     assert all(p.grad is None for p in fake.parameters())
     through = {n for n, p in student.network.named_parameters() if p.grad is not None}
     student.network.zero_grad(set_to_none=True)
@@ -234,6 +228,6 @@ def _fake_then_student(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fake_score_then_student(pool, strategy):
-    (count,) = set(pool.run(_fake_then_student, strategy))
+def test_fake_score_then_student(pools, strategy):
+    (count,) = set(pools[RANKS].run(_fake_then_student, strategy))
     assert 0 < count < 58

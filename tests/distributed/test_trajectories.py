@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from benchmarks.parity import LATENT_SHAPE, TEXT_SHAPE, RecordingTrainer, write_checkpoints
-from distill.config import Config, OptimizerSettings, OptimSettings
+from distill.config import Config, OptimizerSettings
+from distill.config.schema import OptimSettings
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods import build_method
 from distill.methods.ode_regression import OdeRegressionSettings
@@ -18,9 +18,11 @@ from distill.schedules import euler_times
 from distill.trajectories import main, write_trajectories
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition
 from models.load import build_role, plan_role
+from tests.oracles.sharded_run import RecordingTrainer
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TIMES = [1.0, 0.8, 0.5]
@@ -31,12 +33,12 @@ DEVICE = torch.device("cpu")
 class Captions:
     """A data set of three captions."""
 
-    latent_shape, text_shape, fps, fingerprint = LATENT_SHAPE, TEXT_SHAPE, 8.0, "captions"
+    latent_shape, condition_shapes, fps, fingerprint = LATENT_SHAPE, CONDITION_SHAPES, 8.0, "captions"
 
     def __init__(self):
         generator = torch.Generator().manual_seed(7)
         self.text = torch.randn(3, *TEXT_SHAPE, generator=generator)
-        self.null_text = torch.randn(*TEXT_SHAPE, generator=generator)
+        self.null = self.empty = {"text": torch.randn(*TEXT_SHAPE, generator=generator)}
 
     def __len__(self):
         return 3
@@ -44,8 +46,9 @@ class Captions:
     def __getitem__(self, index):
         return {"text": self.text[index], "caption": str(index)}
 
-    def embed(self, captions):
-        return torch.stack([self.text[int(caption)] if caption else self.null_text for caption in captions])
+    def condition(self, captions, clips=None):
+        texts = [self.text[int(caption)] if caption else self.empty["text"] for caption in captions]
+        return Condition({"text": torch.stack(texts)}, self.null, self.empty)
 
 
 def _settings(folder):
@@ -65,21 +68,6 @@ def _config(folder, seed=3):
     return SimpleNamespace(method=_settings(folder), data=data, teacher=teacher, seed=seed)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    write_checkpoints(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = {size: RankPool(size, preload=("torch", "distill.trainer")) for size in (1, 2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
 @lru_cache  # each has process groups, with threads of their own
 def _mesh(dp_shard, cp):
     return build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
@@ -88,7 +76,12 @@ def _mesh(dp_shard, cp):
 def _role(path, mesh, name):
     plan = plan_role(name, checkpoint=str(path / name))
     return build_role(
-        plan, mesh=mesh, device=DEVICE, trainable=name == "student", latent_shape=LATENT_SHAPE, text_shape=TEXT_SHAPE
+        plan,
+        mesh=mesh,
+        device=DEVICE,
+        trainable=name == "student",
+        latent_shape=LATENT_SHAPE,
+        condition_shapes=CONDITION_SHAPES,
     )
 
 
@@ -111,7 +104,7 @@ def truth(checkpoints):
     found = []
     for i in range(COUNT):
         noise = StepRandom(seed=3, step=0, positions=[i]).normal("trajectories/noise", LATENT_SHAPE)
-        text, null = data.text[[i % 3]], data.null_text[None]
+        text, null = data.text[[i % 3]], data.null["text"][None]
         x, states = noise, []
         for t, following in zip(grid, grid[1:], strict=False):
             if t in TIMES:
@@ -160,7 +153,8 @@ def _train(checkpoints, folder, dp_shard, cp):
         method=_settings(folder), optim=OptimSettings(student=settings, clip=0.5),
     )  # fmt: skip
     trainer = RecordingTrainer(
-        config=config, mesh=mesh, device=DEVICE, data=Captions(), micro=1, run_dir=Path("unused"), resume_from=None,
+        config=config, mesh=mesh, device=DEVICE, data=Captions(), micro_batch_size=1, run_dir=Path("unused"),
+        resume_from=None,
         method=build_method(config.method, {"student": _role(checkpoints, mesh, "student")}),
     )  # fmt: skip
     batches = list(trainer._steps_of_data())
@@ -176,7 +170,7 @@ def test_training_reads_them_and_is_the_same_on_every_mesh(pools, checkpoints, t
         seen.add(i)
         assert batch.trajectory.shape == (1, 3, *LATENT_SHAPE)
         assert (batch.latents[0] - truth[i][1]).norm() < 1e-4
-        assert torch.equal(batch.text[0], Captions().text[i % 3])
+        assert torch.equal(batch.condition.tensors["text"][0], Captions().text[i % 3])
     assert seen == set(range(COUNT)), "12 samples are more than two epochs of them"
     assert len(set(alone.losses)) == 3
     for dp_shard, cp in MESHES[1:]:

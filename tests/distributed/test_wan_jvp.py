@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
 from torch.autograd import forward_ad
 
 from fsdp_cp import build_mesh, shard_module
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
-from models.wan import _rotate
-from tests.distributed.test_own_tokens import LATENTS, checkpoint, plain_wan, pools, relative, sample, sharded_role
-
-__all__ = ["checkpoint", "pools"]  # fixtures
+from models.condition import text_condition
+from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
+from tests.oracles.written_out import WrittenOut
 
 MESHES = [
     {"cp": 1}, {"cp": 2}, {"dp_shard": 2, "cp": 1}, {"dp_shard": 2, "cp": 2}, {"cp": 3}, {"cp": 3, "ring": 3},
@@ -30,19 +28,6 @@ def attend(q, k, v):
     return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2)
 
 
-class WrittenOut(WanAttnProcessor):
-    """diffusers' processor with :func:`attend`."""
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        k = attn.norm_k(attn.to_k(keys)).unflatten(2, (attn.heads, -1))
-        v = attn.to_v(keys).unflatten(2, (attn.heads, -1))
-        if rotary_emb is not None:
-            q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
-        return attn.to_out[0](attend(q, k, v).flatten(2))
-
-
 def _tangents(x, t):
     generator = torch.Generator().manual_seed(99)
     return torch.randn(x.shape, generator=generator).double(), torch.rand(t.shape, generator=generator).double() + 0.5
@@ -53,19 +38,20 @@ def _wan_jvp(folder, sizes):
     samples = 2 // mesh.dp_size
     mine = slice(mesh.dp_rank * samples, (mesh.dp_rank + 1) * samples)
     x, t, text, _ = sample(LATENTS)
+    condition = text_condition(text[mine])
     dx, dt = _tangents(x, t)
     with torch.no_grad(), forward_ad.dual_level():
         dual_x, dual_t = forward_ad.make_dual(x[mine], dx[mine]), forward_ad.make_dual(t[mine], dt[mine])
-        both = forward_ad.unpack_dual(role.velocity(dual_x, dual_t, text[mine]))
-        of_time = forward_ad.unpack_dual(role.velocity(x[mine], dual_t, text[mine])).tangent
-    again = role.velocity(x[mine], t[mine], text[mine]).detach()  # the network as it was, without duals
+        both = forward_ad.unpack_dual(role.velocity(dual_x, dual_t, condition))
+        of_time = forward_ad.unpack_dual(role.velocity(x[mine], dual_t, condition)).tangent
+    again = role.velocity(x[mine], t[mine], condition).detach()  # the network as it was, without duals
     return mesh.dp_rank, both.primal, both.tangent, of_time, again
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint):
+def oracle(wan64):
     """Velocity, its derivative along tangents of x and t, and of t alone."""
-    network = plain_wan(checkpoint).requires_grad_(False)
+    network = plain_wan(wan64).requires_grad_(False)
     plain = network(*_inputs(), return_dict=False)[0]
     for block in network.blocks:
         block.attn1.set_processor(WrittenOut())
@@ -87,9 +73,9 @@ def _inputs():
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_jvp_of_wan(pools, checkpoint, oracle, sizes):
+def test_jvp_of_wan(pools, wan64, oracle, sizes):
     """45 tokens, in fp64 as far as Wan's norms allow, which diffusers computes in fp32."""
-    ranks = pools(world(sizes)).run(_wan_jvp, checkpoint, sizes)
+    ranks = pools[world(sizes)].run(_wan_jvp, wan64, sizes)
     out, tangent, of_time = oracle
     samples = len(out) // sizes.get("dp_shard", 1)
     for dp_rank, *ours in ranks:
@@ -162,6 +148,6 @@ def _own_jvp(sizes, head_groups):
 def test_jvp_of_a_transformer_in_fp64(pools, sizes, head_groups):
     model, inputs, tangents = _own_case()
     truth = torch.func.jvp(model, tuple(inputs), tuple(tangents))
-    for ours in pools(world(sizes)).run(_own_jvp, sizes, head_groups):
+    for ours in pools[world(sizes)].run(_own_jvp, sizes, head_groups):
         assert relative(ours[0], truth[0]) < 1e-12
         assert relative(ours[1], truth[1]) < 1e-10

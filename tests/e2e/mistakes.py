@@ -27,7 +27,8 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 import train
 from tests.e2e.launch import ROOT
-from tests.e2e.mistakes_table import COMMANDS, RUNS, SETTINGS
+from tests.e2e.mistakes_of_commands import COMMANDS
+from tests.e2e.mistakes_table import RUNS, SETTINGS
 
 QUICK = {
     "experiment": "quickstart",

@@ -2,11 +2,18 @@
 
 import json
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks import distillation, modes, stability
-from distill.measures import HIGHER_IS_BETTER
+from benchmarks import distillation, modes, overhead, planning, stability, weak_scaling
+from distill.planning.hardware import load_hardware
+from distill.planning.simulation import Simulation, StepCost
+from distill.report.measures import HIGHER_IS_BETTER
+from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.mesh import MeshShape
 
 
 @pytest.mark.slow
@@ -76,3 +83,91 @@ def test_stability_in_small(tmp_path, capsys):
     lines[2]["student/loss"] = None  # what a value that is not finite is in the file
     metrics.write_text("\n".join(map(json.dumps, lines)))
     assert stability.main(arguments) == 1 and "| meanflow | bf16 | 4 | 3 | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_planning_in_small(capsys):
+    assert planning.main(["--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert "| cp=2, bf16 | " in printed and "| equal |" in printed and "BROKEN" not in printed
+    assert "planned against resident: " in printed
+
+
+@pytest.mark.parametrize(("change", "kept"), [(1.0, True), (1.002, False)])
+def test_a_plan_that_is_wrong_is_said_to_be(change, kept):
+    """One rank: a phase that is off by .2 % breaks the bound, and so do bytes that were not sent."""
+    peaks = {"": Peak(1000, {}), "student/update": Peak(round(2**20 * change), {})}
+    cost = StepCost(flops=10.0, sent=Counter({("all_gather", "mesh_fsdp"): 3}))
+    measured = planning.Measured(Simulation(resting={}, peaks=peaks, steps={"student": cost}), 10.0)
+    plan = {
+        "flops_per_step": 10.0,
+        "phases": {
+            "": {"gib": 1000 / 2**30, "of": {}},
+            "student/update": {"gib": 2**-10 + 1, "of": {"student.workspace": 1, "fake.optimizer": 2**-10}},
+        },
+        "bytes_sent_per_step": {"student": {"all_gather, mesh_fsdp": 3}},
+    }
+    found = planning.compare(plan, measured)
+    assert found.kept(1) == kept and found.kept(4) and found.counts
+    assert not planning.compare({**plan, "flops_per_step": 11.0}, measured).counts
+    plan["bytes_sent_per_step"]["student"]["all_gather, mesh_fsdp"] = 4
+    assert not planning.compare(plan, measured).kept(4)
+    with pytest.raises(RuntimeError, match="phases"):
+        planning.compare({**plan, "phases": {"": {"gib": 0.0, "of": {}}}}, measured)
+
+
+@pytest.mark.slow
+def test_overhead_in_small(capsys):
+    flush = torch.set_flush_denormal(False)
+    try:
+        assert overhead.main(["--quick", "--rounds", "1", "--profile"]) == 0
+    finally:
+        torch.set_flush_denormal(not flush)
+    printed = capsys.readouterr().out
+    for row in ("plain module", "fully_shard by hand", "ours", "ours, 8 x 1", "ours, 1 x 8", "ms a step more"):
+        assert f"| {row} |" in printed
+
+
+@pytest.mark.parametrize("name", ["mesh_ulysses", "mesh_ring", "mesh_dp_shard_cp", "mesh_dp_replicate", "default_pg"])
+def test_a_ring_loads_the_links_that_its_hops_cross(name):
+    """Hop by hop: of 64 ranks in nodes of 8, every rank sends as many bytes to the next of its group."""
+    mesh, node = MeshShape(dp_replicate=2, dp_shard=4, ring=2, ulysses=4), 8
+    ranks, distance = weak_scaling.group_of(name, mesh)
+    nvlink = network = 0.0
+    groups = [[first + i * distance for i in range(ranks)] for first in _first_ranks(mesh.world, ranks, distance)]
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
+    for group in groups:
+        for here, there in zip(group, [*group[1:], group[0]], strict=True):
+            if here // node == there // node:
+                nvlink += 100
+            else:
+                network += 100
+    found = weak_scaling.through_links(100, (ranks, distance), node)
+    assert [x * mesh.world for x in found[:2]] == pytest.approx([nvlink, network])
+    assert found[2] == (100 if network else 0)
+
+
+def _first_ranks(world, ranks, distance):
+    return [rank for rank in range(world) if rank % (ranks * distance) < distance]
+
+
+@pytest.mark.slow
+def test_weak_scaling_in_small(tmp_path, capsys):
+    """What is told from two replicas, and from another clip, is what is simulated; and the page is printed."""
+    assert weak_scaling.main(["--quick", "--out", str(tmp_path / "picture.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "| over all ranks | 16 | " in printed and "| inside 8 | 16 | " in printed
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    more = weak_scaling.tiny_networks()
+    two, four = (weak_scaling.planned(world, 8, "480p", more) for world in (16, 32))
+    told = weak_scaling.with_replicas(two, 4)
+    assert told.mesh == four.mesh and told.shares == four.shares
+    for name, cost in four.simulation.steps.items():
+        assert told.simulation.steps[name].flops == cost.flops
+        assert told.simulation.steps[name].sent == pytest.approx(cost.sent, rel=1e-6)
+    large = weak_scaling.planned(16, 8, "720p", more)
+    told = weak_scaling.with_clip(two, large)
+    assert told.tokens == large.tokens > two.tokens and told.simulation.steps == large.simulation.steps
+    slower = replace(load_hardware("h20"), network_gb_per_s=1e-6)
+    seconds = weak_scaling.seconds_of(four, slower)
+    assert seconds.limit == "network" and seconds.step == seconds.network + seconds.attention

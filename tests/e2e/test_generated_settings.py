@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from distill.config import SETTINGS
-from distill.config_errors import CONFIGS
+from distill.config.errors import CONFIGS
 from tests.e2e import mistakes
 from train import main
 

@@ -47,7 +47,8 @@ def test_it_learns_in_one_process(truth):
     assert truth[2] < truth[1] < truth[0]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_losses_on_more_ranks(program, truth, ranks):
     assert _losses(program, ranks) == pytest.approx(truth, rel=1e-5)
 

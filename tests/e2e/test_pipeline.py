@@ -7,7 +7,6 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
 from distill.config import load_config
-from distill.data import build_dataset
 from distill.methods import build_method
 from distill.methods.sampling import rollout
 from fsdp_cp.local_ranks import run_ranks
@@ -54,25 +53,25 @@ class TorchDraws:
 def our_latents(run_dir, noise, lists):
     """From the exported student, sharded as in training, by the times of each of ``lists``; and the method's own."""
     config = load_config(run_dir / "config.yaml")
-    data = build_dataset(config.data, seed=config.seed, device=torch.device("cpu"), run_dir=run_dir)
+    data = config.data.build(seed=config.seed, device=torch.device("cpu"), run_dir=run_dir)
     role = build_role(
         plan_role("student", checkpoint=str(run_dir / "export" / "student")),
         mesh=build_mesh(cp=1, heads=4),
         device=torch.device("cpu"),
         trainable=False,
         latent_shape=data.latent_shape,
-        text_shape=data.text_shape,
+        condition_shapes=data.condition_shapes,
     )
-    text = data.embed(CAPTIONS)
+    condition = data.condition(CAPTIONS)
     assert noise.shape[1:] == data.latent_shape
     found = []
     with torch.no_grad():
         for times in lists:
             torch.manual_seed(3)
-            found.append(rollout(role, noise, text, times, TorchDraws(), "renoise", sampler="renoise"))
+            found.append(rollout(role, noise, condition, times, TorchDraws(), "renoise", sampler="renoise"))
         torch.manual_seed(3)
         method = build_method(config.method, {"student": role})
-        found.append(method.generate("student", noise, text, data.null_text.expand_as(text), 4, TorchDraws()))
+        found.append(method.generate("student", noise, condition, 4, TorchDraws()))
     return found
 
 

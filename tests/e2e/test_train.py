@@ -1,5 +1,6 @@
 """``train.py`` from the command line: the same run on every mesh, resumed after a kill, on real clips."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -116,7 +117,7 @@ def test_every_role_sharded_in_its_own_way(tmp_path):
         "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
         "student.activation_checkpointing=selective", "student.gather_early=true", "fake.activation_checkpointing=true",
         "student.keep_operators=[fsdp_cp.ring_attention,aten.mm]", "log.norms_every=1", "log.groups=true",
-        "optim.student.implementation=fused",
+        "optim.student.implementation=fused", "profile.steps=[2,2]", "profile.ranks=all",
     )  # fmt: skip
     plain, run_dir = tmp_path / "plain", tmp_path / "own"
     train(2, *arguments, "steps=4", f"run_dir={plain}")
@@ -124,7 +125,13 @@ def test_every_role_sharded_in_its_own_way(tmp_path):
     for line in ("student on rank 0, optim_grads:", "fake on rank 0, optim:", "teacher on rank 0, optim_grads_params:"):
         table = first.partition(line)[2].strip().splitlines()
         assert [words.split()[0] for words in table[:3]] == ["unit", "(root)", "blocks.0"], line
-    assert not (plain / "norms.jsonl").exists()
+    assert not (plain / "norms.jsonl").exists() and not (plain / "profile").exists()
+    traces = {f"steps_2_2_rank{rank}{end}" for rank in range(2) for end in (".json.gz", "_summary.json")}
+    assert {file.name for file in (run_dir / "profile").iterdir()} == traces and "profiled steps 2 to 2 on 2" in first
+    for rank in range(2):
+        with gzip.open(run_dir / "profile" / f"steps_2_2_rank{rank}.json.gz") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert {"ProfilerStep#2", "gloo:all_gather", "fake/fake_score/backward", "aten::mm"} <= names
 
     # Resumed from step 3 with other sharding; the norms go on without a gap or a repetition.
     with (run_dir / "norms.jsonl").open("a") as file:
@@ -133,12 +140,16 @@ def test_every_role_sharded_in_its_own_way(tmp_path):
     resumed = train(2, *arguments, *own, *changed, "steps=4", f"run_dir={run_dir}").stdout
     assert "resumed with student.strategy=no_shard, which was optim_grads" in resumed
     assert "resumed with student.keep_operators" not in resumed, "what stays the same is not a change"
+    assert "step 3 is behind them, nothing is profiled" in resumed
+    assert {file.name for file in (run_dir / "profile").iterdir()} == traces
     for ours, theirs in zip(losses(run_dir), losses(plain), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     lines = [json.loads(line) for line in (run_dir / "norms.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4] == [line["step"] for line in metrics]
     assert {line["role"] for line in lines} == {"student", "fake"}
+    assert 0 < metrics[1]["perf/collectives_exposed_share"] <= metrics[1]["perf/collectives_share"] < 1
+    assert not any("perf/collectives_share" in line for line in (metrics[0], *metrics[2:]))
     for line, step in zip(lines, metrics, strict=True):
         total = math.sqrt(sum(gradient**2 for _, gradient in line["norms"].values()))
         assert total == pytest.approx(step[f"{line['role']}/grad_norm"], rel=1e-6)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from distill.methods import Batch
 from distill.schedules import per_sample
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition, text_condition
 
 TEXT = (1, 2)
 
@@ -36,7 +37,7 @@ class Gaussian:
         z = normal(count, len(self.mean), seed=seed) * self.variance.sqrt()
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
         t = t[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
         slope = (t - (1 - t) * self.variance) / marginal_variance(self.variance, t)
@@ -79,7 +80,7 @@ class Mixture:
         z, _, _ = self._standardised(x, t)
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
         z, deviation, t = self._standardised(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
         return (posterior * ((t - (1 - t) * self.stds**2) / deviation * z - self.means)).sum(-1)
@@ -119,7 +120,7 @@ class ExactStudent(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
         return (1 + self.scale) * (x - x0) / per_sample(t, x) + self.offset
 
@@ -145,22 +146,26 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
         features = torch.stack([t, (2 * t).cos(), (4 * t).cos()], -1)
         rows = x.flatten(1) if self.joint else x.reshape(-1, 1)
         features = features if self.joint else features.repeat_interleave(len(rows) // len(x), 0)
         slope = self.slope(features).unflatten(-1, (rows.shape[1], rows.shape[1]))
         correction = self.body(torch.cat([rows, features], -1)) + (slope @ rows[..., None])[..., 0]
-        return self.problem.velocity(x, t, text) + correction.view_as(x)
+        return self.problem.velocity(x, t, condition) + correction.view_as(x)
+
+
+def nothing(count: int) -> Condition:
+    """Captions that say nothing."""
+    text = torch.zeros(count, *TEXT, dtype=torch.float64)
+    return text_condition(text, text[0], text[0])
 
 
 def make_batch(problem, count: int, seed: int = 1) -> Batch:
     """``count`` samples of ``problem``, whose captions say nothing."""
     return Batch(
         latents=problem.sample(count, seed),
-        text=torch.zeros(count, *TEXT, dtype=torch.float64),
-        null_text=torch.zeros(TEXT, dtype=torch.float64),
-        empty_text=torch.zeros(TEXT, dtype=torch.float64),
+        condition=nothing(count),
     )
 
 
@@ -187,6 +192,6 @@ def flow_map_error(problem, student, times=(1.0, 0.934, 0.853, 0.609), count: in
     for i, time in enumerate(times):
         t = torch.full((count,), time, dtype=torch.float64)
         x = (1 - time) * problem.sample(count, 70 + 2 * i) + time * normal(count, *problem.shape, seed=90 + i)
-        ours = x - time * student.velocity(x, t, torch.zeros(count, *TEXT, dtype=torch.float64))
+        ours = x - time * student.velocity(x, t, nothing(count))
         errors.append((ours - problem.flow_map(x, t, torch.zeros_like(t))).square().mean())
     return float(torch.stack(errors).mean().sqrt() / problem.sample(4096, 99).std())

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 KEYS = ("student/loss", "fake/loss", "fake/loss/t0.25", "student/grad_norm", "student/skipped", "student/lr",
         "perf/tokens_per_second", "memory/peak_gib", "fake/loss/$\\frac$", "student/loss<script>", "fake/grad_norm",
-        "student/loss\ud800", "norms", "role", "started", "from_step", "command", "versions", "host", "clean", "commit",
+        "student/loss\ud800", "perf/seconds/fake",
+        "perf/seconds/fake/data", "perf/seconds/fake/\ud800",
+        "norms", "role", "started", "from_step", "command", "versions", "host", "clean", "commit",
         "device", "world_size", "directory", "config")  # fmt: skip
 
 odd = st.one_of(

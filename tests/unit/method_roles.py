@@ -13,6 +13,7 @@ from distill.methods import Batch, build_method
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from fsdp_cp.rng import StepRandom
+from models.condition import Condition, text_condition
 
 SHAPE = (2, 3, 4, 4)  # C, T, H, W
 N = math.prod(SHAPE)
@@ -41,13 +42,15 @@ class Recorder(nn.Module):
         self.calls: list[Call] = []
         self.logit_calls: list[Call] = []
 
-    def velocity(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+        text = condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         v = self.formula(x, t, text)
         self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled(), r))
         return v
 
-    def logits(self, x: Tensor, t: Tensor, text: Tensor, r: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+        text = condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         d = self.judge(x, t, text)
         self.logit_calls.append(Call(x, t, text, d.detach(), torch.is_grad_enabled(), r))
@@ -124,10 +127,17 @@ def make_batch(positions=range(4)):
     positions = list(positions)
     return Batch(
         latents=normal(4, *SHAPE, seed=1)[positions],
-        text=normal(4, *TEXT, seed=2)[positions],
-        null_text=normal(*TEXT, seed=3),
-        empty_text=normal(*TEXT, seed=13),
+        condition=text_condition(normal(4, *TEXT, seed=2)[positions], normal(*TEXT, seed=3), normal(*TEXT, seed=13)),
     )
+
+
+def text_of(batch: Batch) -> Tensor:
+    return batch.condition.tensors["text"]
+
+
+def null_text_of(batch: Batch) -> Tensor:
+    """Of the negative prompt, for every sample."""
+    return batch.condition.null_values["text"].expand_as(text_of(batch))
 
 
 def random_at(step, positions=range(4)):
@@ -175,9 +185,11 @@ def times_and_texts(method, count=1500, null=0.0):
     method.roles = {name: role for name in method.roles}
     batch = Batch(
         latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
-        text=torch.ones(count, *TEXT, dtype=torch.float64),
-        null_text=torch.full(TEXT, null, dtype=torch.float64),
-        empty_text=torch.zeros(*TEXT, dtype=torch.float64),
+        condition=text_condition(
+            torch.ones(count, *TEXT, dtype=torch.float64),
+            torch.full(TEXT, null, dtype=torch.float64),
+            torch.zeros(*TEXT, dtype=torch.float64),
+        ),
     )
     (loss,) = method.losses(1, batch, random_at(1, range(count)))
     loss.closure()

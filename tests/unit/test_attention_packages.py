@@ -13,7 +13,7 @@ import torch
 
 from fsdp_cp.attention import foreign
 from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS
-from tests.unit.attention_oracle import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
+from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
 

@@ -8,20 +8,16 @@ import torch
 
 import train
 from distill.config import compose_config, load_config
-from distill.data import CaptionsSettings, sample_shapes
+from distill.data import CaptionsSettings
 from distill.data.captions import Captions, read_captions
 from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
 from distill.data.video_folder import VideoFolder
 from fsdp_cp.errors import UserError
-from tests.tiny_pipeline import build_tiny_pipeline, render_clips
+from fsdp_cp.signals import StopSignal
+from tests.tiny_pipeline import render_clips
 
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
 TEXTS = ["a red square", "two green squares", "a red square", "a blue one, drifting"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
 
 
 @pytest.fixture
@@ -43,17 +39,20 @@ def test_items_are_the_captions_through_the_text_encoder(make, tiny):
     data = make(negative_prompt="blurred")
     encoder = TextEncoder(inspect_encoders(tiny), max_tokens=24, device=torch.device("cpu"), dtype=torch.float32)
     assert len(data) == 4 and data.captions() == [TEXTS[0], TEXTS[1], TEXTS[3]]
-    assert data.latent_shape == (16, 3, 4, 6) and data.text_shape == (24, 32) and data.fps == 8
+    assert data.latent_shape == (16, 3, 4, 6) and data.condition_shapes == {"text": (24, 32)} and data.fps == 8
     for i, text in enumerate(TEXTS):
         item = data[i]
         assert set(item) == {"text", "caption"} and item["caption"] == text
         torch.testing.assert_close(item["text"], pad_text(encoder.encode(text), 24), rtol=1e-5, atol=1e-5)
-    assert torch.equal(data.embed(["blurred", TEXTS[1]]), torch.stack([data.null_text, data[1]["text"]]))
+    known = data.condition(["blurred", TEXTS[1], ""])
+    assert torch.equal(known.tensors["text"][:2], torch.stack([data.null["text"], data[1]["text"]]))
+    assert torch.equal(known.null.tensors["text"][1], data.null["text"])
     # The caption that takes the place of a dropped one is not the negative prompt.
-    torch.testing.assert_close(data.embed([""])[0], pad_text(encoder.encode(""), 24), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(data.embed([""])[0], data.null_text) and "" not in data.captions()
+    torch.testing.assert_close(data.empty["text"], pad_text(encoder.encode(""), 24), rtol=1e-5, atol=1e-5)
+    assert torch.equal(known.tensors["text"][2], data.empty["text"])
+    assert not torch.allclose(data.empty["text"], data.null["text"]) and "" not in data.captions()
     with pytest.raises(UserError, match="'a cat' has no embedding.*captions.txt, such as 'a red square'"):
-        data.embed(["a cat"])
+        data.condition(["a cat"])
     assert data.decode(torch.zeros(2, *data.latent_shape)).shape == (2, 9, 32, 48, 3)
     data.release()
 
@@ -67,7 +66,7 @@ def test_embeddings_are_cached_and_shared_with_a_video_folder(make, tiny, tmp_pa
     monkeypatch.undo()
     videos = render_clips(tmp_path / "videos", 2)
     folder = VideoFolder(path=videos, encoders=tiny, cache=tmp_path / "cache", **SIZES)
-    assert torch.equal(folder.null_text, first.null_text) and folder.latent_shape == first.latent_shape
+    assert torch.equal(folder.null["text"], first.null["text"]) and folder.latent_shape == first.latent_shape
 
 
 def test_the_fingerprint_is_of_all_that_decides_a_step(make, file):
@@ -119,11 +118,11 @@ def test_sizes_that_do_not_fit_are_refused(make):
 
 def test_shapes_without_encoding(tiny):
     settings = CaptionsSettings(path="captions.txt", encoders=str(tiny), num_frames=9, height=32, width=48)
-    assert sample_shapes(settings) == ((16, 3, 4, 6), (512, 32))
+    assert settings.sample_shapes() == ((16, 3, 4, 6), {"text": (512, 32)})
     with pytest.raises(UserError, match="data.path is not set; data=captions needs a file there"):
-        sample_shapes(CaptionsSettings(encoders=str(tiny)))
+        CaptionsSettings(encoders=str(tiny)).sample_shapes()
     with pytest.raises(UserError, match="data.encoders is not set; data=captions needs a folder there"):
-        sample_shapes(CaptionsSettings(path="captions.txt"))
+        CaptionsSettings(path="captions.txt").sample_shapes()
 
 
 QUIET = ["data=captions", "sample.report_clips=0"]
@@ -163,7 +162,8 @@ def test_distilling_from_captions_alone(tmp_path, tiny, file):
             "sample.prompts=2",
             "sample.student_steps=[2]",
             "sample.teacher_steps=[]",
-        ]
+        ],
+        StopSignal(),
     )
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["student/loss"] > 0 and records[1]["fake/loss"] > 0

@@ -61,6 +61,32 @@ def test_shapes_come_from_all_files_of_an_index(sharded):
     assert inspect_transformer(str(sharded), "teacher.checkpoint").shapes == SHAPES
 
 
+@pytest.mark.parametrize(
+    ("index", "second", "words"),
+    [
+        ('{"boundary_ratio": 0.875, "transformer_2": ["diffusers", "X"]}', True, "has boundary_ratio=0.875"),
+        ('{"boundary_ratio": 0.9}', False, "has boundary_ratio=0.9"),
+        ('{"transformer": ["diffusers", "X"]}', True, "has a transformer_2"),
+        (None, True, "has a transformer_2"),
+        ("[", True, "has a transformer_2"),
+        ('{"boundary_ratio": null, "transformer_2": [null, null]}', False, None),
+        ("{", False, None),
+        ("[1]", False, None),
+    ],
+)
+def test_a_pipeline_of_two_experts_is_refused_by_name(folder, index, second, words):
+    """Its first expert, for high noise, would be the teacher at every time."""
+    if index is not None:
+        (folder.parent / "model_index.json").write_text(index)
+    if second:
+        (folder.parent / "transformer_2").mkdir()
+    if words is None:
+        assert inspect_transformer(str(folder.parent), "teacher.checkpoint").path == folder
+    else:
+        with pytest.raises(UserError, match=f"teacher.checkpoint=.* {words}: a model of two experts"):
+            inspect_transformer(str(folder.parent), "teacher.checkpoint")
+
+
 def test_missing_folder(tmp_path):
     assert "is not a folder" in refusal(tmp_path / "nowhere")
 
@@ -212,6 +238,7 @@ def test_a_saved_network_is_planned_from_its_folder(wan):
         ({"ffn_dim": 32}, ["ffn.net", "(16", "(32"]),
         ({"_class_name": "UNet2DModel"}, ["UNet2DModel", "WanTransformer3DModel"]),
         ({"image_dim": 16}, ["image-to-video"]),
+        ({"in_channels": 36, "out_channels": 16}, ["takes 36 channels and returns 16", "image-to-video"]),
         ({"num_layers": "two"}, ["num_layers"]),
     ],
     ids=str,
@@ -315,11 +342,11 @@ def test_the_plans_configuration_is_what_defines_the_network(wan):
     """diffusers' notes on it are left out: ``_use_default_values`` is in another order in every process."""
     given = {key: value for key, value in SMALL.items() if key != "rope_max_seq_len"}
     planned = plan_role("student", checkpoint=None, architecture=given).config
-    assert not [key for key in planned if key.startswith("_")]
+    assert [key for key in planned if key.startswith("_")] == ["_class_name"]
     assert planned == json.loads(json.dumps(planned)), "no tuples: a state gives back lists"
     assert planned["rope_max_seq_len"] == 1024 and planned["patch_size"] == [1, 2, 2]
     from_file = plan_role("student", checkpoint=str(wan)).config
-    assert from_file.pop("_class_name") == "WanTransformer3DModel"
+    assert from_file["_class_name"] == planned["_class_name"] == "WanTransformer3DModel"
     assert from_file == planned | {"rope_max_seq_len": 32}
     assert plan_role("student", checkpoint=None, architecture=planned).config == planned
 
@@ -352,9 +379,21 @@ def test_the_plans_configuration_does_not_depend_on_the_hash_seed():
 )  # fmt: skip
 def test_more_positions_than_the_rotary_tables_have(wan, latents, words):
     plan = plan_role("student", checkpoint=str(wan))
-    assert plan.check_sample((2, 32, 64, 64), (1, 6)) == 32 * 32 * 32
+    assert plan.tokens((2, 32, 64, 64), {"text": (1, 6)}) == 32 * 32 * 32
     with pytest.raises(UserError) as error:
-        plan.check_sample(latents, (1, 6))
+        plan.tokens(latents, {"text": (1, 6)})
     assert words in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match="but student.architecture has rope"):
-        plan_role("student", checkpoint=None, architecture=SMALL).check_sample((2, 33, 4, 4), (1, 6))
+        plan_role("student", checkpoint=None, architecture=SMALL).tokens((2, 33, 4, 4), {"text": (1, 6)})
+
+
+def test_the_folder_of_one_of_two_experts_is_refused_too(tmp_path, monkeypatch):
+    for name in ("transformer", "transformer_2"):
+        (tmp_path / "a14b" / name).mkdir(parents=True)
+        (tmp_path / "a14b" / name / "config.json").write_text("{}")
+    for given in (str(tmp_path / "a14b"), str(tmp_path / "a14b" / "transformer")):
+        with pytest.raises(UserError, match="has a transformer_2: a model of two experts"):
+            inspect_transformer(given, "teacher.checkpoint")
+    monkeypatch.chdir(tmp_path / "a14b")
+    with pytest.raises(UserError, match="a model of two experts"):
+        inspect_transformer("transformer", "teacher.checkpoint")

@@ -7,13 +7,14 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from distill.checks import check, micro_batch_size
-from distill.config import CONFIGS, Config, RoleSettings, compose_config, load_config
+from distill.config import Config, RoleSettings, compose_config, load_config
+from distill.config.checks import check, micro_batch_size
+from distill.config.errors import CONFIGS
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
 from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding.settings import ShardSettings
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
@@ -167,6 +168,14 @@ def test_a_written_configuration_is_read_back_as_it_was(tmp_path, experiment):
         (["resume=never"], "resume", "checkpoint.resume"),
         (["methd=dmd2"], "methd", "method"),
         (["log.every=5", "checkpoint.evry=3"], "checkpoint.evry", "checkpoint.every"),
+        (["mesh.context_parallel=2"], "mesh.context_parallel", "mesh.cp"),
+        (["mesh.shard=2"], "mesh.shard", "mesh.dp_shard"),
+        (["optim.lr=1"], "optim.lr", "optim.student.lr"),
+        (["student.lr=1"], "student.lr", "optim.student.lr"),
+        (["fake.lr=1"], "fake.lr", "optim.fake.lr"),
+        (["lr=1"], "lr", "optim.student.lr"),
+        (["cluser=h20x8"], "cluser", "cluster"),
+        (["modle=any"], "modle", "model"),
     ],
 )
 def test_a_misspelt_key_fails_with_the_right_suggestion(overrides, named, suggested):
@@ -189,11 +198,24 @@ def test_a_key_of_another_method_is_refused():
         ("experiment=quickstrat", ["experiment=quickstrat", "did you mean quickstart"]),
         ("data=movingshapes", ["data=movingshapes", "did you mean moving_shapes", "video_folder"]),
         ("mesh=eight", ["mesh=eight", "use auto"]),
+        ("cluster=foo", ["cluster=foo", "use any or h200x8 or h20x8 or h20x8x4 or one_gpu or two_processes"]),
+        ("model=wan2_1_t2v_14", ["did you mean wan2_1_t2v_14b", "use any or wan2_1_t2v_14b or wan2_1_t2v_1_3b"]),
     ],
 )
 def test_an_unknown_choice_lists_those_that_exist(override, parts):
     message = refusal(override)
     assert all(part in message for part in parts), message
+
+
+def test_where_nothing_of_its_group_is_near_the_groups_settings_are_named():
+    named = "mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.ulysses, mesh.ring"
+    assert refusal("mesh.tensor_parallel=2") == f"there is no setting mesh.tensor_parallel; use {named}"
+
+
+@pytest.mark.parametrize("word", ["published=x", "recipe=wan2_1", "optim/rcm=wan2_1_t2v_14b", "role=teacher"])
+def test_what_comes_with_other_groups_is_not_chosen_itself(word):
+    """Hydra would take it; published=x would drop what is published without a word."""
+    assert "comes with other groups" in refusal(word) and "cluster=" in refusal(word)
 
 
 # ---------------------------------------------------------------- wrong types and values
@@ -254,6 +276,10 @@ def changed(config: Config, setting: str, value) -> Config:
         ("sample.student_steps", [64]),  # as would more steps than the student is trained for
         ("sample.teacher_steps", [0]),
         ("optim.max_skipped", 0),
+        ("timeout.start", 0.0),
+        ("timeout.step", 0.0),
+        ("timeout.step", 60.5),  # longer than timeout.start
+        ("timeout.start", 1e9),
         ("precision", "fp16"),
         ("precision", "fp64"),
         ("device", "tpu"),

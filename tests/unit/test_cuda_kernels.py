@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_cp.attention import cuda_kernels
 from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, preferred
-from tests.unit.attention_oracle import (
+from tests.oracles.attention_kernels import (
     CASES,
     attend,
     attend_backward,

@@ -8,13 +8,16 @@ import torch
 from scipy import stats
 from torch import nn
 
-from distill.config import Config, EmaSettings, StudentSettings
+from distill.config import Config, EmaSettings
+from distill.config.schema import TrainedRoleSettings
 from distill.methods import METHODS, build_method
 from distill.methods.dcm import Dcm, DcmSettings
 from distill.schedules import euler_times, per_sample
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from tests.unit.analytic import PROBLEMS, make_batch, normal
+from models.condition import text_condition
+from tests.unit.analytic import PROBLEMS, TEXT, make_batch, normal, nothing
+from tests.unit.method_roles import text_of
 
 STEPS, SHIFT = 6, 3.0
 
@@ -28,11 +31,11 @@ class EulerMap(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-    def velocity(self, x, t, text):
+    def velocity(self, x, t, condition):
         y = x
         for time, following in zip(self.grid, self.grid[1:], strict=False):
             started = per_sample(t >= time - 1e-9, x)
-            v = self.teacher.velocity(y, torch.full_like(t, time), text)
+            v = self.teacher.velocity(y, torch.full_like(t, time), condition)
             y = torch.where(started, y + (following - time) * v, y)
         return (1 + self.scale) * (x - y) / per_sample(t.clamp_min(1e-3), x) + self.offset
 
@@ -45,7 +48,8 @@ class Net(nn.Module):
         self.mix, self.time = nn.Parameter(normal(2, 2, seed=seed)), nn.Parameter(normal(1, seed=seed + 1))
         self.calls = []
 
-    def velocity(self, x, t, text):
+    def velocity(self, x, t, condition):
+        text = condition.tensors["text"]
         self.calls.append((x, t, text, torch.is_grad_enabled()))
         moved = torch.einsum("oc,bcthw->bothw", self.mix, torch.tanh(x))
         return moved * (1 + self.time * per_sample(t, x)) + per_sample(text.mean((1, 2)), x)
@@ -62,8 +66,7 @@ def run_loss(method, problem=PROBLEMS[0], step=0, positions=range(6), null=0.0, 
     batch = replace(
         batch,
         latents=batch.latents[positions],
-        text=batch.text[positions] + caption,
-        null_text=batch.null_text + null,
+        condition=text_condition(text_of(batch)[positions] + caption, torch.full(TEXT, null, dtype=torch.float64)),
     )
     (loss,) = method.losses(step, batch, StepRandom(seed=5, step=step, positions=positions))
     return loss.closure(), batch
@@ -96,13 +99,13 @@ def test_loss_and_gradient_by_the_formula(scale):
     grid = torch.tensor(euler_times(STEPS, SHIFT), dtype=torch.float64)
     node = (t[:, None] - grid).abs().argmin(1)
     assert torch.equal(t, grid[node]) and torch.equal(next_t, grid[node + 1])
-    null = batch.null_like_text()
-    c, u = teacher.velocity(x, t, batch.text), teacher.velocity(x, t, null)
+    null = text_condition(torch.full_like(text_of(batch), 0.3))
+    c, u = teacher.velocity(x, t, batch.condition), teacher.velocity(x, t, null)
     followed = x + per_sample(next_t - t, x) * (u + scale * (c - u))
     assert (next_x - followed).norm() < 1e-12 * followed.norm()
     student.zero_grad()
-    target = (followed - per_sample(next_t, x) * student.velocity(followed, next_t, batch.text)).detach()
-    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.text)
+    target = (followed - per_sample(next_t, x) * student.velocity(followed, next_t, batch.condition)).detach()
+    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.condition)
     truth = ((prediction - target) ** 2).sum() / prediction.numel()
     truth.backward()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
@@ -118,7 +121,7 @@ def test_behind_the_last_node_the_target_is_the_teachers_sample():
     (next_x, next_t, _, _), (x, t, _, _) = student.calls
     assert (t == 1).all() and (next_t == 0).all()
     loss, _ = run_loss(dcm(student, PROBLEMS[0], grid_steps=1))
-    prediction = x - student.velocity(x, t, torch.zeros(6, 1, 2, dtype=torch.float64))
+    prediction = x - student.velocity(x, t, nothing(6))
     assert loss.item() == pytest.approx((prediction - next_x).square().mean().item(), rel=1e-12)
 
 
@@ -149,9 +152,9 @@ def test_the_target_may_be_the_average():
     loss, batch = run_loss(method)
     assert inside == [0, 1], "the target alone"
     (next_x, next_t, _, _), (x, t, _, _) = student.calls
-    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.text)
+    prediction = x - per_sample(t, x) * student.velocity(x, t, batch.condition)
     student.time.data += 0.5
-    target = next_x - per_sample(next_t, x) * student.velocity(next_x, next_t, batch.text)
+    target = next_x - per_sample(next_t, x) * student.velocity(next_x, next_t, batch.condition)
     assert loss.item() == pytest.approx((prediction - target).square().mean().item(), rel=1e-12)
 
 
@@ -193,7 +196,7 @@ def test_settings_are_refused_by_name(settings, words):
 
 def test_an_average_that_is_not_kept_is_refused():
     def config(enabled):
-        student = StudentSettings(ema=EmaSettings(enabled=enabled))
+        student = TrainedRoleSettings(ema=EmaSettings(enabled=enabled))
         return Config(steps=1, batch_size=1, student=student, method=DcmSettings(target="ema"), data=None)
 
     with pytest.raises(UserError, match="method.target=ema needs student.ema.enabled=true"):

@@ -7,17 +7,18 @@ from distill.methods.scm import ScmSettings
 from distill.methods.trigflow import add_trig_noise, trig_field
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
+from models.condition import text_condition
 from models.load import build_role, plan_role
 from tests.unit.method_roles import SHAPE, Net, close, make_batch, normal, wide
 
 
 def test_modes_of_the_derivative():
-    net, text = Net(3), make_batch().text
+    net, condition = Net(3), make_batch().condition
     x, t, dx = normal(4, *SHAPE, seed=1), torch.tensor([0.1, 0.5, 1.0, 1.5]), normal(4, *SHAPE, seed=2)
     primals, tangents = (x, t.double()), (dx, torch.ones(4, dtype=torch.float64))
 
     def field(x, t):
-        return trig_field(net, x, t, text)
+        return trig_field(net, x, t, condition)
 
     truth = torch.func.jvp(field, primals, tangents)[1]
     exact = directional_derivative(field, primals, tangents, mode="exact", step=0.1)
@@ -40,13 +41,13 @@ def _errors_of_finite_differences(precisions):
         plan = plan_role("student", checkpoint="assets/quickstart_teacher")
         role = build_role(
             plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=True, latent_shape=latents,
-            text_shape=text_shape,
+            condition_shapes={"text": text_shape},
         )  # fmt: skip
         dtype = torch.float64 if precision == "fp64" else torch.float32
         where = (add_trig_noise(x0, noise, t).to(dtype), t.to(dtype))
 
         def field(x, t, role=role, dtype=dtype):
-            return trig_field(role, x, t, text.to(dtype))
+            return trig_field(role, x, t, text_condition(text.to(dtype)))
 
         with torch.no_grad():
             along = (field(*where), torch.ones_like(where[1]))

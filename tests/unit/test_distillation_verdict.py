@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.distillation import Row, judge, judge_evaluations, over_seeds, table
-from distill.measures import HIGHER_IS_BETTER, Measure
+from distill.report.measures import HIGHER_IS_BETTER, Measure
 
 GOOD = {key: 1.0 if higher else 0.1 for key, higher in HIGHER_IS_BETTER.items()}
 EDGES = "distance/edge_sharpness"

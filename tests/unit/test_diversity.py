@@ -5,7 +5,7 @@ import pytest
 from scipy.ndimage import gaussian_filter
 
 from distill.data.moving_shapes import CAPTIONS, draw_scene, render
-from distill.measures import diversity
+from distill.report.measures import diversity
 from fsdp_cp.errors import UserError
 
 CHOSEN = CAPTIONS[:6]

@@ -21,9 +21,11 @@ from tests.unit.method_roles import (
     gradients,
     make_batch,
     normal,
+    null_text_of,
     random_at,
     run_loss,
     student_sample,
+    text_of,
     times_and_texts,
     wide,
 )
@@ -89,7 +91,7 @@ def test_rollout_follows_backward_simulation(which, length):
     assert [call.with_grad for call in calls] == [False] * (length - 1) + [which == "student"]
     noises = [calls[0].x]
     for k, (call, time) in enumerate(zip(calls, [1.0, 0.8, 0.5], strict=False)):
-        assert (call.t == time).all() and torch.equal(call.text, make_batch().text)
+        assert (call.t == time).all() and torch.equal(call.text, text_of(make_batch()))
         assert not call.x.requires_grad
         if k:
             x0 = calls[k - 1].x - wide(calls[k - 1].t) * calls[k - 1].v
@@ -109,10 +111,10 @@ def dmd_direction(method, sample) -> Tensor:
     (fake_call,) = method.roles["fake"].calls
     batch, t, x_t = make_batch(), fake_call.t, fake_call.x
     w = method.settings.guidance_scale
-    c = method.roles["teacher"].formula(x_t, t, batch.text)
-    u = method.roles["teacher"].formula(x_t, t, batch.null_like_text())
+    c = method.roles["teacher"].formula(x_t, t, text_of(batch))
+    u = method.roles["teacher"].formula(x_t, t, null_text_of(batch))
     x_real = x_t - wide(t) * (u + w * (c - u))
-    x_fake = x_t - wide(t) * method.roles["fake"].formula(x_t, t, batch.text)
+    x_fake = x_t - wide(t) * method.roles["fake"].formula(x_t, t, text_of(batch))
     q = torch.stack([(a - b).abs().sum() / N for a, b in zip(sample, x_real, strict=True)])
     return ((x_fake - x_real) / wide(q.clamp(min=1e-5)) / (N * len(sample))).detach()
 
@@ -136,8 +138,8 @@ def test_scores_are_compared_at_one_noised_detached_sample_with_fresh_noise():
     (real,), (fake,) = method.roles["teacher"].calls, method.roles["fake"].calls
     assert torch.equal(real.x, torch.cat([fake.x, fake.x])) and torch.equal(real.t, torch.cat([fake.t, fake.t]))
     batch = make_batch()
-    assert torch.equal(real.text, torch.cat([batch.text, batch.null_like_text()]))
-    assert torch.equal(fake.text, batch.text), "the fake score has no guidance"
+    assert torch.equal(real.text, torch.cat([text_of(batch), null_text_of(batch)]))
+    assert torch.equal(fake.text, text_of(batch)), "the fake score has no guidance"
     for call in (real, fake):
         assert not call.x.requires_grad and not call.with_grad
     noise = (fake.x - (1 - wide(fake.t)) * theta) / wide(fake.t)
@@ -170,8 +172,8 @@ def test_the_ode_goes_on_along_the_students_own_velocity(step):
         assert close(after.x, before.x + wide(after.t - before.t) * before.v)
     noise, batch = calls[0].x, make_batch()
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
-    sample = method.generate("student", noise, batch.text, batch.null_like_text(), 3, random_at(9))
-    assert torch.equal(sample, method.generate("student", noise, batch.text, batch.null_like_text(), 3, random_at(8)))
+    sample = method.generate("student", noise, batch.condition, 3, random_at(9))
+    assert torch.equal(sample, method.generate("student", noise, batch.condition, 3, random_at(8)))
     assert close(sample, calls[2].x - wide(calls[2].t) * calls[2].v)
 
 
@@ -204,7 +206,7 @@ def test_exact_gaussian_scores_give_the_difference_of_scores():
     teacher, fake = Gaussian(std=0.7), Gaussian(std=1.3)
     method = dmd2(Painter(theta), teacher, fake, guidance_scale=1.0)
     run_loss(method, 0).backward()
-    x_t, t, text = fake.calls[0].x, fake.calls[0].t, make_batch().text
+    x_t, t, text = fake.calls[0].x, fake.calls[0].t, text_of(make_batch())
     difference = fake.score(x_t, t, text) - teacher.score(x_t, t, text)
     x_real = x_t - wide(t) * teacher.formula(x_t, t, text)
     q = wide((theta - x_real).abs().mean((1, 2, 3, 4)))
@@ -255,7 +257,7 @@ def test_fake_loss_is_flow_matching_on_the_students_samples():
     method = dmd2(Painter(theta))
     loss = run_loss(method, 1)
     (call,) = method.roles["fake"].calls
-    assert call.with_grad and torch.equal(call.text, make_batch().text), "caption only, no guidance"
+    assert call.with_grad and torch.equal(call.text, text_of(make_batch())), "caption only, no guidance"
     noise = (call.x - (1 - wide(call.t)) * theta) / wide(call.t)
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
     assert close(loss, (call.v - (noise - theta)).square().sum() / (4 * N), 1e-10)

@@ -7,10 +7,11 @@ import torch
 from scipy import stats
 
 from distill.config import compose_config
-from distill.methods.dmd2 import Dmd2, Dmd2Settings, Shared
+from distill.methods.distribution_matching import Shared
+from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
-from models.gan_head import default_blocks
+from models.additions.gan_head import default_blocks
 from tests.unit.method_roles import (
     SHAPE,
     TEXT,
@@ -26,6 +27,7 @@ from tests.unit.method_roles import (
     random_at,
     run_loss,
     student_sample,
+    text_of,
     wide,
 )
 
@@ -61,7 +63,7 @@ def test_student_gradient_is_dmd_plus_the_gradient_of_softplus():
     alone = run_loss(plain, 0)
     alone.backward()
     fake, (call,) = method.roles["fake"], method.roles["fake"].logit_calls
-    assert call.with_grad and torch.equal(call.text, make_batch().text)
+    assert call.with_grad and torch.equal(call.text, text_of(make_batch()))
     x = call.x.detach().requires_grad_()
     d = fake.judge(x, call.t, call.text)
     (towards,) = torch.autograd.grad(d, x, -torch.sigmoid(-d))
@@ -89,7 +91,7 @@ def test_judged_times_are_uniform_shifted_and_then_held_in_their_range(step):
     batch = replace(
         make_batch(),
         latents=torch.zeros(1500, *SHAPE, dtype=torch.float64),
-        text=torch.ones(1500, *TEXT, dtype=torch.float64),
+        condition=replace(make_batch().condition, tensors={"text": torch.ones(1500, *TEXT, dtype=torch.float64)}),
     )
     next(iter(method.losses(step, batch, random_at(step, positions)))).closure()
     assert are_uniform_then_shifted_then_clamped(method.roles["fake"].logit_calls[0].t[:1500], 4.0, 0.2, 0.9)
@@ -146,7 +148,7 @@ def test_what_the_head_is_shown():
     (call,), (score,) = method.roles["fake"].logit_calls, method.roles["fake"].calls
     student, real, disturbed = call.x.chunk(3)
     t = call.t[:B]
-    assert torch.equal(call.t, t.repeat(3)) and torch.equal(call.text, make_batch().text.repeat(3, 1, 1))
+    assert torch.equal(call.t, t.repeat(3)) and torch.equal(call.text, text_of(make_batch()).repeat(3, 1, 1))
     noises = [
         (student - (1 - wide(t)) * theta) / wide(t),
         (real - (1 - wide(t)) * make_batch().latents) / wide(t),

@@ -6,7 +6,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.shard_settings import ShardSettings
+from fsdp_cp.sharding.settings import ShardSettings
+from models.condition import text_condition
 from models.ema import Ema, ema_decay
 from models.load import build_role, plan_role
 
@@ -40,7 +41,7 @@ def role(mesh):
         precision="fp32",
         trainable=True,
         latent_shape=(2, 1, 4, 4),
-        text_shape=(3, 6),
+        condition_shapes={"text": (3, 6)},
     )
 
 
@@ -123,7 +124,7 @@ def velocity(role):
     generator = torch.Generator().manual_seed(3)
     x, text = torch.randn(2, 2, 1, 4, 4, generator=generator), torch.randn(2, 3, 6, generator=generator)
     with torch.no_grad():
-        return role.velocity(x, torch.tensor([0.3, 0.9]), text)
+        return role.velocity(x, torch.tensor([0.3, 0.9]), text_condition(text))
 
 
 def test_swapping_in_computes_with_the_average_and_restores_every_bit(role):
@@ -158,6 +159,7 @@ def test_bf16_masters_have_no_average(mesh):
         "student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(precision="bf16", master_dtype="bf16")
     )
     device = torch.device("cpu")
-    role = build_role(plan, mesh=mesh, device=device, trainable=True, latent_shape=(2, 1, 4, 4), text_shape=(3, 6))
+    shapes = {"latent_shape": (2, 1, 4, 4), "condition_shapes": {"text": (3, 6)}}
+    role = build_role(plan, mesh=mesh, device=device, trainable=True, **shapes)
     with pytest.raises(ValueError, match="torch.bfloat16, in which an average stands still"):
         Ema(role, decay=0.9, gamma=1.0, start=0)

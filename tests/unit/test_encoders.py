@@ -18,11 +18,6 @@ CLIP = ClipFormat(num_frames=9, height=32, width=48, fps=8)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
-
-
-@pytest.fixture(scope="module")
 def pipeline(tiny):
     from diffusers import WanPipeline
 

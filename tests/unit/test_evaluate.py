@@ -15,9 +15,10 @@ from torch import nn
 from distill.config import LogSettings, SampleSettings, compose_config
 from distill.data.moving_shapes import CAPTIONS, MovingShapes
 from distill.evaluate import Evaluator, _duration
-from distill.measures import HIGHER_IS_BETTER
 from distill.metrics import MetricsLog
+from distill.report.measures import HIGHER_IS_BETTER
 from fsdp_cp.errors import UserError
+from models.condition import Condition
 
 
 class Painter:
@@ -34,7 +35,7 @@ class Painter:
     def trained_role(self, step):
         return "student" if step % 5 == 0 else "fake"
 
-    def generate(self, role, noise, text, null_text, steps, random):
+    def generate(self, role, noise, condition, steps, random):
         self.calls.append((role, steps))
         self.noise.append(noise)
         return torch.full_like(noise, steps / 10 if role == "teacher" else -self.updates / 10)
@@ -96,8 +97,8 @@ def test_named_captions_are_shown_in_their_order(tmp_path):
     method = Painter()
     asked = []
     evaluate = evaluator(tmp_path, method, captions=shown, teacher_steps=[])
-    embed = evaluate.data.embed
-    evaluate.data.embed = lambda captions: asked.extend(captions) or embed(captions)
+    condition = evaluate.data.condition
+    evaluate.data.condition = lambda captions, clips=None: asked.extend(captions) or condition(captions)
     evaluate.write_samples(1, None)
     assert asked[:3] == shown
     assert len(list((tmp_path / "samples").glob("*.mp4"))) == 3
@@ -234,3 +235,53 @@ def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch
     media = [path for path in (tmp_path / "wandb").rglob("media/**/*") if path.is_file()]
     assert sorted(path.suffix for path in media) == [".mp4", ".mp4", ".png"], "equal clips are kept once"
     assert len(list((tmp_path / "samples").glob("*.mp4"))) == 4, "copied, not moved"
+
+
+# ---------------------------------------------------------------- image to video
+
+
+class Pictured:
+    """Four clips of one brightness each, two to a caption, whose images condition."""
+
+    latent_shape, fps = (3, 6, 16, 16), 8.0
+    condition_shapes = {"text": (1, 1), "image_latents": latent_shape}
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"latents": torch.full(self.latent_shape, index / 10), "caption": ("one", "two")[index % 2]}
+
+    def captions(self):
+        return ["one", "two"]
+
+    def condition(self, captions, clips=None):
+        items = [("one", "two").index(caption) for caption in captions] if clips is None else clips
+        images = torch.stack([self[i]["latents"] for i in items])
+        return Condition({"text": torch.zeros(len(items), 1, 1), "image_latents": images})
+
+    def decode(self, latents):
+        return (latents * 255).round().to(torch.uint8).permute(0, 2, 3, 4, 1)
+
+    def release(self):
+        pass
+
+
+class Copier(Painter):
+    """Makes the image itself."""
+
+    def generate(self, role, noise, condition, steps, random):
+        return condition.tensors["image_latents"]
+
+
+def test_a_clip_of_an_image_stands_in_the_report_below_the_clip_that_the_image_is_of(tmp_path, monkeypatch):
+    evaluate = evaluator(tmp_path, Copier(), report_clips=4)
+    evaluate.data, made = Pictured(), []
+    clips = evaluate.clips
+    monkeypatch.setattr(evaluate, "clips", lambda *args, **given: made.append(clips(*args, **given)) or made[-1])
+    evaluate.write_report({"steps": 10})
+    real = evaluate._real_clips(["one", "two", "one", "two"], None)
+    assert len({int(clip.mean()) for clip in real}) == 4, "different clips"
+    assert len(made) == 3 and all(sorted(c.mean() for c in row) == sorted(c.mean() for c in real) for row in made)
+    captions = json.loads((tmp_path / "report.json").read_text())["captions"]
+    assert all(np.array_equal(row, evaluate._real_clips(captions, None)) for row in made)

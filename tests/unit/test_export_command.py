@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from benchmarks.parity import ARCHITECTURE
-from fsdp_cp import checkpoint
+from fsdp_cp.checkpoint import Checkpoints
 from models.export import main
+from tests.oracles.tiny_wan import ARCHITECTURE
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -34,13 +34,8 @@ def run(tmp_path, network):
     config = {key: value for key, value in network.config.items() if key != "_use_default_values"}
     for step in (1, 2):
         tensors = {"student": {"weights": weights, "ema": average}, "fake": {"weights": weights}}
-        checkpoint.save(
-            tmp_path / "run" / "checkpoints",
-            step,
-            tensors,
-            {"step": step, "configs": {"student": config, "fake": config}},
-            0,
-        )
+        numbers = {"step": step, "configs": {"student": config, "fake": config}}
+        Checkpoints(tmp_path / "run" / "checkpoints", keep=0).save(step, tensors, numbers)
     return tmp_path / "run"
 
 
@@ -115,8 +110,17 @@ class _Opens:
 def test_code_in_a_checkpoint_does_not_run(capsys, run, tmp_path):
     metadata = run / "checkpoints" / "step_00000002" / ".metadata"
     metadata.write_bytes(pickle.dumps(_Opens(tmp_path / "ran")))
-    code, message = export(capsys, run, tmp_path / "out")
+    (metadata.parent / "manifest.json").unlink()  # in which its size is
+    code, message = export(capsys, metadata.parent, tmp_path / "out")
     assert code == 2 and "damaged or unsafe" in message and not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_exported(capsys, caplog, run, tmp_path):
+    file = run / "checkpoints" / "step_00000002" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    code, message = export(capsys, run, tmp_path / "out")
+    assert code == 0 and "step_00000001" in message
+    assert f"the checkpoint of step 2 is damaged and not used: {file} has" in caplog.text
 
 
 @pytest.mark.slow

@@ -3,24 +3,15 @@
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from models.wan import Wan
+from models.families.wan import Wan
+from tests.oracles.tiny_wan import ARCHITECTURE
 
-SMALL = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 6,
-    "text_dim": 10,
-    "freq_dim": 16,
-    "ffn_dim": 64,
-    "num_layers": 3,
-    "cross_attn_norm": True,
-    "rope_max_seq_len": 32,
-}
+SMALL = ARCHITECTURE | {"out_channels": 6}
 LONG_TEXT = {"patch_size": (1, 4, 4), "text_dim": 40, "ffn_dim": 20, "num_layers": 1, "cross_attn_norm": False}
 
 
@@ -39,6 +30,56 @@ def test_forward_flops_are_those_that_torch_counts(changes, batch, sizes, text_t
         network(**inputs)
     assert "aten.bmm" in {str(op) for op in counter.get_flop_counts()["Global"]}, "attention was not counted"
     # As many channels come out as go in where a network has a role; here not, so that the two cannot be confused.
-    tokens = Wan.tokens(config | {"out_channels": 4}, (4, *sizes), "test")
-    ours = batch * Wan.forward_flops(config, tokens, text_tokens)
+    tokens = Wan().tokens(config, (4, *sizes))
+    ours = batch * Wan().forward_flops(config, tokens, {"text": (text_tokens, config["text_dim"])})
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("image_tokens", [7, 257])
+def test_those_of_an_image_to_video_network_too(image_tokens):
+    image = {"in_channels": 16, "out_channels": 6, "image_dim": 14, "added_kv_proj_dim": 48}
+    network = WanTransformer3DModel(**SMALL | image)
+    config, text = dict(network.config), (512, SMALL["text_dim"])
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 3, 8, 8),
+        "timestep": torch.full((1,), 500.0),
+        "encoder_hidden_states": torch.randn(1, *text),
+        "encoder_hidden_states_image": torch.randn(1, image_tokens, 14),
+    }
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        network(**inputs)
+    shapes = {"text": text, "image_embeds": (image_tokens, 14)}
+    ours = Wan().forward_flops(config, Wan().tokens(config, (6, 3, 8, 8)), shapes)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+class _Counted(TorchDispatchMode):
+    """torch's counts, without products of zeros: of a weight's tangent, which there is not, forward mode makes some."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func._overloadpacket in flop_registry:
+            factors = args[1:3] if func._overloadpacket is torch.ops.aten.addmm else args[:2]
+            if all(factor.any() for factor in factors):
+                self.flops += flop_registry[func._overloadpacket](*args, **kwargs or {}, out_val=out)
+        return out
+
+
+@pytest.mark.parametrize("changes", [{}, LONG_TEXT], ids=str)
+@pytest.mark.parametrize(("sizes", "text_tokens"), [((3, 8, 8), 5), ((2, 16, 16), 30)])
+def test_those_of_a_tangent_too(changes, sizes, text_tokens):
+    """Of the state and the time, as the methods with derivatives want it; without attention's own it would be less."""
+    network = WanTransformer3DModel(**SMALL | changes)
+    config = dict(network.config)
+    condition = {"text": (text_tokens, config["text_dim"])}
+    x, t = torch.randn(1, 4, *sizes), torch.full((1,), 500.0)
+    text = torch.randn(1, *condition["text"])
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]
+        with _Counted() as counter:
+            network(duals[0], duals[1], text)
+    tokens = Wan().tokens(config, (4, *sizes))
+    forward, tangent = (f(config, tokens, condition) for f in (Wan().forward_flops, Wan().tangent_flops))
+    assert forward + tangent == pytest.approx(counter.flops, rel=0.01)

@@ -8,7 +8,8 @@ from diffusers import WanTransformer3DModel
 from distill.config import compose_config
 from distill.data.moving_shapes import MovingShapes
 from distill.schedules import add_noise, denoise
-from models.gan_head import GanHead
+from models.additions.gan_head import GanHead
+from models.families.wan import Wan
 
 CLIPS, TRAINED = 512, 384
 CHUNK = 64
@@ -23,7 +24,7 @@ def features():
     items = [data[i] for i in range(CLIPS)]
     clips, text = (torch.stack([item[key] for item in items]) for key in ("latents", "text"))
     kept = []
-    head = GanHead(dict(network.config))
+    head = GanHead(Wan(), dict(network.config))
     for block in head.blocks:
         network.blocks[block].register_forward_hook(lambda _m, _a, output: kept.append(output))
 
@@ -48,7 +49,7 @@ def accuracy(features, lr, updates):
     config, real, fake = features
     settings = compose_config(["experiment=wan2_1_t2v_1_3b_dmd2"]).optim.fake
     torch.manual_seed(1)
-    head = GanHead(config)
+    head = GanHead(Wan(), config)
     adamw = torch.optim.AdamW(head.parameters(), lr=lr, betas=tuple(settings.betas), weight_decay=settings.weight_decay)
     for _ in range(updates):
         chosen = torch.randint(TRAINED, (8,))

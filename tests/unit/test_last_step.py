@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from distill.methods import METHODS, build_method
-from distill.methods.dmd2 import Dmd2Settings, distribution_matching
+from distill.methods.distribution_matching import distribution_matching
+from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.rcm import RcmSettings
 from distill.observations import Observations
 from fsdp_cp.errors import UserError
-from models.additions import build_additions
-from models.second_time import second_time
-from tests.unit.analytic import Mixture
+from models.additions.registry import build_additions
+from models.additions.time_conditioning import second_time
+from models.families.wan import Wan
+from tests.unit.analytic import Mixture, nothing
 from tests.unit.method_roles import Judge, Net, make_batch, normal, random_at
 
 DMD2 = {"step_list": [1.0, 0.8, 0.5], "fake_updates_per_student_update": 1}
@@ -72,8 +74,8 @@ class _OfEachLength(nn.Module):
         super().__init__()
         self.problems = problems
 
-    def velocity(self, x, t, text, r=None):
-        rows = [self.problems[float(r[i])].velocity(x[i : i + 1], t[i : i + 1], text) for i in range(len(x))]
+    def velocity(self, x, t, condition, r=None):
+        rows = [self.problems[float(r[i])].velocity(x[i : i + 1], t[i : i + 1], condition) for i in range(len(x))]
         return torch.cat(rows)
 
 
@@ -84,9 +86,9 @@ class _Mixed(nn.Module):
         super().__init__()
         self.problems = list(problems)
 
-    def velocity(self, x, t, text, r=None):
+    def velocity(self, x, t, condition, r=None):
         densities = torch.stack([problem._log_density(x, t) for problem in self.problems])
-        velocities = torch.stack([problem.velocity(x, t, text) for problem in self.problems])
+        velocities = torch.stack([problem.velocity(x, t, condition) for problem in self.problems])
         return (densities.softmax(0) * velocities).sum(0)
 
 
@@ -102,7 +104,7 @@ def test_a_score_of_the_mixture_does_not_see_that_each_length_has_lost_a_mode():
     means = (-1.0, 1.0)
     data = Mixture(shape=shape, weights=(0.5, 0.5), means=means, stds=(0.3, 0.3))
     parts = {r: Mixture(shape=shape, weights=(1.0,), means=(m,), stds=(0.3,)) for r, m in ((1.0, -1.0), (0.5, 1.0))}
-    batch = SimpleNamespace(text=torch.zeros(count, 1, 2), null_like_text=lambda: None)
+    batch = SimpleNamespace(condition=nothing(count))
 
     def push(fake, r):
         """``-dL/dx_G`` on samples of one length."""
@@ -134,9 +136,9 @@ def test_the_addition_embeds_the_second_time_itself():
     network = nn.Module()
     network.condition_embedder = nn.Module()
     network.condition_embedder.time_embedder = nn.Identity()
-    network.additions = build_additions(("last_step",), config)
+    network.additions = build_additions(("last_step",), Wan(), config)
     addition = network.additions["last_step"]
-    addition.attach(network, None)
+    addition.attach(network, Wan(), None)
     nn.init.normal_(addition.linear_2.weight)
     t, r = torch.tensor([0.2, 0.9]), torch.tensor([0.5, 0.5])
 

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_cp.memory import LiveStorages
+from fsdp_cp.measure.memory import LiveStorages
 
 KIB = 1024
 

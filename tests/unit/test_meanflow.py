@@ -7,13 +7,16 @@ import torch
 from scipy import stats
 from torch import nn
 
-from distill.config import Config, EmaSettings, StudentSettings
+from distill.config import Config, EmaSettings
+from distill.config.schema import TrainedRoleSettings
 from distill.methods import METHODS, build_method
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.schedules import per_sample
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from tests.unit.analytic import PROBLEMS, Gaussian, Mixture, make_batch, normal
+from models.condition import text_condition
+from tests.unit.analytic import PROBLEMS, TEXT, Gaussian, Mixture, make_batch, normal, nothing
+from tests.unit.method_roles import text_of
 
 IDS = ["gaussian", "mixture"]
 
@@ -27,11 +30,11 @@ class ExactMean(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def velocity(self, x, t, text, r=None):
+    def velocity(self, x, t, condition, r=None):
         instant = r == t
         interval = per_sample(torch.where(instant, 1.0, t - r), x)
         u = (x - self.problem.flow_map(x, t, torch.where(instant, t / 2, r))) / interval
-        u = torch.where(per_sample(instant, x), self.problem.velocity(x, t, text), u)
+        u = torch.where(per_sample(instant, x), self.problem.velocity(x, t, condition), u)
         return (1 + self.scale) * u + self.offset
 
 
@@ -50,11 +53,11 @@ class SmallNet(nn.Module):
             nn.init.zeros_(self.body[-1].weight)
             nn.init.zeros_(self.body[-1].bias)
 
-    def velocity(self, x, t, text, r=None):
+    def velocity(self, x, t, condition, r=None):
         assert r.shape == t.shape == (len(x),) and (r <= t).all()
         self.calls.append((x, t, r, torch.is_grad_enabled()))
         rows = torch.stack([x, *(per_sample(time, x).expand_as(x) for time in (t, r, t * r))], -1)
-        return self.problem.velocity(x, t, text) + self.body(rows)[..., 0]
+        return self.problem.velocity(x, t, condition) + self.body(rows)[..., 0]
 
 
 def meanflow(student, teacher=None, **settings) -> MeanFlow:
@@ -65,8 +68,8 @@ def meanflow(student, teacher=None, **settings) -> MeanFlow:
 def run_loss(method, step=0, count=6, problem=PROBLEMS[0], positions=None):
     positions = list(range(count)) if positions is None else positions
     batch = make_batch(problem, count)
-    rows = {name: getattr(batch, name)[positions] for name in ("latents", "text")}
-    batch = replace(batch, **rows)
+    rows = torch.tensor(positions)
+    batch = replace(batch, latents=batch.latents[rows], condition=batch.condition[rows])
     random = StepRandom(seed=5, step=step, positions=positions)
     (loss,) = method.losses(step, batch, random)
     return loss.closure(), batch
@@ -94,8 +97,8 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     """The test above can fail: the teacher's velocity is not the mean velocity."""
 
     class Velocity(ExactMean):
-        def velocity(self, x, t, text, r=None):
-            return (1 + self.scale) * self.problem.velocity(x, t, text) + self.offset
+        def velocity(self, x, t, condition, r=None):
+            return (1 + self.scale) * self.problem.velocity(x, t, condition) + self.offset
 
     student = Velocity(PROBLEMS[0])
     loss, _ = run_loss(meanflow(student, PROBLEMS[0], interval_ratio=1.0))
@@ -114,8 +117,8 @@ def test_a_student_converges_to_the_flow_map():
     truth = problem.flow_map(noise, zero + 1, zero)
 
     def error(steps):
-        text = torch.zeros(512, 1, 2)
-        sample = method.generate("student", noise, text, text, steps, StepRandom(seed=0, step=0, positions=range(512)))
+        random = StepRandom(seed=0, step=0, positions=range(512))
+        sample = method.generate("student", noise, nothing(512), steps, random)
         return (sample - truth).norm() / truth.norm()
 
     before = error(1)
@@ -151,8 +154,7 @@ class BatchRandom(StepRandom):
 def test_exact_mean_velocities_sample_the_flow_map_in_any_number_of_steps(problem, steps):
     method = meanflow(ExactMean(problem), problem, step_list=[1.0, 0.7, 0.2])
     noise = normal(5, *problem.shape, seed=8)
-    text = torch.zeros(5, 1, 2)
-    sample = method.generate("student", noise, text, text, steps, StepRandom(seed=0, step=0, positions=range(5)))
+    sample = method.generate("student", noise, nothing(5), steps, StepRandom(seed=0, step=0, positions=range(5)))
     truth = problem.flow_map(noise, torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64))
     assert (sample - truth).norm() < 1e-9 * truth.norm()
     assert method.evaluations("student", steps) == steps
@@ -166,10 +168,12 @@ def reference(method, batch, v, power, floor, growth=1.0):
     student = method.roles["student"]
     x, t, r, with_grad = student.calls[-1]
     assert with_grad
-    _, derivative = torch.func.jvp(lambda x, t: student.velocity(x, t, batch.text, r), (x, t), (v, torch.ones_like(t)))
+    _, derivative = torch.func.jvp(
+        lambda x, t: student.velocity(x, t, batch.condition, r), (x, t), (v, torch.ones_like(t))
+    )
     target = (v - growth * per_sample(t - r, x) * derivative).detach()
     total = 0.0
-    for u, wanted in zip(student.velocity(x, t, batch.text, r), target, strict=True):
+    for u, wanted in zip(student.velocity(x, t, batch.condition, r), target, strict=True):
         error = ((u - wanted) ** 2).sum() / u.numel()
         total = total + error / (error.detach().sqrt() + floor) ** power
     return total / len(x)
@@ -186,7 +190,7 @@ def test_gradient_equals_a_dense_reference(velocity, power):
     ours = [p.grad.clone() for p in student.parameters()]
     x, t, _, _ = student.calls[-1]
     noise = (x - (1 - per_sample(t, x)) * batch.latents) / per_sample(t, x)
-    v = noise - batch.latents if velocity == "data" else Mixture().velocity(x, t, batch.text)
+    v = noise - batch.latents if velocity == "data" else Mixture().velocity(x, t, batch.condition)
     truth = reference(method, batch, v, power, 0.02)
     student.zero_grad()
     truth.backward()
@@ -198,13 +202,14 @@ def test_gradient_equals_a_dense_reference(velocity, power):
 
 def test_the_velocity_is_the_teachers_with_guidance():
     class Captioned(nn.Module):
-        def velocity(self, x, t, text):
-            return per_sample(text[:, 0, 0], x) * torch.ones_like(x)
+        def velocity(self, x, t, condition):
+            return per_sample(condition.tensors["text"][:, 0, 0], x) * torch.ones_like(x)
 
     student = SmallNet(PROBLEMS[0], zero=False)
     method = meanflow(student, Captioned(), guidance_scale=3.0)
     batch = make_batch(PROBLEMS[0], 6)
-    batch = replace(batch, text=batch.text + 2, null_text=batch.null_text + 0.5)
+    null_text = torch.full(TEXT, 0.5, dtype=torch.float64)
+    batch = replace(batch, condition=text_condition(text_of(batch) + 2, null_text))
     (loss,) = method.losses(0, batch, StepRandom(seed=5, step=0, positions=range(6)))
     loss = loss.closure()
     x = student.calls[-1][0]
@@ -230,7 +235,7 @@ def test_the_derivative_is_warmed_up_and_costs_nothing_before():
         assert len(student.calls) == (2 if growth else 1)
         x, t, r, _ = student.calls[-1]
         assert (r < t).all()
-        truth = reference(method, batch, Mixture().velocity(x, t, batch.text), 0.0, 1.0, growth)
+        truth = reference(method, batch, Mixture().velocity(x, t, batch.condition), 0.0, 1.0, growth)
         assert loss.item() == pytest.approx(truth.item(), rel=1e-10)
 
 
@@ -317,7 +322,7 @@ def test_settings_are_refused_by_name(settings, words):
 
 def test_compiled_blocks_have_no_exact_derivative():
     def config(**settings):
-        student = StudentSettings(compile=True, precision="fp32", ema=EmaSettings())
+        student = TrainedRoleSettings(compile=True, precision="fp32", ema=EmaSettings())
         return Config(steps=1, batch_size=1, student=student, method=MeanFlowSettings(**settings), data=None)
 
     with pytest.raises(UserError, match="student.compile=true"):

@@ -17,7 +17,7 @@ from scipy.ndimage import gaussian_filter
 
 from distill.data.moving_shapes import CAPTIONS, MovingShapes, caption_parts
 from distill.data.word_table import MOTIONS, write
-from distill.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
+from distill.report.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
 from fsdp_cp.errors import UserError
 
 N = 256

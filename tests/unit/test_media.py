@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from distill import media
+from distill.report import media
 
 
 def moving_disc(frames: int = 6, height: int = 16, width: int = 16, colour=(255, 60, 20)) -> np.ndarray:

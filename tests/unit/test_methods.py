@@ -8,6 +8,7 @@ from distill.methods.base import guided_velocity
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
+from models.condition import text_condition
 from tests.unit.method_roles import (
     SHAPE,
     TEXT,
@@ -22,9 +23,11 @@ from tests.unit.method_roles import (
     gradients,
     make_batch,
     normal,
+    null_text_of,
     random_at,
     run_loss,
     student_sample,
+    text_of,
     times_and_texts,
     unshifted,
     wide,
@@ -37,18 +40,18 @@ from tests.unit.method_roles import (
 def test_guidance_is_u_plus_w_times_c_minus_u_in_one_call(scale):
     role, batch = Net(0), make_batch()
     t = torch.linspace(0.2, 0.9, 4, dtype=torch.float64)
-    v = guided_velocity(role, batch.latents, t, batch.text, batch.null_like_text(), scale)
+    v = guided_velocity(role, batch.latents, t, batch.condition, scale)
     assert len(role.calls) == 1, "both branches share one gather of the parameters"
-    c = role.formula(batch.latents, t, batch.text)
-    u = role.formula(batch.latents, t, batch.null_like_text())
+    c = role.formula(batch.latents, t, text_of(batch))
+    u = role.formula(batch.latents, t, null_text_of(batch))
     assert close(v, u + scale * (c - u))
 
 
 def test_no_guidance_costs_no_second_pass():
     role, batch = Net(0), make_batch()
     t = torch.full((4,), 0.3, dtype=torch.float64)
-    v = guided_velocity(role, batch.latents, t, batch.text, batch.null_like_text(), 1.0)
-    assert torch.equal(v, role.formula(batch.latents, t, batch.text))
+    v = guided_velocity(role, batch.latents, t, batch.condition, 1.0)
+    assert torch.equal(v, role.formula(batch.latents, t, text_of(batch)))
     assert len(role.calls) == 1 and len(role.calls[0].x) == 4
 
 
@@ -62,7 +65,7 @@ def test_flow_matching_loss_is_the_mean_squared_velocity_error(time):
     (call,) = method.roles["student"].calls
     x0 = make_batch().latents
     noise = (call.x - (1 - wide(call.t)) * x0) / wide(call.t)
-    assert torch.equal(call.text, make_batch().text)
+    assert torch.equal(call.text, text_of(make_batch()))
     assert close(loss, (call.v - (noise - x0)).square().sum() / (4 * N))
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
     loss.backward()
@@ -152,7 +155,7 @@ def test_a_step_draws_the_same_again_and_another_step_draws_otherwise(make, step
 def texts(conditional, null):
     text, null_text = torch.zeros(2, *TEXT, dtype=torch.float64), torch.zeros(2, *TEXT, dtype=torch.float64)
     text[:, 0, 0], null_text[:, 0, 0] = torch.tensor(conditional), null
-    return text, null_text
+    return text_condition(text, null_text[0])
 
 
 @pytest.mark.parametrize("steps", [1, 3, 50])
@@ -162,10 +165,10 @@ def test_teacher_sampler_follows_the_guided_flow_to_its_end(make, steps):
     method = make(guidance_scale=3.0)
     role = Point()
     method.roles = {"teacher": role, "student": role}
-    text, null_text = texts([0.5, -1.0], 0.25)
+    condition = texts([0.5, -1.0], 0.25)
     noise = normal(2, *SHAPE, seed=4)
     name = "teacher" if make is dmd2 else "student"
-    clips = method.generate(name, noise, text, null_text, steps, random_at(0, [0, 1]))
+    clips = method.generate(name, noise, condition, steps, random_at(0, [0, 1]))
     expected = 0.25 + 3.0 * (torch.tensor([0.5, -1.0]) - 0.25)
     assert (clips - wide(expected)).abs().max() < 1e-12
     assert len(role.calls) == steps and not clips.requires_grad
@@ -176,9 +179,9 @@ def test_teacher_sampler_follows_the_guided_flow_to_its_end(make, steps):
 def test_teacher_sampler_converges_to_the_gaussian_that_it_models():
     method = dmd2(shift=3.0, guidance_scale=1.0)
     method.roles = {"teacher": Gaussian(std=0.5)}
-    text, null_text = texts([0.3, 0.3], 0.0)
+    condition = texts([0.3, 0.3], 0.0)
     noise = normal(2, *SHAPE, seed=4)
-    clips = method.generate("teacher", noise, text, null_text, 400, random_at(0, [0, 1]))
+    clips = method.generate("teacher", noise, condition, 400, random_at(0, [0, 1]))
     assert (clips - (0.3 + 0.5 * noise)).abs().max() < 0.02  # the exact flow map of a Gaussian is affine
 
 
@@ -186,15 +189,15 @@ def test_teacher_sampler_converges_to_the_gaussian_that_it_models():
 def test_student_samples_at_its_own_times_without_gradient_or_guidance(steps, times):
     method = dmd2(step_list=[1.0, 0.9375, 0.8333, 0.625])
     batch, noise = make_batch(), normal(4, *SHAPE, seed=4)
-    clips = method.generate("student", noise, batch.text, batch.null_like_text(), steps, random_at(0))
+    clips = method.generate("student", noise, batch.condition, steps, random_at(0))
     calls = method.roles["student"].calls
     assert [call.t[0].item() for call in calls] == times
     assert torch.equal(calls[0].x, noise) and not any(call.with_grad for call in calls) and not clips.requires_grad
-    assert all(torch.equal(call.text, batch.text) for call in calls)
+    assert all(torch.equal(call.text, text_of(batch)) for call in calls)
     assert torch.equal(clips, student_sample(method))
     assert method.evaluations("student", steps) == steps
     for i in range(4):  # a clip does not depend on the rank or the batch that makes it
-        alone = method.generate("student", noise[i : i + 1], batch.text[i : i + 1], None, steps, random_at(0, [i]))
+        alone = method.generate("student", noise[i : i + 1], batch.condition[i : i + 1], steps, random_at(0, [i]))
         assert close(alone[0], clips[i])
 
 
@@ -207,7 +210,7 @@ def test_more_steps_than_the_student_was_trained_for_are_refused():
     method, batch = dmd2(), make_batch()
     for steps in (0, 4):
         with pytest.raises(UserError, match="1 to 3"):
-            method.generate("student", batch.latents, batch.text, batch.null_like_text(), steps, random_at(0))
+            method.generate("student", batch.latents, batch.condition, steps, random_at(0))
 
 
 # ---------------------------------------------------------------- settings

@@ -25,7 +25,7 @@ from distill.data.moving_shapes import (
     render,
 )
 from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, make_vectors, write
-from distill.measures import colour_shares, measure
+from distill.report.measures import colour_shares, measure
 from fsdp_cp.errors import UserError
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
@@ -38,15 +38,19 @@ def encoders(tmp_path_factory) -> Path:
     return folder
 
 
+def texts(data, captions):
+    return data.condition(captions).tensors["text"]
+
+
 def test_interface(encoders):
     data = MovingShapes(encoders=encoders, num_clips=200)
     assert len(data) == 200 and data.fps == 8.0
-    assert data.latent_shape == (3, 6, 16, 16) and data.text_shape == (4, 32)
+    assert data.latent_shape == (3, 6, 16, 16) and data.condition_shapes == {"text": (4, 32)}
     item = data[7]
     assert item["latents"].shape == data.latent_shape and item["latents"].dtype == torch.float32
-    assert item["text"].shape == data.text_shape and item["text"].dtype == torch.float32
+    assert item["text"].shape == data.condition_shapes["text"] and item["text"].dtype == torch.float32
     assert item["caption"] == data.captions()[7] == CAPTIONS[7]
-    assert data.null_text.shape == data.text_shape
+    assert data.null["text"].shape == data.empty["text"].shape == data.condition_shapes["text"]
     assert -1 <= item["latents"].min() < item["latents"].max() <= 1
     with pytest.raises(IndexError):
         data[200]
@@ -122,7 +126,7 @@ def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
         counts = [round(found[colour] * len(clips)) for colour in COLOURS]
         assert stats.chisquare(counts, [share * len(clips) for share in SHARES]).pvalue > 1e-3
     item = data[11]
-    assert item["caption"] == UNCOLOURED_CAPTIONS[3] and torch.equal(item["text"], data.embed([item["caption"]])[0])
+    assert item["caption"] == UNCOLOURED_CAPTIONS[3] and torch.equal(item["text"], texts(data, [item["caption"]])[0])
     assert torch.equal(item["text"][3], WordTable.load(encoders).vectors[0]), "three words and a pad"
     others = (MovingShapes(encoders=encoders), MovingShapes(encoders=encoders, colour_shares=[0.125] * 8))
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
@@ -186,13 +190,13 @@ def test_wrong_settings_are_named(encoders, setting, named):
 def test_word_table_embeds(encoders):
     data = MovingShapes(encoders=encoders)
     table = WordTable.load(encoders)
-    red, empty = data.embed(["a red circle growing", ""])
+    red, empty = texts(data, ["a red circle growing", ""])
     assert torch.equal(red[1], table.vectors[VOCABULARY.index("red")])
-    assert torch.equal(empty, table.vectors[:1].expand(4, -1)) and torch.equal(empty, data.null_text)
-    assert torch.equal(data.embed(data.captions())[5], data[5]["text"])
-    assert len({tuple(rows.flatten().tolist()) for rows in data.embed(data.captions())}) == 64
+    assert torch.equal(empty, table.vectors[:1].expand(4, -1)) and torch.equal(empty, data.null["text"])
+    assert torch.equal(texts(data, data.captions())[5], data[5]["text"])
+    assert len({tuple(rows.flatten().tolist()) for rows in texts(data, data.captions())}) == 64
     with pytest.raises(UserError, match="purple"):
-        data.embed(["a purple circle growing"])
+        data.condition(["a purple circle growing"])
 
 
 def test_words_are_well_separated():

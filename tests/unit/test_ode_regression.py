@@ -19,8 +19,9 @@ from distill.methods.ode_regression import (
 from distill.schedules import euler_times
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from tests.unit.analytic import Gaussian
-from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal
+from models.condition import text_condition
+from tests.unit.analytic import Gaussian, nothing
+from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal, text_of
 
 TIMES = [1.0, 0.8, 0.5]
 
@@ -34,9 +35,9 @@ def make_batch(count=6, positions=None):
     positions = list(range(count)) if positions is None else positions
     return Batch(
         latents=normal(count, *SHAPE, seed=1)[positions],
-        text=normal(count, *TEXT, seed=2)[positions],
-        null_text=normal(*TEXT, seed=3),
-        empty_text=normal(*TEXT, seed=13),
+        condition=text_condition(
+            normal(count, *TEXT, seed=2)[positions], normal(*TEXT, seed=3), normal(*TEXT, seed=13)
+        ),
         trajectory=normal(count, len(TIMES), *SHAPE, seed=4)[positions],
     )
 
@@ -63,14 +64,14 @@ def test_loss_and_gradient_by_the_formula():
     for i, t in enumerate(call.t.tolist()):
         state = batch.trajectory[i, TIMES.index(t)]
         assert torch.equal(call.x[i], state)
-        v = student.formula(state[None], call.t[i : i + 1], batch.text[i : i + 1])[0]
+        v = student.formula(state[None], call.t[i : i + 1], text_of(batch)[i : i + 1])[0]
         total = total + ((state - t * v - batch.latents[i]) ** 2).sum()
     truth = total / batch.latents.numel()
     truth.backward()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
     for name, gradient in gradients(student).items():
         assert close(ours[name], gradient), name
-    assert torch.equal(call.text, batch.text), "the guidance is in the trajectories"
+    assert torch.equal(call.text, text_of(batch)), "the guidance is in the trajectories"
 
 
 def test_states_are_drawn_evenly_for_each_sample():
@@ -103,14 +104,14 @@ def test_what_is_observed():
 def test_a_trajectory_is_eulers_on_a_grid_with_the_step_list_in_it():
     teacher = Net(8)
     settings = OdeRegressionSettings(step_list=TIMES, teacher_steps=7, shift=3.0, guidance_scale=2.5)
-    noise, text, null = normal(2, *SHAPE, seed=1), normal(2, *TEXT, seed=2), normal(2, *TEXT, seed=3)
-    states, latents = trajectory(teacher, noise, text, null, settings)
+    noise, text, null = normal(2, *SHAPE, seed=1), normal(2, *TEXT, seed=2), normal(*TEXT, seed=3)
+    states, latents = trajectory(teacher, noise, text_condition(text, null), settings)
     grid = sorted({*euler_times(7, 3.0), *TIMES}, reverse=True)
     x, wanted = noise, {}
     for t, following in zip(grid, grid[1:], strict=False):
         wanted[t] = x
         at = torch.full((2,), t, dtype=torch.float64)
-        c, u = teacher.formula(x, at, text), teacher.formula(x, at, null)
+        c, u = teacher.formula(x, at, text), teacher.formula(x, at, null.expand_as(text))
         x = x + (following - t) * (u + 2.5 * (c - u))
     assert states.shape == (2, 3, *SHAPE) and close(latents, x)
     for k, time in enumerate(TIMES):
@@ -121,8 +122,8 @@ def test_a_trajectory_is_eulers_on_a_grid_with_the_step_list_in_it():
 def test_fine_trajectories_are_on_the_flow_map():
     problem = Gaussian()
     settings = OdeRegressionSettings(step_list=TIMES, teacher_steps=400, shift=1.0, guidance_scale=1.0)
-    noise, text = normal(3, *problem.shape, seed=1), torch.zeros(3, 1, 2, dtype=torch.float64)
-    states, latents = trajectory(problem, noise, text, text, settings)
+    noise = normal(3, *problem.shape, seed=1)
+    states, latents = trajectory(problem, noise, nothing(3), settings)
     one = torch.ones(3, dtype=torch.float64)
     for state, time in zip((*states.unbind(1), latents), (*TIMES, 0.0), strict=True):
         truth = problem.flow_map(noise, one, one * time)
@@ -138,13 +139,13 @@ ABOUT = {"method.step_list": TIMES, "method.shift": 3.0, "data.negative_prompt":
 class Captioned:
     """A data set of captions."""
 
-    latent_shape, text_shape, fingerprint, fps = SHAPE, TEXT, "captions", 8.0
+    latent_shape, condition_shapes, fingerprint, fps = SHAPE, {"text": TEXT}, "captions", 8.0
 
     def __len__(self):
         return 2
 
-    def embed(self, captions):
-        return torch.stack([torch.full(TEXT, float(len(caption))) for caption in captions])
+    def condition(self, captions, clips=None):
+        return text_condition(torch.stack([torch.full(TEXT, float(len(caption))) for caption in captions]))
 
 
 def filled(path, count=3):
@@ -164,6 +165,21 @@ def test_what_was_written_is_read(tmp_path):
     assert torch.equal(item["latents"], normal(*SHAPE, seed=52).float())
     assert item["caption"] == "xx" and (item["text"] == 2).all()
     assert [p.name for p in tmp_path.rglob("*.tmp")] == []
+
+
+def test_with_images_trajectories_belong_to_the_clips_that_they_were_made_of(tmp_path):
+    """A caption does not tell whose image a trajectory began with."""
+
+    class Images(Captioned):
+        condition_shapes = {"text": TEXT, "image_latents": SHAPE}
+
+    folder = TrajectoryFolder(str(tmp_path))
+    folder.begin(ABOUT | {"data.fingerprint": "captions"})
+    assert len(TrajectoryClips(folder, 3, Images())) == 3
+    Images.fingerprint = "edited"
+    with pytest.raises(UserError, match="were made of other clips than those of data.path now"):
+        TrajectoryClips(folder, 3, Images())
+    assert len(TrajectoryClips(folder, 3, Captioned())) == 3, "text alone is told by the caption"
 
 
 def test_missing_and_damaged_trajectories_are_made_again(tmp_path):

@@ -9,8 +9,9 @@ from torch import nn
 from distill.config import OptimizerSettings, compose_config
 from distill.optimizers import RoleOptimizer, learning_rate, parameter_groups
 from fsdp_cp.errors import UserError
+from models.families.wan import Wan
+from models.network import Network
 from models.role import Role
-from models.wan import Wan
 
 
 def role(seed=0):
@@ -18,13 +19,8 @@ def role(seed=0):
     network = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 4))
     return Role(
         name="student",
-        family=Wan,
-        config={},
-        network=network,
+        networks=(Network(family=Wan(), config={}, module=network, precision="fp32", tokens=1, forward_flops=1),),
         trainable=True,
-        precision="fp32",
-        tokens=1,
-        text_tokens=1,
     )
 
 

@@ -10,7 +10,8 @@ SPLITS = [(1, 8), (1, 1), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)]  # (dp
 
 
 def batchings(dp_size, micro, global_size=8):
-    return [Batching(global_size=global_size, micro=micro, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
+    sizes = {"global_size": global_size, "micro_batch_size": micro, "dp_size": dp_size}
+    return [Batching(**sizes, dp_rank=r) for r in range(dp_size)]
 
 
 def stream(dp_size, micro, *, clips=11, first=0, steps=7, seed=5, global_size=8):
@@ -72,4 +73,4 @@ def test_resume_with_another_batch_size_repeats_and_skips_nothing():
 
 def test_a_batch_that_does_not_divide_is_an_error_of_ours():
     with pytest.raises(AssertionError):
-        Batching(global_size=8, micro=3, dp_rank=0, dp_size=1)
+        Batching(global_size=8, micro_batch_size=3, dp_rank=0, dp_size=1)

@@ -252,3 +252,75 @@ def test_ci_script_is_sound():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+# ---------------------------------------------------------------- the graph of imports
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Which of our modules each one imports, at its top or inside a function; not what it names for types alone.
+
+    Packages stand for what their ``__init__`` imports. A trainer's parts name its type: that is no import of it.
+    """
+    names = {}
+    for path in (path for package in (*PACKAGES, "benchmarks", "tests") for path in sources(package)):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    names["train"] = ROOT / "train.py"
+
+    def imported(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                for alias in child.names:
+                    whole = f"{child.module}.{alias.name}"
+                    yield whole if whole in names else child.module
+            elif not is_type_checking(child):
+                yield from imported(child)
+
+    return {
+        name: {found for found in imported(ast.parse(path.read_text())) if found in names and found != name}
+        for name, path in names.items()
+    }
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that can be reached from themselves."""
+
+    def reachable(start: str) -> set[str]:
+        found, left = set(), list(graph[start])
+        while left:
+            name = left.pop()
+            if name not in found:
+                found.add(name)
+                left += graph[name]
+        return found
+
+    return sorted(name for name in graph if name in reachable(name))
+
+
+def test_imports_make_no_circle():
+    graph = import_graph()
+    assert len(graph) > 100 and "models.load" in graph["models.verification"], "the graph is read"
+    assert circles(graph) == []
+    assert circles(graph | {"fsdp_cp.errors": {"train"}}), "the check sees a circle"
+    of_tests, of_benchmarks = (
+        {found for name in graph if name.startswith(own) for found in graph[name] if found.startswith(others)}
+        for own, others in (("benchmarks", "tests"), ("tests.oracles", "benchmarks"))
+    )
+    assert "tests.oracles.runs" in of_tests and all(name.startswith("tests.oracles") for name in of_tests)
+    assert of_benchmarks == set(), "benchmarks take their oracles from the tests, not the other way round"
+
+
+def test_no_upward_link_hides_in_a_string():
+    """``preload=(..., "models.load")`` in a lower package is an import as well."""
+    above = {"fsdp_cp": ("models", "distill", "train"), "models": ("distill", "train")}
+    for package, upper in above.items():
+        pattern = re.compile(rf"({'|'.join(upper)})\.[a-z_]+(\.[a-z_]+)*")
+        for path in sources(package):
+            tree = ast.parse(path.read_text())
+            texts = [
+                node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ]
+            assert not [text for text in texts if pattern.fullmatch(text)], path

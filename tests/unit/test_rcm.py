@@ -11,6 +11,7 @@ from distill.methods import METHODS, Batch, build_method
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
+from models.condition import text_condition
 from tests.unit import analytic
 from tests.unit.analytic import TO_LEARN, ExactStudent, SmallNet, flow_map_error, train
 from tests.unit.method_roles import (
@@ -26,6 +27,7 @@ from tests.unit.method_roles import (
     normal,
     random_at,
     student_sample,
+    text_of,
     unshifted,
     wide,
 )
@@ -124,7 +126,7 @@ def test_rollouts(role, length):
     for before, call in pairwise(calls):
         x0 = before.x - wide(before.t) * before.v
         noises.append((call.x - (1 - wide(call.t)) * x0) / wide(call.t))
-        assert torch.equal(call.text, make_batch().text)
+        assert torch.equal(call.text, text_of(make_batch()))
     (score,) = method.roles["fake"].calls
     noises.append((score.x - (1 - wide(score.t)) * student_sample(method)) / wide(score.t))
     for noise in noises:
@@ -238,7 +240,7 @@ def test_fake_loss_is_the_weighted_error_of_x0(length):
     method = rcm(Painter(theta))
     loss = closures(method, step_of(method, "fake", length))["fake_score"].closure()
     (call,) = method.roles["fake"].calls
-    assert call.with_grad and torch.equal(call.text, make_batch().text) and not method.roles["teacher"].calls
+    assert call.with_grad and torch.equal(call.text, text_of(make_batch())) and not method.roles["teacher"].calls
     sin = torch.sin(torch.atan2(call.t, 1 - call.t))
     x0 = call.x - wide(call.t) * call.v
     assert close(loss, ((x0 - theta).square() / wide(sin) ** 2).sum() / (4 * N), 1e-10)
@@ -267,9 +269,11 @@ def test_times_of_the_score(name, step):
         method.roles[role].formula = lambda x, t, text: x
     batch = Batch(
         latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
-        text=torch.ones(count, *TEXT, dtype=torch.float64),
-        null_text=torch.zeros(*TEXT, dtype=torch.float64),
-        empty_text=torch.zeros(*TEXT, dtype=torch.float64),
+        condition=text_condition(
+            torch.ones(count, *TEXT, dtype=torch.float64),
+            torch.zeros(*TEXT, dtype=torch.float64),
+            torch.zeros(*TEXT, dtype=torch.float64),
+        ),
     )
     {loss.name: loss for loss in method.losses(step, batch, random_at(step, range(count)))}[name].closure()
     (call,) = method.roles["fake"].calls

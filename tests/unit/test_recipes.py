@@ -1,4 +1,7 @@
-"""Every experiment composes; each Wan recipe is built on meta and sharded over a fake process group of its size."""
+"""Every experiment composes; each Wan recipe is built on meta and sharded over a fake process group of its size.
+
+What the recipes set, whichever words compose them, is in test_combinations.py.
+"""
 
 import itertools
 import json
@@ -13,11 +16,11 @@ import yaml
 from torch.distributed.tensor import Shard
 
 import models.load
-from distill.config import CONFIGS, compose_config
-from distill.data import sample_shapes
+from distill.config import compose_config
+from distill.config.errors import CONFIGS
 from distill.methods import METHODS
 from distill.setup import plan_run
-from fsdp_cp.mesh import build_mesh
+from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
 from models.load import build_role
 
@@ -48,31 +51,31 @@ RECIPES = list(itertools.product(ARCHITECTURES, TOKENS, ("dmd2", "rcm")))
 MEANFLOW = ("1_3b", "480p", "meanflow")
 
 
-def recipe_name(network, resolution, method, nodes):
-    parts = ["wan2_1_t2v", network, *([resolution] if resolution != "480p" else []), method]
-    return "_".join(parts + ([f"{nodes}nodes"] if nodes > 1 else []))
+def words_of(network, resolution, method, nodes):
+    """What a user types for it."""
+    words = [f"experiment=wan2_1_t2v_{network}_{method}"]
+    words += [f"data=video_folder_{resolution}"] if resolution != "480p" else []
+    return words + (["cluster=h20x8x4", "batch_size=32"] if nodes == 4 else [])
 
 
 @lru_cache
-def compose_experiment(name):
-    return compose_config([f"experiment={name}"])
+def compose_experiment(*words):
+    return compose_config(list(words))
 
 
-def test_there_is_a_recipe_for_each_combination_and_no_other():
+def test_there_is_an_experiment_for_what_is_published_and_no_other():
     found = {path.stem for path in (CONFIGS / "experiment").glob("wan2_1_*.yaml")}
-    assert found == {recipe_name(*recipe, nodes) for recipe in RECIPES for nodes in (1, 4)} | {
-        recipe_name(*MEANFLOW, 1)
-    }
+    assert found == {f"wan2_1_t2v_{network}_{method}" for network, _, method in [*RECIPES, MEANFLOW]}
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml")))
 def test_it_composes(name):
-    config = compose_experiment(name)
+    config = compose_experiment(f"experiment={name}")
     assert config.run_dir == f"runs/{name}" and config.steps > 0
 
 
 def test_student_and_fake_score_start_from_the_teacher():
-    config = compose_config(["experiment=wan2_1_t2v_14b_720p_rcm_4nodes", "teacher.checkpoint=/ckpt"])
+    config = compose_config([*words_of("14b", "720p", "rcm", 4), "teacher.checkpoint=/ckpt"])
     assert config.student.checkpoint == config.fake.checkpoint == "/ckpt"
 
 
@@ -99,8 +102,7 @@ class World:
         return self._built[key] if key in self._built else self._built.setdefault(key, build())
 
     def mesh(self, plan):
-        key = json.dumps(["mesh", plan.mesh_settings, plan.heads])
-        return self._once(key, lambda: build_mesh(**plan.mesh_settings, heads=plan.heads, device_type="cpu"))
+        return self._once(f"mesh {plan.mesh}", lambda: mesh_of_shape(plan.mesh, device_type="cpu"))
 
     def role(self, role_plan, mesh, trainable, shapes):
         # The same at each resolution: `shapes` only decides how many tokens it expects.
@@ -113,7 +115,7 @@ class World:
                 device=torch.device("meta"),
                 trainable=trainable,
                 latent_shape=shapes[0],
-                text_shape=shapes[1],
+                condition_shapes=shapes[1],
             ),
         )
 
@@ -140,37 +142,37 @@ def pipeline(tmp_path_factory):
     return folder
 
 
-def compose_recipe(name, network, pipeline):
+def compose_recipe(words, network, pipeline):
     """The recipe with random weights of the published shape in place of a checkpoint."""
     architecture = json.dumps(ARCHITECTURES[network]).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
-    return compose_config([f"experiment={name}", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
+    return compose_config([*words, f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
 def test_a_recipe_fits_its_nodes(recipe, world, pipeline):
     network, resolution, method = recipe
-    config = compose_recipe(recipe_name(*recipe, world.nodes), network, pipeline)
+    config = compose_recipe(words_of(*recipe, world.nodes), network, pipeline)
     data = config.data
     assert (data.num_frames, data.height, data.width, data.fps) == SIZES[resolution]
 
     plan = plan_run(config)
     assert [role.name for role in plan.roles] == ["teacher", "student", "fake"]
-    mesh, shapes = world.mesh(plan), sample_shapes(data)
+    mesh, shapes = world.mesh(plan), data.sample_shapes()
     shape = mesh.shape
     assert (shape.dp_replicate, shape.dp_shard, shape.cp) == (1, world.size // CP[network], CP[network])
     # Heads let all of cp be Ulysses, whose all-to-all stays inside a node.
     assert (shape.ring, shape.ulysses) == (1, CP[network]) and plan.heads % shape.ulysses == 0
     assert RANKS_PER_NODE % shape.cp == 0
     assert local_token_count(TOKENS[resolution], shape.cp) * shape.cp == TOKENS[resolution]  # no pads
-    assert plan.micro == 1 and config.batch_size == 8 * world.nodes
+    assert plan.micro_batch_size == 1 and config.batch_size == 8 * world.nodes
 
     local_bytes = {}
     for role_plan in plan.roles:
         trained = role_plan.name in plan.method.trained_roles
         role = world.role(role_plan, mesh, trained, shapes)
-        assert role.precision == "bf16" and role.trainable == trained
-        assert role_plan.check_sample(*shapes) == TOKENS[resolution]
+        assert role.networks[0].precision == "bf16" and role.trainable == trained
+        assert role_plan.tokens(*shapes) == TOKENS[resolution]
         assert sum(p.numel() for p in role.parameters()) == PARAMETERS[network]
         for name, parameter in role.weights().items():
             assert parameter.placements == (Shard(0),) and parameter.device_mesh.size() == world.size, name
@@ -198,14 +200,34 @@ def test_a_recipe_fits_its_nodes(recipe, world, pipeline):
 
 
 def test_the_recipe_of_meanflow_is_planned(pipeline):
-    config = compose_recipe(recipe_name(*MEANFLOW, 1), "1_3b", pipeline)
+    config = compose_recipe(words_of(*MEANFLOW, 1), "1_3b", pipeline)
     config.world, config.dry_run = RANKS_PER_NODE, True
     plan = plan_run(config)
     assert [(role.name, tuple(role.additions)) for role in plan.roles] == [
         ("teacher", ()),
         ("student", ("second_time",)),
     ]
-    assert plan.micro == 1 and all(role.sharding.precision == "bf16" for role in plan.roles)
+    assert plan.micro_batch_size == 1 and all(role.sharding.precision == "bf16" for role in plan.roles)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "mesh", "micro"),
+    [
+        (["experiment=wan2_1_t2v_1_3b_dmd2", "cluster=one_gpu"], 1, (1, 1), 1),
+        (["experiment=wan2_1_t2v_1_3b_rcm", "cluster=h200x8"], 8, (2, 4), 2),
+        (["experiment=wan2_1_t2v_14b_dmd2", "cluster=h200x8", "data=video_folder_720p"], 8, (1, 8), 2),
+        (["experiment=wan2_1_t2v_1_3b_dmd2", "cluster=two_processes"], 2, (1, 2), 8),
+        (["experiment=wan2_1_t2v_1_3b_dmd2", "cluster=h20x8x4"], 32, (8, 4), 1),
+        (["experiment=wan2_1_t2v_1_3b_dmd2", "model=wan2_1_t2v_14b", "cluster=h20x8x4"], 32, (4, 8), 1),
+    ],
+)
+def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
+    network = "14b" if "14b" in " ".join(words) else "1_3b"
+    config = compose_recipe(words, network, pipeline)
+    config.world, config.dry_run = world, True
+    plan = plan_run(config)
+    cp = plan.mesh.cp
+    assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
 
 
 def documented():
@@ -234,7 +256,7 @@ def test_the_settings_are_those_of_the_table(recipe, nodes):
     network, _, method = recipe
     if recipe == MEANFLOW and nodes > 1:
         return
-    config = compose_experiment(recipe_name(*recipe, nodes))
+    config = compose_experiment(*words_of(*recipe, nodes))
     table = DOCUMENTED[method, network]
     wanted = {f"method.{item.name}" for item in fields(config.method)} - {"method.name"}
     trained = METHODS[method][0].trained_roles
@@ -261,7 +283,7 @@ def test_the_table_says_where_a_value_is_published_or_why_it_is_ours(case):
 def test_the_students_train_as_often_as_the_recipes_say():
     for name, updates in (("dmd2", 1200), ("rcm", 1200)):
         for network in ARCHITECTURES:
-            config = compose_experiment(recipe_name(network, "480p", name, 1))
+            config = compose_experiment(*words_of(network, "480p", name, 1))
             method = METHODS[name][0](config.method, {})
             joint = range(getattr(config.method, "consistency_steps", 0), config.steps)
             assert sum(method.trained_role(step) == "student" for step in joint) == updates

@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from distill import charts
-from distill.measures import HIGHER_IS_BETTER, Measure
-from distill.report import ReportRow, report_picture, student_beats_teacher, verdict, write_report
-from distill.report_page import number
+from distill.report import charts
+from distill.report.measures import HIGHER_IS_BETTER, Measure
+from distill.report.page import number
+from distill.report.row import ReportRow
+from distill.report.write import report_picture, student_beats_teacher, verdict, write_report
 from distill.run_facts import FILES
 
 CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
@@ -75,7 +76,10 @@ def run(tmp_path_factory):
     for step in range(1, 61):
         role = "student" if step % 5 == 0 else "fake"
         loss = math.nan if step in (20, 21) else 1 / step
-        records.append({"step": step, f"{role}/loss": loss, f"{role}/grad_norm": 2.0, "memory/peak_gib": 0.5})
+        record = {"step": step, f"{role}/loss": loss, f"{role}/grad_norm": 2.0, "memory/peak_gib": 0.5}
+        times = {f"perf/seconds/{role}": 2.0 * step, f"perf/seconds/{role}/data": 0.5 * step}
+        times |= {f"perf/seconds/{role}/a_loss/backward": 1.48 * step, f"perf/seconds/{role}/other": 0.01 * step}
+        records.append(record | times)
     lines = [json.dumps(record) for record in records]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 61, "fake/lo')
     rows, reference = make_rows()
@@ -83,6 +87,14 @@ def run(tmp_path_factory):
     write_report(folder, title="A & B", rows=rows, reference=reference, captions=CAPTIONS, config_summary=facts)
     text = (folder / "report.html").read_text(encoding="utf-8")
     return folder, text, Page(text), json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_says_where_a_step_s_time_goes(run):
+    _, text, _, _ = run
+    for role in ("student", "fake"):
+        assert f"<dt>a step of the {role} (median)</dt><dd>a_loss/backward 74%, data 25%</dd>" in text.replace(
+            "75%", "74%"
+        )
 
 
 def test_page_loads_nothing_and_runs_nothing(run):

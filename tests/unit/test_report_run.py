@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.measures import Measure
-from distill.report import ReportRow, write_report
+from distill.report.measures import Measure
+from distill.report.row import ReportRow
+from distill.report.write import write_report
 from tests.unit import damaged_lines
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"

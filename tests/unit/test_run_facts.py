@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from distill import charts
 from distill.config import compose_config
-from distill.report import ReportRow
+from distill.report import charts
+from distill.report.row import ReportRow
 from distill.run_facts import (
     Start,
     compared_settings,

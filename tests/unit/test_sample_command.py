@@ -12,9 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import compose_config, load_config
-from distill.data import build_dataset
 from distill.sample import main
-from tests.tiny_pipeline import build_tiny_pipeline
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
@@ -32,11 +30,6 @@ def write_run(folder: Path, export: Path, *overrides: str) -> Path:
 @pytest.fixture
 def run_dir(tmp_path):
     return write_run(tmp_path / "run", TEACHER)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
 
 
 @pytest.fixture
@@ -75,16 +68,17 @@ def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
 def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run):
     config = load_config(captions_run / "config.yaml")
     given = {"seed": 0, "device": torch.device("cpu"), "run_dir": captions_run}
-    plain = build_dataset(config.data, **given)
-    told = build_dataset(config.data, **given, captions=["a bird", "a red square", ""])
+    plain = config.data.build(**given)
+    told = config.data.build(**given, captions=["a bird", "a red square", ""])
     assert told.fingerprint == plain.fingerprint and told.captions() == plain.captions() and len(told) == len(plain)
-    bird, red, empty = told.embed(["a bird", "a red square", ""])
-    assert torch.equal(red, plain.embed(["a red square"])[0]) and torch.equal(empty, plain.null_text)
+    bird, red, empty = told.condition(["a bird", "a red square", ""]).tensors["text"]
+    assert torch.equal(red, plain.condition(["a red square"]).tensors["text"][0])
+    assert torch.equal(empty, plain.null["text"]) and torch.equal(empty, plain.empty["text"])
     assert not torch.equal(bird, red)
     with pytest.raises(ValueError, match="'a bird' has no embedding"):
-        plain.embed(["a bird"])
+        plain.condition(["a bird"])
     with pytest.raises(ValueError, match=r"the caption 'a \\udcff' is not UTF-8 text"):
-        build_dataset(config.data, **given, captions=["a \udcff"])
+        config.data.build(**given, captions=["a \udcff"])
 
 
 def test_moving_shapes_refuses_unknown_words(run_dir, capsys):

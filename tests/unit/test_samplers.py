@@ -7,6 +7,7 @@ from diffusers import UniPCMultistepScheduler, WanPipeline
 from distill.methods.sampling import euler_sample, guided_sample, unipc_sample
 from distill.schedules import euler_times
 from fsdp_cp.errors import UserError
+from models.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, Net, dmd2, flow_matching, make_batch, normal, random_at
 
@@ -19,9 +20,9 @@ class Wan:
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
 
-    def velocity(self, x, t, text):
+    def velocity(self, x, t, condition):
         t = (1000 * t).floor() if self.truncated else 1000 * t
-        return self.network(hidden_states=x, timestep=t, encoder_hidden_states=text).sample
+        return self.network(hidden_states=x, timestep=t, encoder_hidden_states=condition.tensors["text"]).sample
 
 
 class ExactTimes(UniPCMultistepScheduler):
@@ -40,19 +41,22 @@ def pipeline(tmp_path_factory):
 @pytest.mark.parametrize(("steps", "shift", "scale"), [(1, 3.0, 3.0), (7, 3.0, 3.0), (12, 5.0, 1.0), (20, 5.0, 5.0)])
 def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
     noise = torch.randn(2, LATENT_CHANNELS, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    text, null_text = torch.randn(2, 2, 6, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
+    text = torch.randn(2, 6, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
+    null_text = torch.randn(6, TEXT_WIDTH, generator=torch.Generator().manual_seed(2))
+    condition = text_condition(text, null_text)
     pipeline.set_progress_bar_config(disable=True)
 
     def theirs(scheduler):
         pipeline.scheduler = scheduler.from_config(pipeline.scheduler.config, flow_shift=shift)
         return pipeline(
             height=32, width=32, num_frames=5, num_inference_steps=steps, guidance_scale=scale, latents=noise,
-            prompt_embeds=text, negative_prompt_embeds=null_text, output_type="latent", return_dict=False,
+            prompt_embeds=text, negative_prompt_embeds=null_text.expand_as(text), output_type="latent",
+            return_dict=False,
         )[0]  # fmt: skip
 
     def ours(truncated):
         role = Wan(pipeline.transformer, truncated=truncated)
-        return guided_sample(role, noise, text, null_text, sampler="unipc", steps=steps, shift=shift, scale=scale)
+        return guided_sample(role, noise, condition, sampler="unipc", steps=steps, shift=shift, scale=scale)
 
     def off(a, b):
         return (a - b).norm() / b.norm()
@@ -73,7 +77,7 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     noise = normal(2, *SHAPE, seed=4)
     exact = text[:, 0, 0].view(-1, 1, 1, 1, 1) + std * noise
     role = Gaussian(std=std)
-    out = guided_sample(role, noise, text, text, sampler=sampler, steps=steps, shift=shift, scale=1.0)
+    out = guided_sample(role, noise, text_condition(text), sampler=sampler, steps=steps, shift=shift, scale=1.0)
     assert len(role.calls) == steps and out.dtype == torch.float64 and not out.requires_grad
     return ((out - exact).norm() / exact.norm()).item()
 
@@ -92,7 +96,7 @@ def test_unipc_converges_to_the_exact_flow_faster_than_euler(shift):
 
 def test_the_network_is_called_at_the_times_of_the_shifted_grid():
     role, batch = Net(1), make_batch()
-    unipc_sample(role, normal(4, *SHAPE, seed=4), batch.text, batch.null_like_text(), steps=5, shift=3.0, scale=2.0)
+    unipc_sample(role, normal(4, *SHAPE, seed=4), batch.condition, steps=5, shift=3.0, scale=2.0)
     grid = [1 - i * 0.999 / 5 for i in range(5)]
     for call, u in zip(role.calls, grid, strict=True):
         assert (call.t - 3 * u / (1 + 2 * u)).abs().max() < 2e-6 and len(call.x) == 8
@@ -108,9 +112,9 @@ def test_methods_sample_with_the_sampler_of_their_settings(sampler):
         (dmd2(teacher_sampler=sampler), "teacher"),
         (flow_matching(sampler=sampler, shift=3.0, guidance_scale=2.5), "student"),
     ):
-        out = method.generate(role, noise, batch.text, batch.null_like_text(), 6, random_at(0))
+        out = method.generate(role, noise, batch.condition, 6, random_at(0))
         network = method.roles[role]
-        arguments = (network, noise, batch.text, batch.null_like_text())
+        arguments = (network, noise, batch.condition)
         if sampler == "euler":
             expected = euler_sample(*arguments, times=euler_times(6, 3.0), scale=2.5)
         else:

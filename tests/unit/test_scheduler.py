@@ -13,7 +13,7 @@ from distill.schedules import shift_times
 from fsdp_cp.errors import UserError
 from models.export import export_scheduler
 from models.scheduler import TOLERANCE, few_step_scheduler
-from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch
+from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch, text_of
 
 PUBLISHED = [1.0, 0.9375, 0.8333, 0.625]
 
@@ -87,16 +87,17 @@ def steps_of(scheduler, student, noise, text):
 @pytest.mark.parametrize("sampler", ["renoise", "ode"])
 @pytest.mark.parametrize("times", [[1.0], [1.0, 0.4], PUBLISHED])
 def test_its_update_is_the_students(times, sampler):
-    student, text = Net(3), make_batch().text
+    student, batch = Net(3), make_batch()
     scheduler = few_step_scheduler(times, stochastic=sampler == "renoise")
     exact = times_of(scheduler, len(times))
     torch.manual_seed(5)
     noise = torch.randn(4, *SHAPE).double()
-    theirs = steps_of(scheduler, student, noise, text)
+    theirs = steps_of(scheduler, student, noise, text_of(batch))
 
     def ours(times):
         torch.manual_seed(5)
-        return rollout(student, torch.randn(4, *SHAPE).double(), text, times, TorchDraws(), "renoise", sampler=sampler)
+        noise = torch.randn(4, *SHAPE).double()
+        return rollout(student, noise, batch.condition, times, TorchDraws(), "renoise", sampler=sampler)
 
     def off(times):
         return ((ours(times) - theirs).norm() / theirs.norm()).item()

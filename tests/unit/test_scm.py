@@ -10,13 +10,27 @@ from omegaconf import OmegaConf
 from scipy import stats
 
 from distill import derivatives
-from distill.config import CONFIGS, compose_config
+from distill.config import compose_config
+from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.scm import ScmSettings, consistency_tangent, normalise_tangent
 from fsdp_cp.errors import UserError
+from models.condition import text_condition
 from tests.unit import analytic
 from tests.unit.analytic import PROBLEMS, TO_LEARN, ExactStudent, SmallNet, flow_map_error, normal, train
-from tests.unit.method_roles import SHAPE, TEXT, N, Net, close, gradients, make_batch, random_at, wide
+from tests.unit.method_roles import (
+    SHAPE,
+    TEXT,
+    N,
+    Net,
+    close,
+    gradients,
+    make_batch,
+    null_text_of,
+    random_at,
+    text_of,
+    wide,
+)
 
 PROBLEM_NAMES = [type(problem).__name__ for problem in PROBLEMS]
 
@@ -60,13 +74,13 @@ def reference(method, r):
 
     def students(parameters, x, t):
         def formula(x, t):
-            return torch.func.functional_call(Formula(student), parameters, (x, t, batch.text))
+            return torch.func.functional_call(Formula(student), parameters, (x, t, text_of(batch)))
 
         return field(formula, x, t)
 
     def guided(x, t):
-        c = method.roles["teacher"].formula(x, t, batch.text)
-        u = method.roles["teacher"].formula(x, t, batch.null_like_text())
+        c = method.roles["teacher"].formula(x, t, text_of(batch))
+        u = method.roles["teacher"].formula(x, t, null_text_of(batch))
         return u + settings.guidance_scale * (c - u)
 
     teacher = field(guided, x, t).detach()
@@ -126,8 +140,8 @@ def test_what_runs():
     (teacher,), (dual, last) = method.roles["teacher"].calls, method.roles["student"].calls
     assert [call.with_grad for call in (teacher, dual, last)] == [False, False, True]
     batch = make_batch()
-    assert torch.equal(teacher.text, torch.cat([batch.text, batch.null_like_text()]))
-    assert torch.equal(last.text, batch.text)
+    assert torch.equal(teacher.text, torch.cat([text_of(batch), null_text_of(batch)]))
+    assert torch.equal(last.text, text_of(batch))
     for call in (dual, last):
         assert torch.equal(torch.cat([call.x, call.x]), teacher.x) and torch.equal(call.t, teacher.t[:4])
     method = scm(jvp="finite_difference")
@@ -146,9 +160,7 @@ def test_times_and_noise():
     data = normal(count, *SHAPE, seed=4)
     batch = Batch(
         latents=data,
-        text=normal(count, *TEXT, seed=5),
-        null_text=normal(*TEXT, seed=6),
-        empty_text=normal(*TEXT, seed=16),
+        condition=text_condition(normal(count, *TEXT, seed=5), normal(*TEXT, seed=6), normal(*TEXT, seed=16)),
     )
     (loss,) = method.losses(1, batch, random_at(1, range(count)))
     loss.closure()
@@ -260,16 +272,16 @@ def test_samples_of_the_exact_student_are_the_flow_maps():
     """One step, and two: what the first gives is noised to the second time."""
     problem = PROBLEMS[0]
     method, _, random = on(problem, ExactStudent(problem), 8)
-    noise, text = normal(8, *problem.shape, seed=6), torch.zeros(8, *analytic.TEXT, dtype=torch.float64)
+    noise, condition = normal(8, *problem.shape, seed=6), analytic.nothing(8)
     first, second = 80 / 81, math.tan(1.5) / (1 + math.tan(1.5))
 
     def mapped(x, time):
         t = torch.full((8,), time, dtype=torch.float64)
         return problem.flow_map(x, t, torch.zeros_like(t))
 
-    one = method.generate("student", noise, text, text, 1, random)
+    one = method.generate("student", noise, condition, 1, random)
     torch.testing.assert_close(one, mapped(first * noise, first))
-    two = method.generate("student", noise, text, text, 2, random)
+    two = method.generate("student", noise, condition, 2, random)
     fresh = random.normal("sample/renoise_1", problem.shape, torch.float64)
     torch.testing.assert_close(two, mapped((1 - second) * one + second * fresh, second))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.shard_settings import STRATEGIES, ShardSettings, find_operator
+from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator
 
 # Every field with a value other than its default, to be had under optim_grads_params alone.
 CHANGED = {

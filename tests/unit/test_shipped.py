@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from distill.config import compose_config
-from distill.data import build_dataset, word_table
+from distill.data import word_table
 from distill.data.encoders import inspect_encoders
 from fsdp_cp.errors import UserError
 from models.checkpoint_files import inspect_transformer
@@ -25,7 +25,7 @@ def test_shipped_files_are_found_from_elsewhere(tmp_path, monkeypatch):
     assert inspect_transformer(TEACHER, "teacher.checkpoint").path == ROOT / TEACHER / "transformer"
     config = compose_config(["experiment=quickstart"])
     assert config.teacher.checkpoint == config.data.encoders == TEACHER, "the configuration keeps the short name"
-    data = build_dataset(config.data, seed=0, device="cpu", run_dir=tmp_path)
+    data = config.data.build(seed=0, device="cpu", run_dir=tmp_path)
     assert data.captions()[0] == "a red circle growing"
 
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from distill.config import CONFIGS, compose_config
+from distill.config import compose_config
+from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.meanflow import MeanFlowSettings
 from distill.schedules import euler_times
 from fsdp_cp.rng import StepRandom
+from models.condition import text_condition
 
 COUNT, STEPS = 1000, 40
 NEAR, FLOOR = 0.05, 0.01
@@ -31,12 +33,12 @@ class Recorder(nn.Module):
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.trained_at = []
 
-    def velocity(self, x, t, text, r=None):
+    def velocity(self, x, t, condition, r=None):
         if torch.is_grad_enabled():
             self.trained_at.append((t, r))
         return x * (1 + self.scale)
 
-    def logits(self, x, t, text, r=None):
+    def logits(self, x, t, condition, r=None):
         return (x * self.scale).flatten(1)
 
 
@@ -59,9 +61,7 @@ def training_times(settings):
     times = len(settings.student_times()) if hasattr(settings, "student_times") else 1
     batch = Batch(
         latents=ones,
-        text=text,
-        null_text=text[0],
-        empty_text=text[0],
+        condition=text_condition(text, text[0], text[0]),
         trajectory=ones[:, None].expand(-1, times, *SHAPE),
     )
     student, done, step = method.roles["student"], 0, 10_000

@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from distill.methods.base import guided_velocity
 from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from distill.schedules import add_noise, denoise
-from tests.unit.analytic import PROBLEMS, TEXT, normal
-from tests.unit.method_roles import Net, make_batch, wide
+from tests.unit.analytic import PROBLEMS, normal, nothing
+from tests.unit.method_roles import Net, make_batch, text_of, wide
 
 TIMES = torch.tensor([1e-3, 0.2, math.pi / 4, 1.2, 1.5, math.pi / 2 - 1e-3], dtype=torch.float64)
 PROBLEM_NAMES = [type(problem).__name__ for problem in PROBLEMS]
@@ -40,7 +40,6 @@ def test_the_field_is_the_derivative_along_the_trajectory(problem):
     """At the time of the state and at others, so that the flow maps are checked against the velocities too."""
     t = TIMES
     x = add_trig_noise(problem.sample(len(t), 3), normal(len(t), *problem.shape, seed=4), t)
-    text = torch.zeros(len(t), *TEXT)
 
     def trajectory(at):
         return scale_of(at) * problem.flow_map(x / scale_of(t), flow_time(t), flow_time(at))
@@ -49,34 +48,34 @@ def test_the_field_is_the_derivative_along_the_trajectory(problem):
     for at in (t, t.flip(0)):
         with forward_ad.dual_level():
             there, speed = forward_ad.unpack_dual(trajectory(forward_ad.make_dual(at, torch.ones_like(at))))
-        torch.testing.assert_close(trig_field(problem, there, at, text), speed, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(trig_field(problem, there, at, nothing(len(t))), speed, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES)
 def test_the_field_at_zero_is_the_mean_of_the_noise(problem):
     x = problem.sample(5, 1)
-    field = trig_field(problem, x, torch.zeros(5, dtype=torch.float64), torch.zeros(5, *TEXT))
+    field = trig_field(problem, x, torch.zeros(5, dtype=torch.float64), nothing(5))
     assert field.abs().max() < 1e-12
 
 
 def test_clean_latents_are_those_of_rectified_flow():
     net, t = Net(3), TIMES[:4]
-    x, text = normal(4, 2, 3, 4, 4, seed=5), make_batch().text
-    x0 = trig_denoise(x, trig_field(net, x, t, text), t)
-    assert len(net.calls) == 1 and torch.equal(net.calls[0].text, text)
+    x, batch = normal(4, 2, 3, 4, 4, seed=5), make_batch()
+    x0 = trig_denoise(x, trig_field(net, x, t, batch.condition), t)
+    assert len(net.calls) == 1 and torch.equal(net.calls[0].text, text_of(batch))
     torch.testing.assert_close(net.calls[0].t, torch.sin(t) / (torch.cos(t) + torch.sin(t)))
-    flow = denoise(x / scale_of(t), net.formula(x / scale_of(t), flow_time(t), text), flow_time(t))
+    flow = denoise(x / scale_of(t), net.formula(x / scale_of(t), flow_time(t), text_of(batch)), flow_time(t))
     torch.testing.assert_close(x0, flow, rtol=1e-12, atol=1e-12)
 
 
 def test_guidance_is_that_of_the_fields_in_one_call():
     net, t, batch = Net(3), TIMES[:4], make_batch()
     x = normal(4, 2, 3, 4, 4, seed=5)
-    guided = trig_field(net, x, t, batch.text, batch.null_like_text(), 2.5)
+    guided = trig_field(net, x, t, batch.condition, 2.5)
     assert len(net.calls) == 1
-    c, u = trig_field(net, x, t, batch.text), trig_field(net, x, t, batch.null_like_text())
+    c, u = trig_field(net, x, t, batch.condition), trig_field(net, x, t, batch.condition.null)
     torch.testing.assert_close(guided, u + 2.5 * (c - u), rtol=1e-12, atol=1e-12)
-    v = guided_velocity(net, x / scale_of(t), flow_time(t), batch.text, batch.null_like_text(), 2.5)
+    v = guided_velocity(net, x / scale_of(t), flow_time(t), batch.condition, 2.5)
     torch.testing.assert_close(
         trig_denoise(x, guided, t), denoise(x / scale_of(t), v, flow_time(t)), rtol=1e-12, atol=1e-12
     )

@@ -17,15 +17,10 @@ from distill.data.clips import ClipFormat, read_clip
 from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
 from distill.data.video_folder import VideoFolder
 from fsdp_cp.errors import UserError
-from tests.tiny_pipeline import build_tiny_pipeline, moving_square, render_clips, write_metadata, write_video
+from tests.tiny_pipeline import moving_square, render_clips, write_metadata, write_video
 
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
 REAL = Path(__file__).resolve().parents[3] / "shared" / "videos"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return build_tiny_pipeline(tmp_path_factory.mktemp("tiny"), seed=1)
 
 
 @pytest.fixture
@@ -66,7 +61,12 @@ def cached(tmp_path):
 
 def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
     data = make(negative_prompt="blurred")
-    assert len(data) == 3 and data.fps == 8 and data.latent_shape == (16, 3, 4, 6) and data.text_shape == (24, 32)
+    assert (
+        len(data) == 3
+        and data.fps == 8
+        and data.latent_shape == (16, 3, 4, 6)
+        and data.condition_shapes == {"text": (24, 32)}
+    )
     assert data.captions() == ["a red square, drifting", "a green square, drifting", "a blue square, drifting"]
     folder, cpu = inspect_encoders(tiny), {"device": torch.device("cpu"), "dtype": torch.float32}
     codec, encoder = VideoCodec(folder, **cpu), TextEncoder(folder, max_tokens=24, **cpu)
@@ -78,13 +78,15 @@ def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
         torch.testing.assert_close(item["text"], pad_text(encoder.encode(item["caption"]), 24), rtol=1e-5, atol=1e-5)
         assert item["latents"].dtype == item["text"].dtype == torch.float32
     assert not torch.equal(data[0]["latents"], data[1]["latents"])
-    assert torch.equal(data.embed(["blurred", data.captions()[1]]), torch.stack([data.null_text, data[1]["text"]]))
-    assert data.null_text.shape == (24, 32) and data.null_text.abs().sum() > 0
+    known = data.condition(["blurred", data.captions()[1]])
+    assert torch.equal(known.tensors["text"], torch.stack([data.null["text"], data[1]["text"]]))
+    assert torch.equal(known.null.tensors["text"][1], data.null["text"])
+    assert data.null["text"].shape == (24, 32) and data.null["text"].abs().sum() > 0
 
 
 def test_a_caption_without_embedding_is_refused_by_name(make):
     with pytest.raises(UserError, match="'an unknown caption'.*'a red square, drifting'"):
-        make().embed(["an unknown caption"])
+        make().condition(["an unknown caption"])
 
 
 def test_decode_gives_the_clip_size_and_loads_the_vae_only_then(make, monkeypatch):
@@ -242,7 +244,10 @@ def test_a_changed_setting_never_reads_stale_content(make, counts, change, clips
     after = make(**change)
     assert len(counts["clips"]) == clips and len(counts["captions"]) == captions
     assert after.fingerprint != before.fingerprint
-    assert tuple(after[0]["latents"].shape) == after.latent_shape and tuple(after[0]["text"].shape) == after.text_shape
+    assert (
+        tuple(after[0]["latents"].shape) == after.latent_shape
+        and tuple(after[0]["text"].shape) == after.condition_shapes["text"]
+    )
     counts["clips"].clear(), counts["captions"].clear()
     assert make().fingerprint == before.fingerprint and not counts["clips"] and not counts["captions"]
 
@@ -363,7 +368,7 @@ def test_latents_that_are_not_finite_are_refused(make, monkeypatch, tmp_path):
 @pytest.mark.skipif(not (REAL / "metadata.csv").is_file(), reason="needs ../shared/videos")
 def test_the_real_clips(tiny, tmp_path):
     data = VideoFolder(path=REAL, encoders=tiny, cache=tmp_path, num_frames=9, height=32, width=64, fps=8)
-    assert len(data) == 4 and data.text_shape == (512, 32)
+    assert len(data) == 4 and data.condition_shapes == {"text": (512, 32)}
     latents = torch.stack([data[i]["latents"] for i in range(4)])
     assert latents.shape == (4, 16, 3, 4, 8) and 0.3 < latents.std() < 3
     assert data.decode(latents[:1]).shape == (1, 9, 32, 64, 3)

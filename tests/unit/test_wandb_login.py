@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from distill.config import LogSettings
-from distill.metrics import check_services
+from distill.loggers import check_services
 from distill.wandb_login import can_log
 from fsdp_cp.errors import UserError
 from tests.e2e.launch import ROOT

@@ -1,0 +1,298 @@
+"""What a step costs beside its arithmetic: ``python -m benchmarks.overhead`` times ours against less of it.
+
+Three ways to train the same small Wan (forward, backward, clipping, AdamW): the plain diffusers network; the same with
+``fully_shard`` by hand around every block; a role of this project. First in one process, on a mesh of (1, 1), where all
+three must come to the same losses and norms. Then rank 0 of 8 with collectives that return at once, in networks as deep
+as Wan 1.3B (30 blocks) and 14B (40), and so narrow that what is left is the host's work: Python, FSDP2's bookkeeping,
+the calls of operators.
+
+Times are CPU time of the process (it waits for nobody), medians of rounds in which every way takes a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import platform
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.arguments import at_least_1
+from distill.config import OptimizerSettings
+from distill.optimizers import RoleOptimizer
+from fsdp_cp import microbatch
+from fsdp_cp.fake_world import fake_world
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
+from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
+from models.condition import text_condition
+from models.families.wan import Wan
+from models.load import build_role, plan_role
+
+COMPUTES = {
+    "num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "freq_dim": 64,
+    "text_dim": 64, "in_channels": 16, "out_channels": 16,
+}  # fmt: skip
+"""A network whose step is arithmetic."""
+NARROW = COMPUTES | {"num_attention_heads": 8, "attention_head_dim": 2, "ffn_dim": 16, "freq_dim": 16, "text_dim": 8}
+"""One whose step is calls."""
+LARGE_LATENTS, LARGE_TEXT = (16, 5, 16, 16), (32, 64)  # 320 tokens
+SMALL_LATENTS, SMALL_TEXT = (16, 2, 8, 8), (8, 8)  # 32 tokens, 4 of each of 8 ranks
+WORLD = 8
+CLIP = 1e-3
+"""Below any norm: every step is clipped."""
+SETTINGS = OptimizerSettings(lr=1e-4)
+PARTS = ("forward", "backward", "clip", "optimizer")
+PLAIN, BY_HAND, OURS = "plain module", "fully_shard by hand", "ours"
+
+Data = tuple[Tensor, Tensor, Tensor]
+Clock = Callable[[str], None]
+
+
+def data_of(latents: tuple[int, ...], text: tuple[int, ...]) -> Data:
+    """A sample's latents ``(1, C, T, H, W)``, time ``(1,)`` in [0, 1] and text ``(1, L, D)``, from a seed."""
+    generator = torch.Generator().manual_seed(0)
+    x, words = (torch.randn(1, *shape, generator=generator) for shape in (latents, text))
+    return x, torch.full((1,), 0.4), words
+
+
+class Plain:
+    """The diffusers network, torch's own clipping and AdamW."""
+
+    def __init__(self, network: nn.Module, data: Data):
+        self.network, self.data = network, data
+        self.parameters = list(network.parameters())
+        self.adamw = torch.optim.AdamW(
+            self.parameters, lr=SETTINGS.lr, betas=tuple(SETTINGS.betas), eps=SETTINGS.eps,
+            weight_decay=SETTINGS.weight_decay, foreach=True,
+        )  # fmt: skip
+
+    def step(self, clock: Clock) -> tuple[float, float]:
+        """One update: its loss and the gradient's norm before clipping; calls ``clock`` behind each of its parts."""
+        x, t, text = self.data
+        out = self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
+        loss = out.square().mean()
+        clock("forward")
+        loss.backward()
+        clock("backward")
+        norm = float(full_tensor(nn.utils.clip_grad_norm_(self.parameters, CLIP)))
+        clock("clip")
+        self.adamw.step()
+        self.adamw.zero_grad()
+        clock("optimizer")
+        return float(loss.detach()), norm
+
+
+class ByHand(Plain):
+    """The same, sharded by torch alone."""
+
+    def __init__(self, network: nn.Module, data: Data, mesh: DeviceMesh):
+        for block in network.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+        super().__init__(network, data)
+
+
+class Ours:
+    """A role on the mesh, as the trainer steps it."""
+
+    def __init__(self, network: nn.Module, data: Data, mesh: Mesh):
+        x, _, text = data
+        plan = plan_role("student", checkpoint=None, architecture=dict(network.config))
+        self.role = build_role(
+            plan,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            trainable=True,
+            latent_shape=tuple(x.shape[1:]),
+            condition_shapes={"text": tuple(text.shape[1:])},
+        )
+        if mesh.world.size() == 1:  # else the values of what is gathered are nobody's
+            values = network.state_dict()
+            for name, weight in self.role.weights().items():
+                weight.to_local().copy_(values[name])
+        self.optimizer = RoleOptimizer(self.role, SETTINGS)
+        self.data, self.condition = data, text_condition(text)
+
+    def step(self, clock: Clock) -> tuple[float, float]:
+        """As :meth:`Plain.step`."""
+        x, t, _ = self.data
+        with microbatch(self.role.network, is_first=True, is_last=True):
+            loss = self.role.velocity(x, t, self.condition).square().mean()
+            clock("forward")
+            loss.backward()
+        clock("backward")
+        norm = grad_norm(self.role.parameters())
+        scale_grads(self.role.parameters(), CLIP / (norm + 1e-6))  # as torch does it
+        clock("clip")
+        self.optimizer.step(SETTINGS.lr)
+        clock("optimizer")
+        return float(loss.detach()), norm
+
+
+Way = Plain | Ours
+
+
+def timed(ways: dict[str, Way], rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list]]:
+    """CPU seconds of each part of each way's steps, in turn; and what the steps came to."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in ways}
+    results: dict[str, list] = {name: [] for name in ways}
+    for i in range(rounds + 2):  # the first two steps allocate
+        for name in list(ways)[:: 1 if i % 2 else -1]:
+            latest = time.process_time()
+
+            def clock(part: str, name: str = name) -> None:
+                nonlocal latest
+                now = time.process_time()
+                seconds[name][part].append(now - latest)
+                latest = now
+
+            results[name].append(ways[name].step(clock))
+    return {name: {part: times[2:] for part, times in parts.items()} for name, parts in seconds.items()}, results
+
+
+def network_of(architecture: dict, blocks: int) -> nn.Module:
+    """With weights from a seed."""
+    torch.manual_seed(0)
+    return Wan().build(architecture | {"num_layers": blocks}, "architecture")
+
+
+# --- one process ---
+
+
+def one_process(blocks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Called in a process group of one rank.
+
+    Raises:
+        RuntimeError: the three ways come to other losses or norms.
+    """
+    network, data = network_of(COMPUTES, blocks), data_of(LARGE_LATENTS, LARGE_TEXT)
+    ways: dict[str, Way] = {
+        PLAIN: Plain(deepcopy(network), data),
+        BY_HAND: ByHand(deepcopy(network), data, init_device_mesh("cpu", (1,))),
+        OURS: Ours(network, data, mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1))),
+    }
+    seconds, results = timed(ways, rounds)
+    wanted = torch.tensor(results[PLAIN], dtype=torch.float64)
+    for name, found in results.items():
+        error = float((torch.tensor(found, dtype=torch.float64) / wanted - 1).abs().max())
+        if not error < 1e-4:  # rounding, through as many updates
+            raise RuntimeError(f"{name}: losses or norms differ from the plain module's by {error:.1e}")
+    return seconds
+
+
+# --- the host's time ---
+
+
+def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, dict[str, list[float]]]]:
+    """As rank 0 of 8, by number of blocks."""
+    torch.set_flush_denormal(True)  # what was never received may be anything, and denormals are slow
+    found = {}
+    for blocks in depths:
+        with fake_world(WORLD):
+            data = data_of(SMALL_LATENTS, SMALL_TEXT)
+            meshes = {
+                "8 x 1": mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=WORLD, ring=1, ulysses=1)),
+                "1 x 8": mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=WORLD)),
+            }
+            network = network_of(NARROW, blocks)
+            ways: dict[str, Way] = {
+                PLAIN: Plain(deepcopy(network), data),
+                BY_HAND: ByHand(deepcopy(network), data, init_device_mesh("cpu", (WORLD,))),
+            }
+            ways |= {f"{OURS}, {label}": Ours(network, data, mesh) for label, mesh in meshes.items()}
+            found[blocks], _ = timed(ways, rounds)
+            if profiled and blocks == depths[-1]:
+                print(difference(ways[f"{OURS}, 8 x 1"], ways[BY_HAND]))
+    return found
+
+
+def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
+    """Functions of which a step of ``ours`` spends most beyond ``by_hand``'s, in themselves; by cProfile."""
+    spent: list[dict] = []
+    for way in (ours, by_hand):
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(steps):
+            way.step(lambda part: None)
+        profile.disable()
+        spent.append(pstats.Stats(profile).stats)  # type: ignore[attr-defined]
+    mine, theirs = spent
+    more = {
+        where: (values[2] - theirs.get(where, (0, 0, 0.0))[2], values[1] - theirs.get(where, (0, 0, 0.0))[1], values[3])
+        for where, values in mine.items()
+    }
+    lines = ["| ms a step more | calls more | with what it calls, ms | function |", "|---|---|---|---|"]
+    for (file, line, name), (own, calls, inside) in sorted(more.items(), key=lambda item: -item[1][0])[:rows]:
+        where = f"{'/'.join(file.split('/')[-3:])}:{line} {name}" if line else name
+        lines.append(f"| {1e3 * own / steps:.2f} | {calls / steps:.0f} | {1e3 * inside / steps:.2f} | {where} |")
+    return "\n".join(lines)
+
+
+# --- the report ---
+
+
+def medians(parts: dict[str, list[float]]) -> dict[str, float]:
+    """Of each part, and of the whole step, in seconds."""
+    whole = [sum(values) for values in zip(*parts.values(), strict=True)]
+    return {part: statistics.median(values) for part, values in parts.items()} | {"step": statistics.median(whole)}
+
+
+def table(seconds: dict[str, dict[str, list[float]]]) -> str:
+    """Markdown: ms of each part, and the step as a ratio to the first way's and to the second's."""
+    found = {name: medians(parts) for name, parts in seconds.items()}
+    plain, by_hand = found[PLAIN]["step"], found[BY_HAND]["step"]
+    lines = [
+        f"| | {', '.join(PARTS)}, ms | step, ms | / plain | / by hand |".replace(", ", " | ", len(PARTS) - 1),
+        "|" + "---|" * (len(PARTS) + 4),
+    ]
+    for name, of in found.items():
+        parts = " | ".join(f"{1e3 * of[part]:.1f}" for part in PARTS)
+        ratios = f"{of['step'] / plain:.3f} | {of['step'] / by_hand:.3f}"
+        lines.append(f"| {name} | {parts} | {1e3 * of['step']:.1f} | {ratios} |")
+    return "\n".join(lines)
+
+
+def per_block(found: dict[int, dict[str, dict[str, list[float]]]]) -> str:
+    """Markdown: what a block more costs, told from two depths, and what does not depend on the depth."""
+    (few, at_few), *_, (many, at_many) = found.items()
+    lines = ["| | ms a block | the rest of a step, ms |", "|---|---|---|"]
+    for name in at_few:
+        first, last = medians(at_few[name])["step"], medians(at_many[name])["step"]
+        slope = (last - first) / (many - few)
+        lines.append(f"| {name} | {1e3 * slope:.2f} | {1e3 * (first - few * slope):.1f} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=at_least_1, default=25, help="timed steps of each way")
+    parser.add_argument("--quick", action="store_true", help="fewer blocks")
+    parser.add_argument("--profile", action="store_true", help="which functions the difference to fully_shard is in")
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, medians of {args.rounds} rounds")
+    blocks, depths = (1, [1, 2]) if args.quick else (COMPUTES["num_layers"], [30, 40])
+    preload = ("torch", "models.load", "distill.optimizers")
+    seconds = run_ranks(1, one_process, blocks, args.rounds, timeout=1800, preload=preload)[0]
+    print(f"\n## One process: {blocks} blocks of width 256, 320 tokens; the same losses and norms\n\n{table(seconds)}")
+    found = host(depths, args.rounds, args.profile)
+    for count, seconds in found.items():
+        print(f"\n## Host time of rank 0 of {WORLD}, collectives faked: {count} blocks of width 16\n\n{table(seconds)}")
+    print(f"\n{per_block(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""The planner against measurement: ``python -m benchmarks.planning``.
+
+What ``plan=true`` writes for a run, beside what the same steps take on real tensors over gloo: the peak of a step and
+of each of its phases, operations, bytes sent. Both see storages through torch's dispatcher, so one check is from
+outside of it: the resident memory of a process that makes the steps, as the kernel counts it, above what was there
+before anything was built.
+
+A run that the planner refuses is a row with its words. The exit code is 1 where a bound is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from distill.config import compose_config
+from distill.planning.command import as_planned, plan_command, planned_shapes
+from distill.planning.files import FILE
+from distill.planning.prediction import GIB
+from distill.planning.prediction import predict as predict_from
+from distill.planning.simulation import Simulation, run_steps
+from distill.setup import plan_run
+from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import run_ranks
+
+BASE = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
+METHODS = {"dmd2": (), "rcm": ("experiment=quickstart_rcm",)}
+ROLES = ("teacher", "student", "fake")
+STEPS_OF_A_ROLE = 2
+"""As many as ``plan=true`` averages over."""
+SIZES: dict[str, dict[str, Any]] = {
+    "one block": {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 2048},
+    "tiny": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 48},
+    "small": {"num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024},
+    "1B": {"num_layers": 7, "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960},
+}
+"""Blocks of three networks each; the last are seven of Wan 1.3B's, .33e9 parameters a network."""
+ENDS = {"freq_dim": 32, "text_dim": 32, "in_channels": 3, "out_channels": 3, "patch_size": [1, 4, 4]}
+ONE_LENGTH = ("method.step_list=[1.0]", "sample.student_steps=[1]", "batch_size=4")
+"""Rollouts of one step: of large networks every step of a role is then alike, and takes seconds."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to be planned and made."""
+
+    size: str
+    world: int
+    label: str
+    words: tuple[str, ...] = ()
+    method: str = "dmd2"
+
+
+CASES = (
+    Case("tiny", 1, "optim_grads_params"),
+    Case("tiny", 1, "checkpointing full, selective; two micro-batches of two samples",
+         ("micro_batch_size=2", "student.activation_checkpointing=full",
+          "fake.activation_checkpointing=selective")),
+    Case("tiny", 1, "offload=cpu", ("student.offload=cpu", "fake.offload=cpu")),
+    Case("tiny", 1, "activation_offload", ("student.activation_offload=true",)),
+    Case("tiny", 1, "optim_grads_params", method="rcm"),
+    Case("tiny", 2, "cp=2 as a ring, bf16", ("mesh.cp=2", "mesh.ring=2", "precision=bf16")),
+    Case("tiny", 2, "optim, optim_grads", ("student.strategy=optim", "fake.strategy=optim_grads")),
+    Case("tiny", 2, "cp=2", ("mesh.cp=2",), method="rcm"),
+    Case("tiny", 4, "dp 2 x cp 2, student no_shard", ("mesh.cp=2", "student.strategy=no_shard")),
+    Case("tiny", 4, "two replicas", ("mesh.dp_replicate=2",)),
+    Case("small", 1, "checkpointing full",
+         ("student.activation_checkpointing=full", "fake.activation_checkpointing=full")),
+    Case("small", 2, "keep_gathered", ("student.keep_gathered=true",)),
+    Case("small", 4, "dp 2 x cp 2, bf16", ("mesh.cp=2", "precision=bf16")),
+    Case("small", 4, "gather_stream=compute, one gradient buffer",
+         ("student.gather_stream=compute", "fake.gather_stream=compute", "student.gradient_buffers=1")),
+    Case("1B", 1, "checkpointing full", ("student.activation_checkpointing=full", *ONE_LENGTH)),
+    Case("1B", 2, "cp=2, bf16", ("mesh.cp=2", "precision=bf16", *ONE_LENGTH)),
+    Case("1B", 4, "bf16", ("precision=bf16", *ONE_LENGTH)),
+)  # fmt: skip
+OUTSIDE = Case("1B", 1, "checkpointing full", CASES[-3].words)
+BOUNDS = {1: (0.001, 0.001), 2: (0.03, 0.15), 4: (0.03, 0.15)}
+"""By ranks: of the step's peak, and of a single phase; gloo's threads let go of a buffer a little late."""
+OUTSIDE_BOUND = 0.1
+
+
+def words_of(case: Case) -> list[str]:
+    """The settings of ``case``; later ones win."""
+    architecture = "{" + ", ".join(f"{key}: {value}" for key, value in {**SIZES[case.size], **ENDS}.items()) + "}"
+    base = [*BASE, *METHODS[case.method]]
+    if METHODS[case.method]:
+        base = [word for word in base if word != BASE[0]]
+    networks = [word for role in ROLES for word in (f"{role}.checkpoint=null", f"{role}.architecture={architecture}")]
+    cp = [] if any(word.startswith("mesh.cp=") for word in case.words) else ["mesh.cp=1"]
+    given = {word.partition("=")[0] for word in case.words}
+    base = [word for word in base if word.partition("=")[0] not in given]
+    return [*base, *networks, *cp, *case.words, f"world={case.world}"]
+
+
+def predict(case: Case) -> dict[str, Any]:
+    """``plan.json`` of the run.
+
+    Raises:
+        UserError: the planner's refusal.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*words_of(case), f"run_dir={folder}"]
+        plan_command(compose_config(words), ["train.py", *words])
+        return json.loads((Path(folder) / FILE).read_text())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the steps took on this rank."""
+
+    simulation: Simulation
+    flops_per_step: float
+    """As ``plan.json`` has it: of all ranks, mean over the run's steps."""
+
+
+def measure(case: Case, tensors: AbstractContextManager | None = None) -> Measured:
+    """The same steps on real tensors, in the process group that there is."""
+    config = as_planned(compose_config(words_of(case)))
+    shapes = planned_shapes(config)
+    plan = plan_run(config, shapes=shapes)
+    steps = 1 if set(ONE_LENGTH) <= set(case.words) else STEPS_OF_A_ROLE
+    made = run_steps(config, plan, shapes, tensors or nullcontext(), steps_of_a_role=steps, every_micro_batch=True)
+    return Measured(made, predict_from(config, plan, made, plan.roles[0].tokens(*shapes), None).flops_per_step)
+
+
+def parameters_of(case: Case) -> int:
+    """Of all networks."""
+    config = as_planned(compose_config(words_of(case)))
+    plan = plan_run(config, shapes=planned_shapes(config))
+    return sum(weight.numel() for role in plan.roles for weight in role.network.parameters())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Relative errors of a prediction."""
+
+    predicted: float
+    """Peak of a step, bytes."""
+    measured: float
+    peak: float
+    """Of the peak of a step."""
+    phase: float
+    """Of the phase that is furthest off."""
+    phase_name: str
+    counts: bool
+    """Are operations and bytes sent equal?"""
+
+    def kept(self, world: int) -> bool:
+        """Are the bounds?"""
+        return self.counts and abs(self.peak) <= BOUNDS[world][0] and abs(self.phase) <= BOUNDS[world][1]
+
+
+def compare(plan: dict[str, Any], found: Measured) -> Compared:
+    """``plan.json`` against the steps that were made.
+
+    Raises:
+        RuntimeError: other phases.
+    """
+    measured = found.simulation
+    predicted = {
+        # The workspace is that of a GPU's kernel, by formula.
+        name: GIB * (phase["gib"] - sum(size for key, size in phase["of"].items() if key.endswith(".workspace")))
+        for name, phase in plan["phases"].items()
+    }
+    if predicted.keys() != measured.peaks.keys():
+        raise RuntimeError(f"phases {sorted(predicted)} were planned, and {sorted(measured.peaks)} were met")
+    errors = {name: predicted[name] / peak.bytes - 1 for name, peak in measured.peaks.items()}
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    peak = max(predicted.values())
+    sent = {
+        name: {f"{kind}, {group}": size for (kind, group), size in cost.sent.items()}
+        for name, cost in measured.steps.items()
+    }
+    return Compared(
+        predicted=peak,
+        measured=measured.peak.bytes,
+        peak=peak / measured.peak.bytes - 1,
+        phase=errors[worst],
+        phase_name=worst or "between phases",
+        counts=sent == plan["bytes_sent_per_step"] and math.isclose(found.flops_per_step, plan["flops_per_step"]),
+    )
+
+
+# --- from outside ---
+
+
+class Resident(TorchDispatchMode):
+    """Writes into whatever is allocated without values: a page that nobody wrote to is not resident."""
+
+    EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor's own dispatch comes back with its shard
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.EMPTY and result.device.type == "cpu":
+            result.zero_()
+        return result
+
+
+def status(field: str) -> int:
+    """A size from ``/proc/self/status``, bytes."""
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def resident(case: Case) -> dict[str, int]:
+    """Make the steps in this process, and look at what the kernel counts; bytes.
+
+    A tiny run goes first: what libraries load and start at their first use is there before.
+    """
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        measure(Case("tiny", case.world, "", case.words, case.method), Resident())
+        gc.collect()
+        before = status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew from here
+        measured = measure(case, Resident())
+        after = status("VmHWM")
+        dist.destroy_process_group()
+    return {"before": before, "peak": after - before, "tracked": measured.simulation.peak.bytes}
+
+
+def outside(case: Case) -> dict[str, int]:
+    """:func:`resident` in a process of its own, whose allocator gives back at once what is freed."""
+    # glibc: from so many bytes on an allocation is a mapping of its own, which goes when it is freed.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
+    code = f"import json; from benchmarks import planning as p; print(json.dumps(p.resident(p.{case!r})))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | settings,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"the process that is looked at ended with {done.returncode}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# --- the report ---
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:+.2f} %"
+
+
+def report(cases: Sequence[Case]) -> bool:
+    """Print a row for each case; are all bounds kept?"""
+    print("| parameters | method | ranks | | planned, MiB | measured, MiB | peak | worst phase | flops, bytes sent |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    good = True
+    for case in cases:
+        start = f"| {parameters_of(case) / 1e6:,.1f} M | {case.method} | {case.world} | {case.label} |"
+        try:
+            plan = predict(case)
+        except UserError as refusal:
+            print(f"{start} refused: {refusal} | | | | |", flush=True)
+            continue
+        ranks = run_ranks(case.world, measure, case, timeout=1800, preload=("torch", "distill.planning.command"))
+        found = compare(plan, ranks[0])  # the rank that is planned
+        kept = found.kept(case.world)
+        good &= kept
+        print(
+            f"{start} {found.predicted / 2**20:,.2f} | {found.measured / 2**20:,.2f} | {_percent(found.peak)} |"
+            f" {_percent(found.phase)} ({found.phase_name}) | {'equal' if found.counts else 'DIFFERENT'}"
+            f"{'' if kept else ' BROKEN'} |",
+            flush=True,
+        )
+    return good
+
+
+def report_outside(case: Case) -> bool:
+    """Print the comparison with the kernel's count; is the bound kept?"""
+    plan, found = predict(case), outside(case)
+    predicted = max(phase["gib"] for phase in plan["phases"].values())
+    error = predicted * GIB / found["peak"] - 1
+    print("| | GiB |\n|---|---|")
+    print(f"| planned | {predicted:.3f} |\n| by the tracker | {found['tracked'] / GIB:.3f} |")
+    print(f"| resident at most, above what was there | {found['peak'] / GIB:.3f} |")
+    print(f"| resident before | {found['before'] / GIB:.3f} |")
+    kept = abs(error) <= OUTSIDE_BOUND
+    print(f"\nplanned against resident: {_percent(error)}{'' if kept else ' BROKEN'}", flush=True)
+    return kept
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="networks of one block, two runs")
+    args = parser.parse_args(argv)
+    print(f"torch {torch.__version__}, gloo, {platform.machine()}, {os.cpu_count()} cores, one thread a rank\n")
+    cases, looked_at = CASES, OUTSIDE
+    if args.quick:
+        cases = (
+            Case("one block", 2, "cp=2, bf16", ("mesh.cp=2", "precision=bf16", *ONE_LENGTH)),
+            Case("one block", 1, "offload=cpu", ("student.offload=cpu", *ONE_LENGTH)),
+        )
+        looked_at = Case("one block", 1, "fp32", ONE_LENGTH)
+    good = report(cases)
+    print(f"\n## From outside: {parameters_of(looked_at) / 1e6:,.1f} M parameters, 1 rank, {looked_at.label}\n")
+    good &= report_outside(looked_at)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

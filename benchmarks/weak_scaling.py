@@ -1,0 +1,332 @@
+"""Weak scaling on paper, from 8 to 1,024 ranks: ``python -m benchmarks.weak_scaling``.
+
+Wan 14B is distilled with DMD2 by its recipe, a sample for each data-parallel rank whatever the world, on fake tensors:
+the planner (distill/planning/) counts the products and the bytes that rank 0 sends, and what follows is division by the
+rates of ``configs/hardware/``. Nothing is measured.
+
+A collective is a ring. Where its group has ``m`` ranks in each node, one of ``m`` hops leaves the node, and every card
+of the ``m`` ranks carries a part of the ring: of the ``s`` bytes that a rank sends, ``s / m`` go through its card and
+``s (m - 1) / m`` through NVLink. That is NCCL's best case; with one ring over one card it is ``s`` for the card, as the
+planner assumes. Latencies are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distill.config import compose_config
+from distill.planning.command import as_planned, planned_shapes
+from distill.planning.depth import simulate_any_depth
+from distill.planning.hardware import Hardware, load_hardware
+from distill.planning.prediction import Prediction, predict
+from distill.planning.simulation import StepCost
+from distill.setup import plan_run
+from fsdp_cp.mesh import MeshShape
+
+WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
+STRATEGIES: dict[str, int | None] = {"over all ranks": None, "inside 8": 8, "inside 32": 32}
+"""Ranks over which the networks are sharded; between such groups they are replicas (``mesh.dp_replicate``)."""
+EXPERIMENT = "wan2_1_t2v_14b_dmd2"
+CLIPS = {"480p": "video_folder_480p", "720p": "video_folder_720p"}
+HARDWARE = ("h20", "h200")
+REPLICAS = "mesh_dp_replicate"
+SAMPLE = ("mesh_cp", "mesh_ulysses", "mesh_ring")
+"""Groups of the ranks that share a sample's tokens."""
+QUICK = {
+    "num_layers": 1, "num_attention_heads": 8, "attention_head_dim": 16, "ffn_dim": 64, "freq_dim": 32,
+    "text_dim": 4096, "in_channels": 16, "out_channels": 16,
+}  # fmt: skip
+
+
+# --- what the planner says ---
+
+
+def planned(world: int, shard: int | None, clip: str, more: Sequence[str] = ()) -> Prediction:
+    """The recipe on ``world`` ranks, a sample for each data-parallel rank; no hardware yet.
+
+    Args:
+        world: ranks.
+        shard: over so many of them the networks are sharded; ``None`` for all.
+        clip: of :data:`CLIPS`.
+        more: further settings.
+    """
+    words = [f"experiment={EXPERIMENT}", f"data={CLIPS[clip]}", "plan=true", f"world={world}", *more]
+    cp = compose_config(words).mesh.cp
+    words += [f"batch_size={world // cp}", f"mesh.dp_replicate={1 if shard is None else world // shard}"]
+    config = as_planned(compose_config(words))
+    shapes = planned_shapes(config)
+    plan = plan_run(config, shapes=shapes)
+    simulation = simulate_any_depth(config, plan, shapes, steps_of_a_role=len(config.method.step_list))
+    return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), None)
+
+
+def with_replicas(two: Prediction, replicas: int) -> Prediction:
+    """What ``replicas`` take, told from ``two``: a rank of more replicas sends more in their reductions, nothing else.
+
+    Of ``n`` bytes a rank sends ``2 n (R - 1) / R`` in a ring of ``R``: of two replicas ``n``, of one nothing.
+    """
+    factor = 2 * (replicas - 1) / replicas
+    return _with_steps(
+        replace(two, mesh=replace(two.mesh, dp_replicate=replicas)),
+        lambda _, cost: replace(
+            cost,
+            sent=Counter({key: round(size * (factor if key[1] == REPLICAS else 1)) for key, size in cost.sent.items()}),
+        ),
+    )
+
+
+def with_clip(large: Prediction, clip: Prediction) -> Prediction:
+    """``large`` with the products of ``clip``, and what is exchanged of its tokens.
+
+    What shards and replicas send does not depend on the tokens of a sample, nor what its ranks exchange on the world.
+    """
+
+    def changed(name: str, cost: StepCost) -> StepCost:
+        of_clip = clip.simulation.steps[name]
+        sent = Counter({key: size for key, size in cost.sent.items() if key[1] not in SAMPLE})
+        sent.update({key: size for key, size in of_clip.sent.items() if key[1] in SAMPLE})
+        return StepCost(flops=of_clip.flops, recomputed=of_clip.recomputed, sent=sent)
+
+    return _with_steps(replace(large, tokens=clip.tokens), changed)
+
+
+def _with_steps(prediction: Prediction, change: Callable[[str, StepCost], StepCost]) -> Prediction:
+    steps = {name: change(name, cost) for name, cost in prediction.simulation.steps.items()}
+    return replace(prediction, simulation=replace(prediction.simulation, steps=steps))
+
+
+@dataclass(frozen=True)
+class Row:
+    """The recipe on a mesh."""
+
+    strategy: str
+    prediction: Prediction
+
+
+def all_rows(worlds: Sequence[int], clips: Sequence[str], more: Sequence[str] = ()) -> dict[str, list[Row]]:
+    """By clip; a simulation for each world that shards over all, for each strategy with replicas, for each other clip.
+
+    Eight ranks are one of two replicas: there the names of their groups tell gathers of weights from those of tokens.
+    """
+    first, *others = clips
+    rows: list[Row] = []
+    for strategy, shard in STRATEGIES.items():
+        own = [world for world in worlds if world > (shard or 8)]
+        if shard is None:
+            rows += [Row(strategy, planned(world, None, first, more)) for world in own]
+        elif own:
+            two = planned(2 * shard, shard, first, more)
+            rows += [Row(strategy, with_replicas(two, world // shard)) for world in own]
+            if shard == 8 and 8 in worlds:
+                rows.insert(0, Row(next(iter(STRATEGIES)), with_replicas(two, 1)))
+        print(f"simulated: {strategy}", file=sys.stderr, flush=True)
+    found = {first: rows}
+    for name in others:
+        clip = planned(16, None, name, more)
+        found[name] = [replace(row, prediction=with_clip(row.prediction, clip)) for row in rows]
+    return found
+
+
+# --- division ---
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a step, mean over the run's steps."""
+
+    compute: float
+    attention: float
+    """Exchanges of tokens, through NVLink, which compute waits for."""
+    nvlink: float
+    """Weights and gradients through NVLink."""
+    network: float
+    """Weights and gradients through a rank's network card, every card of the node at work."""
+    one_card: float
+    """The same with one card of a node at work for each group."""
+
+    @property
+    def step(self) -> float:
+        """Compute, or the busiest link where that takes longer; and what is waited for."""
+        return max(self.compute, self.nvlink, self.network) + self.attention
+
+    @property
+    def limit(self) -> str:
+        """What the step takes as long as."""
+        times = {"compute": self.compute, "NVLink": self.nvlink, "network": self.network}
+        return max(times, key=lambda name: times[name])
+
+
+def group_of(name: str, mesh: MeshShape) -> tuple[int, int]:
+    """Ranks of a group, and the distance from one to the next; a name that no axis has is the whole world's."""
+    shard = mesh.dp_shard * mesh.cp
+    known = {
+        "mesh_ulysses": (mesh.ulysses, 1),
+        "mesh_ring": (mesh.ring, mesh.ulysses),
+        "mesh_cp": (mesh.cp, 1),
+        "mesh_dp_shard_cp": (shard, 1),
+        REPLICAS: (mesh.dp_replicate, shard),
+        "mesh_dp": (mesh.dp, mesh.cp),
+    }
+    return known.get(name, (mesh.world, 1))
+
+
+def through_links(size: float, group: tuple[int, int], node: int) -> tuple[float, float, float]:
+    """Of ``size`` bytes that a rank sends: through its NVLink, its network card, and one card if that alone is at work.
+
+    Args:
+        size: bytes.
+        group: of :func:`group_of`.
+        node: GPUs of a node.
+    """
+    ranks, distance = group
+    inside = min(ranks, max(1, node // distance))
+    if inside == ranks:
+        return size, 0.0, 0.0
+    # Ranks of one position in every node have the others' cards beside them, each at work for its own group.
+    return size * (inside - 1) / inside, size / inside, size
+
+
+def seconds_of(prediction: Prediction, hardware: Hardware) -> Seconds:
+    """Bytes and operations divided by the rates of ``hardware``."""
+    mesh, found = prediction.mesh, Counter[str]()
+    for role, share in prediction.shares.items():
+        cost = prediction.simulation.steps[role]
+        rate = hardware.sustained * hardware.bf16_tflops * 1e12
+        found["compute"] += share * (cost.flops + cost.recomputed) / mesh.cp / rate
+        for (_, group), size in cost.sent.items():
+            nvlink, card, one = through_links(share * size, group_of(group, mesh), hardware.gpus_per_node)
+            found["attention" if group in SAMPLE else "nvlink"] += nvlink / (1e9 * hardware.nvlink_gb_per_s)
+            found["network"] += card / (1e9 * hardware.network_gb_per_s)
+            found["one_card"] += one / (1e9 * hardware.network_gb_per_s)
+    return Seconds(**{name: found[name] for name in ("compute", "attention", "nvlink", "network", "one_card")})
+
+
+# --- the report ---
+
+
+def links_table(rows: Sequence[Row], hardware: Hardware) -> str:
+    """Markdown: what each link carries of a step, in GB (1e9 bytes) of a rank and in seconds; and memory."""
+    lines = [
+        "| sharded | ranks | NVLink, GB | card, GB | NVLink, s | network, s | the same by one card, s | GiB held |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        of = seconds_of(row.prediction, hardware)
+        sizes = (of.nvlink * hardware.nvlink_gb_per_s, of.network * hardware.network_gb_per_s)
+        lines.append(
+            f"| {row.strategy} | {row.prediction.mesh.world:,} | {sizes[0]:.1f} | {sizes[1]:.1f} | {of.nvlink:.3f} |"
+            f" {of.network:.3f} | {of.one_card:.3f} | {row.prediction.allocated_gib:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def limits_table(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware]) -> str:
+    """Markdown: compute beside the busiest link at the largest world, by clip, GPU and strategy."""
+    lines = [
+        "| clip | GPU | sharded | ranks | compute, s | attention's exchanges, s | step, s | limit | rate per rank |"
+        " compute / network | network is the limit below, GB/s a card | rate per rank by one card |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for clip, rows in found.items():
+        for name, gpu in hardware.items():
+            base = seconds_of(rows[0].prediction, gpu).step
+            for strategy in STRATEGIES:
+                of_strategy = [row.prediction for row in rows if row.strategy == strategy]
+                if not of_strategy:
+                    continue
+                last = max(of_strategy, key=lambda prediction: prediction.mesh.world)
+                of = seconds_of(last, gpu)
+                one = replace(of, network=of.one_card)
+                beside = f"{of.compute / of.network:.0f}" if of.network else ""
+                needed = gpu.network_gb_per_s * of.network / of.compute
+                lines.append(
+                    f"| {clip} | {name.upper()} | {strategy} | {last.mesh.world:,} | {of.compute:.2f} |"
+                    f" {of.attention:.2f} | {of.step:.2f} | {of.limit} | {base / of.step:.3f} | {beside} |"
+                    f" {needed:.1f} | {base / one.step:.2f}{'' if one.limit == 'compute' else ', network'} |"
+                )
+    return "\n".join(lines)
+
+
+def draw(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], path: Path) -> None:
+    """Compute and what each link carries over the ranks: a panel for each clip and GPU."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    figure, grid = plt.subplots(
+        len(found), len(hardware), figsize=(11, 0.8 + 4.1 * len(found)), squeeze=False, sharex=True, sharey=True,
+        layout="constrained",
+    )  # fmt: skip
+    colours = dict(zip(STRATEGIES, ("#b3261e", "#1f6fb4", "#2e7d32"), strict=True))
+    for (clip, rows), axes in zip(found.items(), grid, strict=True):
+        for (name, gpu), axis in zip(hardware.items(), axes, strict=True):
+            compute = [seconds_of(row.prediction, gpu).compute for row in rows if row.strategy == rows[0].strategy]
+            worlds = sorted({row.prediction.mesh.world for row in rows})
+            axis.plot(worlds, compute, color="black", linewidth=2.5, label="compute")
+            for strategy, colour in colours.items():
+                own = [row.prediction for row in rows if row.strategy == strategy and row.prediction.mesh.world > 8]
+                if not own:
+                    continue
+                x, of = [each.mesh.world for each in own], [seconds_of(each, gpu) for each in own]
+                axis.plot(x, [s.network for s in of], color=colour, marker="o", markersize=4,
+                          label=f"network, sharded {strategy}")  # fmt: skip
+                axis.plot(x, [s.nvlink for s in of], color=colour, linestyle="--", linewidth=1.2,
+                          label=f"NVLink, sharded {strategy}")  # fmt: skip
+                if strategy != "inside 8":
+                    axis.plot(x, [s.one_card for s in of], color=colour, linestyle=":", linewidth=1.2,
+                              label=f"network by one card, sharded {strategy}")  # fmt: skip
+            axis.set_title(f"Wan 14B, DMD2, {clip}, {name.upper()}", loc="left", fontsize=10, fontweight="bold")
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.xaxis.set_major_locator(FixedLocator(worlds))
+            axis.xaxis.set_minor_locator(NullLocator())
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+            axis.grid(linewidth=0.4, alpha=0.6)
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+    for axis in grid[-1]:
+        axis.set_xlabel("ranks, a sample for every 8")
+    for axes in grid:
+        axes[0].set_ylabel("seconds of a step")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle("Weak scaling by arithmetic: a link is the limit where its line is above compute", fontsize=11)
+    figure.savefig(path, dpi=140)
+
+
+def tiny_networks() -> list[str]:
+    """Settings of roles of one narrow block."""
+    architecture = "{" + ", ".join(f"{key}: {value}" for key, value in QUICK.items()) + "}"
+    return [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weak_scaling", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a PNG to draw")
+    parser.add_argument("--quick", action="store_true", help="a tiny network on 8 and 16 ranks, one size of clips")
+    args = parser.parse_args(argv)
+    if args.quick:
+        found = all_rows(WORLDS[:2], list(CLIPS)[:1], tiny_networks())
+    else:
+        found = all_rows(WORLDS, list(CLIPS))
+    hardware = {name: load_hardware(name) for name in HARDWARE}
+    rows = next(iter(found.values()))
+    print("## What a step sends through each link: the same for clips of any size")
+    for rates in {(gpu.nvlink_gb_per_s, gpu.network_gb_per_s): gpu for gpu in hardware.values()}.values():
+        print(f"\nNVLink {rates.nvlink_gb_per_s:g} GB/s, a card {rates.network_gb_per_s:g} GB/s:\n")
+        print(links_table(rows, rates))
+    print(f"\n## Beside compute, at the most ranks\n\n{limits_table(found, hardware)}")
+    if args.out is not None:
+        draw(found, hardware, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""Every setting: dataclasses, whose YAML is in ``configs/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import II, MISSING
+
+from distill.config.kinds import known_settings
+from distill.data import DATA
+from distill.methods import METHODS
+from fsdp_cp.sharding.settings import ShardSettings
+
+
+@dataclass(kw_only=True)
+class MeshSettings:
+    """``mesh.*``; see fsdp_cp/mesh.py."""
+
+    dp_replicate: int = 1
+    """Replicas of the sharded networks (hybrid sharding)."""
+    dp_shard: int = -1
+    """Data-parallel ranks to shard over; -1 for what is left of the world."""
+    cp: int = 1
+    """Ranks that share one sample's tokens."""
+    ulysses: Any = "auto"
+    """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is gcd(heads, cp), or cp / ring if set."""
+    ring: Any = "auto"
+    """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses is cp."""
+
+
+@dataclass(kw_only=True)
+class AttentionSettings:
+    """``attention.*``, of all roles; see docs/attention.md."""
+
+    backend: str = "auto"
+    """Local attention kernel; ``auto`` takes the best that is there, and the log says which."""
+    head_groups: int = 1
+    """Overlap the Ulysses all-to-all with attention, over this many groups of a rank's heads."""
+
+
+@dataclass(kw_only=True)
+class EmaSettings:
+    """``student.ema.*`` and ``fake.ema.*``."""
+
+    enabled: bool = False
+    """Keep an average of the role's weights; samples, report and export use the student's."""
+    decay: float | None = 0.99
+    """Constant factor of the old average; null for the power schedule."""
+    gamma: float = 6.94
+    """Exponent of the power schedule (1 - 1/(i+1)) ** (gamma + 1)."""
+    start: int = 0
+    """Updates of the role before which the average just follows the weights."""
+
+
+@dataclass(kw_only=True)
+class RoleSettings(ShardSettings):
+    """``teacher.*``; how roles are sharded is in docs/sharding.md."""
+
+    checkpoint: str | None = None
+    """Diffusers pipeline or transformer folder."""
+    architecture: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
+    """Configuration of a network with random weights, where there is no checkpoint."""
+    family: str = "wan"
+    """Model family."""
+    precision: str = II("precision")
+    """``fp32`` or ``bf16`` compute of this role; the run's when not set."""
+
+
+@dataclass(kw_only=True)
+class TrainedRoleSettings(RoleSettings):
+    """``student.*`` and ``fake.*``."""
+
+    ema: EmaSettings = field(default_factory=EmaSettings)
+
+
+@dataclass(kw_only=True)
+class OptimizerSettings:
+    """``optim.student.*`` and ``optim.fake.*``: AdamW."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.0, 0.999])
+    """Adam's decay factors."""
+    eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+    weight_decay: float = 0.01
+    """Decoupled: as a share of the rate."""
+    schedule: str = "constant"
+    """``constant`` or ``cosine`` (towards ``final_lr`` at the role's last update)."""
+    warmup: int = 0
+    """Updates of this role over which the rate grows linearly, from ``lr / warmup``."""
+    final_lr: float = 0.0
+    """Rate at the end of ``cosine``, as a share of ``lr``."""
+    no_decay: list[str] = field(default_factory=list)
+    """Names of parameters without weight decay, as patterns: ``[*.bias,*norm*]``."""
+    lr_scale: Any = None  # an optional dict; see RoleSettings.architecture
+    """Factors of the rate by pattern of parameter names, ``{patch_embedding.*: 0.1}``; the first match counts."""
+    additions_lr: float | None = None
+    """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
+    second time), which follows the same schedule; null for ``lr``."""
+    implementation: str = "foreach"
+    """``foreach``, ``fused`` (one kernel for the whole update) or ``for_loop`` (least memory)."""
+
+
+@dataclass(kw_only=True)
+class OptimSettings:
+    """``optim.*``."""
+
+    student: OptimizerSettings = field(default_factory=OptimizerSettings)
+    fake: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip: float | None = 10.0
+    """Greatest norm of a role's gradient; null for none."""
+    max_skipped: int = 10
+    """Updates with a non-finite gradient norm in a row (each is skipped) after which the run stops."""
+
+
+@dataclass(kw_only=True)
+class CheckpointSettings:
+    """``checkpoint.*``."""
+
+    every: int = 500
+    """Steps between checkpoints; 0 for one at the end alone."""
+    keep: int = 2
+    """How many of the newest to keep; 0 for all."""
+    keep_every: int = 0
+    """Keep those whose step is a multiple of this for good, too; 0 for none."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in the host's memory; where that has no room, training waits."""
+    verify: bool = False
+    """Compare checksums when going on from one, which reads all of it; sizes are always compared."""
+    at_end: bool = True
+    """Save one after the last step; without it the run cannot be gone on with from there."""
+    resume: str = "auto"
+    """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
+
+
+@dataclass(kw_only=True)
+class LogSettings:
+    """``log.*``."""
+
+    every: int = 10
+    """Steps between lines of ``metrics.jsonl``."""
+    norms_every: int = 0
+    """Steps between lines of ``norms.jsonl``: each weight's and gradient's norm, by role; 0 for none."""
+    groups: bool = False
+    """Print at the start how each role is sharded: units, dtypes, bytes."""
+    wandb: bool = False
+    """Log to Weights & Biases too (needs the ``wandb`` extra)."""
+    tensorboard: bool = False
+    """Log to TensorBoard too (needs the ``tensorboard`` extra)."""
+    project: str = "fsdp_cp"
+    """Project name at Weights & Biases."""
+
+
+@dataclass(kw_only=True)
+class ProfileSettings:
+    """``profile.*``: where the time and the memory of some steps go; see docs/run.md."""
+
+    steps: list[int] = field(default_factory=list)
+    """First and last step to profile, as ``[20,22]``, counted from 1 as in ``metrics.jsonl``; empty for none."""
+    ranks: Any = field(default_factory=lambda: [0])
+    """Ranks that are profiled, as ``[0,8]``, or ``all``: a trace each in ``RUN_DIR/profile``."""
+    memory: bool = False
+    """Record what the CUDA allocator did in these steps, too."""
+
+
+@dataclass(kw_only=True)
+class SampleSettings:
+    """``sample.*``: clips made during and after training, and the report."""
+
+    every: int = 0
+    """Steps between sample clips; 0 for the end alone."""
+    at_end: bool = True
+    """Sample after the last step, and write the report if ``report_clips`` asks for one."""
+    prompts: int = 4
+    """Clips per set of samples, of captions of the data set."""
+    captions: list[str] = field(default_factory=list)
+    """Captions to sample instead, one clip of each; the data set must know them."""
+    images: list[str] = field(default_factory=list)
+    """Images for ``captions``, in their order, where images condition: files, of videos the first frame; empty for
+    those of the data set."""
+    student_steps: list[int] = field(default_factory=lambda: [4])
+    """Numbers of steps at which the student is sampled."""
+    teacher_steps: list[int] = field(default_factory=list)
+    """Numbers of steps at which the teacher is sampled, once, for comparison."""
+    report_clips: int = 0
+    """Clips per row of ``report.html``; 0 for no report."""
+
+
+@dataclass(kw_only=True)
+class ExportSettings:
+    """``export.*``: the student as a diffusers folder, at the end of the run."""
+
+    at_end: bool = True
+    """Write it; ``python -m models.export`` makes one of a checkpoint at any time."""
+    weights: str = "auto"
+    """``raw``, ``ema``, or ``auto``: the average if there is one."""
+    dtype: str = "fp32"
+    """``fp32`` or ``bf16``."""
+
+
+@dataclass(kw_only=True)
+class TimeoutSettings:
+    """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/operations.md."""
+
+    start: float = 60.0
+    """Until each trained role's first step is done, and while samples, checkpoints and the end are made."""
+    step: float = 10.0
+    """In every later step."""
+
+
+@dataclass(kw_only=True)
+class PlanningSettings:
+    """``planning.*``, of ``plan=true``; see docs/planning.md."""
+
+    hardware: str | None = None
+    """GPU that is planned for, a file of configs/hardware: ``h20``, ``h100``, ...; null for memory alone."""
+    model: str | None = None
+    """Published network of roles that have no checkpoint, ``wan2_1_t2v_14b`` for example; brought by ``model=``."""
+    before_run: bool | None = None
+    """Plan each run before it loads anything, and say whether it fits; null for runs on GPUs alone."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Everything that a run is told."""
+
+    steps: int = MISSING
+    """Optimizer steps in all, of whichever role; a longer value on resume goes on."""
+    seed: int = 0
+    """Of the data order and every random draw; the same on every mesh."""
+    batch_size: int = MISSING
+    """Samples per step over all ranks."""
+    micro_batch_size: int | None = None
+    """Samples per data-parallel rank and forward; null for one forward a step."""
+    precision: str = "fp32"
+    """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
+    device: str = "auto"
+    """``auto``, ``cpu`` or ``cuda``."""
+    cuda_allocator: str | None = None
+    """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
+    run_dir: str | None = None
+    """Folder of all output; ``runs/EXPERIMENT`` when not set."""
+    dry_run: bool = False
+    """Check all that a run would, print what it would hold and write, and end, without a process group."""
+    plan: Any = False
+    """``true``: predict memory, operations and traffic of a rank on fake tensors, write ``RUN_DIR/plan.html``, and end.
+    ``suggest``: look for settings that fit ``planning.hardware``, and end."""
+    world: int | None = None
+    """With ``dry_run`` or ``plan``: the number of ranks, which need not be there; this process's world when null."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    teacher: RoleSettings = field(default_factory=RoleSettings)
+    student: TrainedRoleSettings = field(default_factory=TrainedRoleSettings)
+    fake: TrainedRoleSettings = field(default_factory=TrainedRoleSettings)
+    method: Any = MISSING
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    data: Any = MISSING
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    export: ExportSettings = field(default_factory=ExportSettings)
+    timeout: TimeoutSettings = field(default_factory=TimeoutSettings)
+    planning: PlanningSettings = field(default_factory=PlanningSettings)
+
+
+SETTINGS = known_settings(
+    {"": [Config], "method.": [settings for _, settings in METHODS.values()], "data.": list(DATA.values())}
+)
+"""Every setting by its dotted key; of methods and data sets there may be several of a name."""

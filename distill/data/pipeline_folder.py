@@ -1,0 +1,99 @@
+"""Parts of a diffusers pipeline folder (``vae/``, ``text_encoder/``): their settings and weights, never their code.
+
+Nothing is unpickled, fetched or run from a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_cp.errors import UserError
+from models.checkpoint_files import indexed_files, one_line
+
+_OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
+"""Keys by which a folder makes the libraries fetch code, or run its own."""
+
+
+def part_settings(folder: Path, part: str, where: str, name: str = "config.json") -> dict[str, Any]:
+    """The JSON object of ``part/name``, with numbers that a network can be built of."""
+    try:
+        settings = json.loads((folder / part / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{where} has no {part}/{name}; save it with save_pretrained") from error
+    except OSError as error:
+        raise UserError(f"{where}: {part}/{name} cannot be read ({error.strerror}); give a readable file") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {part}/{name} is not JSON ({one_line(error)}); save it again") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{where}: {part}/{name} is not a JSON object; save it again")
+    for key in _OWN_CODE:
+        if settings.get(key) is not None:
+            raise UserError(f"{where}: {part}/{name} has {key}, code of its own, which is never run; remove that key")
+    if settings.get("quantization_config") is not None:
+        raise UserError(f"{where}: {part}/{name} has quantization_config; give weights that are not quantized")
+    for key, value in settings.items():
+        most = _MAX_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else MAX_NUMBER
+        # Booleans are numbers too. A tokenizer's model_max_length is "no limit" as 1e30.
+        if part != "tokenizer" and isinstance(value, (int, float)) and not -most <= value <= most:
+            raise UserError(f"{where}: {part}/{name} has {key}={shown(value)}, beyond {most}; give the folder's own")
+    return settings
+
+
+_MAX_LAYERS, MAX_NUMBER = 1024, 2**24
+
+
+def whole_numbers(values: Any, *, most: int) -> bool:
+    """Is it a list of whole numbers from 1 to ``most``?"""
+    return isinstance(values, (list, tuple)) and all(type(v) is int and 1 <= v <= most for v in values)
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file in a message, cut."""
+    return " ".join(repr(value).split())[:60]
+
+
+def check_weight_files(folder: Path, where: str) -> None:
+    """The weights of a part: safetensors alone, inside the folder."""
+    part = folder.name
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{where}: {part}/ holds no .safetensors weights; other formats are not read")
+    for index in folder.glob("*.safetensors.index.json"):
+        indexed_files(index, f"{where}: {part}/")
+    if (folder / "adapter_config.json").exists():  # transformers would load the model that it names instead
+        raise UserError(f"{where}: {part}/ holds adapter_config.json; merge the adapter into the weights")
+
+
+def require_class(where: str, part: str, found: Any, wanted: str) -> None:
+    """Raises ``UserError`` unless ``wanted`` is among the class names ``found``."""
+    if not isinstance(found, list) or wanted not in found:
+        name = shown(found[0]).strip("'") if isinstance(found, list) and found else "a model without a class name"
+        raise UserError(f"{where}: {part}/ holds {name}; use {wanted}")
+
+
+def load_part(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn.Module:
+    """``from_pretrained`` that fails by name where the libraries only warn and leave random weights."""
+    try:
+        model, info = model_class.from_pretrained(
+            folder / part, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a damaged folder leads the libraries to all kinds, TypeError and KeyError among them
+        raise UserError(
+            f"data.encoders={folder}: {part}/ cannot be loaded ({one_line(error)}); save it again"
+        ) from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in info.get(what) or ())
+        if keys:
+            raise UserError(
+                f"data.encoders={folder}: {part}/ has {len(keys)} {what.replace('_', ' ')}, first {keys[0]}; give "
+                f"weights that fit {part}/config.json"
+            )
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise UserError(f"data.encoders={folder}: {part}/ is damaged, {name} is not finite; copy it again")
+    return model.eval().requires_grad_(False)

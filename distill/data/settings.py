@@ -1,0 +1,265 @@
+"""The settings of the data sets, ``data=NAME``: each knows its own shapes, checks, and how it is built.
+
+A further data set is a file with a class of :mod:`distill.data.base`, a settings class here, a line in ``DATA``, and
+``configs/data/NAME.yaml``; docs/extending.md shows it. Nothing heavy is imported before a data set is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from distill.data.base import ClipDataset
+from fsdp_cp.errors import UserError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class DataSettings:
+    """Base of the settings of a data set."""
+
+    has_clips: ClassVar[bool] = True
+    """Are there latents to train on, or captions alone?"""
+    cheap_frames: ClassVar[bool] = False
+    """Are clips so small that many are sampled at once?"""
+    name: str = ""
+
+    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+        """``(C, T, H, W)`` of a sample's latents and the shapes of its condition, without encoding anything.
+
+        Raises:
+            UserError: folders that are not set or not there, sizes that the data set or the VAE does not take.
+        """
+        raise NotImplementedError
+
+    def build(
+        self,
+        *,
+        seed: int,
+        device: torch.device,
+        run_dir: Path,
+        captions: Sequence[str] = (),
+        images: Sequence[str] = (),
+    ) -> ClipDataset:
+        """The data set; called by all ranks (clips and captions are encoded by all together).
+
+        Args:
+            seed: of what it renders.
+            device: where the encoders run.
+            run_dir: the cache is there unless the settings say otherwise.
+            captions: others that ``condition`` must know, beside the data set's own: the text encoder is freed before a
+                network is built. ``fingerprint`` does not depend on them.
+            images: of ``captions``, in their order, where images condition; empty for those of the data set.
+
+        Raises:
+            UserError: settings that do not fit, a folder without a usable clip, captions that cannot be embedded.
+        """
+        raise NotImplementedError
+
+    def check_captions(self, captions: Sequence[str]) -> None:
+        """Refuse ``sample.captions`` that can be refused without the text encoder.
+
+        Raises:
+            UserError: by name.
+        """
+
+    def table_in_words(self) -> str:
+        """How many items there are, and where; nothing is decoded.
+
+        Raises:
+            UserError: a table that is missing or damaged, or names no clip that is there.
+        """
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class MovingShapesSettings(DataSettings):
+    """``data=moving_shapes``."""
+
+    cheap_frames: ClassVar[bool] = True
+    name: str = "moving_shapes"
+    encoders: str = "assets/quickstart_teacher"
+    """Folder with the word table ``words.safetensors``."""
+    num_frames: int = 6
+    """Frames of a clip."""
+    height: int = 16
+    """Pixels."""
+    width: int = 16
+    """Pixels."""
+    fps: float = 8.0
+    """Frames per second of the sample videos."""
+    negative_prompt: str = ""
+    """Caption of the unconditional branch of guidance."""
+    num_clips: int = 65536
+    """Clips in an epoch."""
+    colour_shares: list[float] | None = None
+    """Leave the colour out of the captions: of a caption's clips, the shares that are red, orange, yellow, green, cyan,
+    blue, magenta, white. For looking at which modes a student keeps; null: captions name the colour."""
+
+    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+        data = self._data(seed=0)
+        return data.latent_shape, data.condition_shapes
+
+    def build(
+        self,
+        *,
+        seed: int,
+        device: torch.device,
+        run_dir: Path,
+        captions: Sequence[str] = (),
+        images: Sequence[str] = (),
+    ) -> ClipDataset:
+        data = self._data(seed)
+        data.condition(list(captions))
+        return data
+
+    def check_captions(self, captions: Sequence[str]) -> None:
+        from distill.data.moving_shapes import captions_of
+
+        known = captions_of(self.colour_shares)
+        for caption in captions:
+            if caption not in known:
+                raise UserError(
+                    f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {known[0]!r}"
+                )
+
+    def table_in_words(self) -> str:
+        return f"{self.num_clips} clips, rendered on the fly"
+
+    def _data(self, seed: int) -> ClipDataset:
+        from distill.data.moving_shapes import MovingShapes
+
+        return MovingShapes(
+            encoders=self.encoders,
+            num_frames=self.num_frames,
+            height=self.height,
+            width=self.width,
+            fps=self.fps,
+            negative_prompt=self.negative_prompt,
+            num_clips=self.num_clips,
+            colour_shares=self.colour_shares,
+            seed=seed,
+        )
+
+
+@dataclass(kw_only=True)
+class VideoFolderSettings(DataSettings):
+    """``data=video_folder``."""
+
+    name: str = "video_folder"
+    path: str | None = None
+    """Folder with mp4 files and ``metadata.csv`` (``file_name,caption``)."""
+    encoders: str | None = None
+    """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
+    cache: str | None = None
+    """Folder of the encoded latents; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
+    num_frames: int = 17
+    """Frames of a clip; 4k + 1 for Wan's VAE."""
+    height: int = 64
+    """Pixels, after resizing and cropping."""
+    width: int = 112
+    """Pixels, after resizing and cropping."""
+    fps: float = 8.0
+    """Frames per second at which clips are sampled."""
+    negative_prompt: str = ""
+    """Caption of the unconditional branch of guidance."""
+    max_text_tokens: int = 512
+    """Tokens of a caption; longer ones are cut, and that is logged."""
+    image: str | None = None
+    """What an image-to-video network is shown: ``first_frame`` of the clip, encoded once and cached; null for none."""
+
+    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+        from distill.data.clips import ClipFormat
+        from distill.data.encoders import inspect_encoders
+        from distill.data.image_encoder import inspect_image_encoder
+
+        for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
+            if getattr(self, key) is None:
+                raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
+        clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
+        folder, image = inspect_encoders(self.encoders), None
+        if self.image not in (None, "first_frame"):
+            raise UserError(f"data.image={self.image} is unknown; use first_frame, or null for none")
+        if self.image is not None:
+            if not self.has_clips:
+                raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
+            image = inspect_image_encoder(folder.path, f"data.encoders={self.encoders}")
+        return folder.latent_shape(clip), folder.condition_shapes(clip, self.max_text_tokens, image)
+
+    def build(
+        self,
+        *,
+        seed: int,
+        device: torch.device,
+        run_dir: Path,
+        captions: Sequence[str] = (),
+        images: Sequence[str] = (),
+    ) -> ClipDataset:
+        return self._data_class()(
+            path=self.path,
+            encoders=self.encoders,
+            num_frames=self.num_frames,
+            height=self.height,
+            width=self.width,
+            fps=self.fps,
+            negative_prompt=self.negative_prompt,
+            cache=self.cache or str(run_dir / "cache"),
+            max_text_tokens=self.max_text_tokens,
+            device=device,
+            captions=captions,
+            image=self.image,
+            images=images,
+        )
+
+    def table_in_words(self) -> str:
+        from distill.data.video_folder import read_metadata
+
+        path = Path(self.path).expanduser()
+        rows = read_metadata(path)
+        missing = [name for name, _ in rows if not (path / name).is_file()]
+        if len(missing) == len(rows):
+            raise UserError(f"data.path={path}: none of the {len(rows)} clips is there, first {missing[0]}")
+        note = f", {len(missing)} of them missing (first {missing[0]})" if missing else ""
+        return f"{len(rows)} clips in {path}{note}"
+
+    def _data_class(self) -> Any:
+        from distill.data.video_folder import VideoFolder
+
+        return VideoFolder
+
+
+@dataclass(kw_only=True)
+class CaptionsSettings(VideoFolderSettings):
+    """``data=captions``."""
+
+    has_clips: ClassVar[bool] = False
+    name: str = "captions"
+    path: str | None = None
+    """Text file with a caption per line, or ``.csv`` file with a column ``caption``."""
+    cache: str | None = None
+    """Folder of the embeddings; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
+    fps: float = 8.0
+    """Frames per second of the sample videos."""
+
+    def table_in_words(self) -> str:
+        from distill.data.captions import read_captions
+
+        path = Path(self.path).expanduser()
+        return f"{len(read_captions(path))} captions in {path}"
+
+    def _data_class(self) -> Any:
+        from distill.data.captions import Captions
+
+        return Captions
+
+
+DATA: dict[str, type[DataSettings]] = {
+    "moving_shapes": MovingShapesSettings,
+    "video_folder": VideoFolderSettings,
+    "captions": CaptionsSettings,
+}

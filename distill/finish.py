@@ -1,0 +1,72 @@
+"""What a run does after its last step: export, samples and report."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from distill.evaluate import write_scheduler
+from distill.planning.own import compare_with_plan
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import barrier, on_all_ranks
+from fsdp_cp.timeouts import long_timeout
+from models.export import export_weights
+
+if TYPE_CHECKING:  # which calls this
+    from distill.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@long_timeout()
+def finish(trainer: Trainer) -> None:
+    """Export, samples and report, with the averaged student where there is one.
+
+    Raises:
+        UserError: a run that ended with a loss that is not finite: its student is not shown as a result.
+    """
+    broken = [name for name, loss in trainer.last_loss.items() if not math.isfinite(loss)]
+    if broken:
+        name = broken[0]
+        raise UserError(
+            f"the run ended at step {trainer.step} with a loss of the {name} that is not finite"
+            f" ({trainer.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr and"
+            " begin again with checkpoint.resume=never, or from an earlier checkpoint"
+        )
+    compare_with_plan(trainer.config, trainer.run_dir, trainer.device, trainer.peak_memory())
+    if trainer.config.export.at_end:
+        _export(trainer)
+    if trainer.config.sample.at_end:
+        trainer.sample()
+        if trainer.config.sample.report_clips:
+            _report(trainer)
+    barrier()
+
+
+def _export(trainer: Trainer) -> None:
+    average = None if trainer.config.export.weights == "raw" else trainer.averages.get("student")
+    weights = trainer.roles["student"].weights() if average is None else average.weights
+    dtype = torch.bfloat16 if trainer.config.export.dtype == "bf16" else torch.float32
+    about = {"run": str(trainer.run_dir.resolve()), "step": trainer.step, "role": "student"}
+    about["weights"] = "raw" if average is None else "ema"
+    folder = trainer.run_dir / "export"
+    export_weights(folder / "student", weights, trainer.roles["student"].config, dtype=dtype, about=about)
+    on_all_ranks(lambda: write_scheduler(trainer.method, folder / "scheduler") if rank() == 0 else None)
+    if rank() == 0:
+        log.info("exported the student (%s weights) to %s", about["weights"], folder / "student")
+
+
+def _report(trainer: Trainer) -> None:
+    memory = trainer.peak_memory()
+    facts = {
+        "steps": trainer.step,
+        "minutes of training": round(trainer.seconds / 60, 2),
+        "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
+        "peak memory per rank, GiB": round(memory, 3),
+    }
+    with trainer.method.student_average():
+        trainer.evaluator.write_report(facts)

@@ -1,0 +1,65 @@
+"""The backward passes of one step of one role: what training runs, and what the planner runs on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from distill.methods import Batch, Method
+from fsdp_cp.measure.phases import phase
+from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding.accumulation import microbatch
+
+
+class Losses(NamedTuple):
+    """What a step's losses came to, over this rank's micro-batches; tensors: nothing waits for the device."""
+
+    sums: dict[str, Tensor]
+    """This rank's share of each loss's mean over the global batch, by name, in fp64."""
+    weights: dict[str, float]
+    """By name."""
+
+
+def accumulate_gradients(
+    method: Method,
+    step: int,
+    micro_batches: Sequence[Batch],
+    *,
+    share: float,
+    random: Callable[[int], StepRandom],
+) -> Losses:
+    """A backward of every loss of every micro-batch into the gradients of the role that trains at ``step``.
+
+    Args:
+        method: yields the losses.
+        step: 0-based.
+        micro_batches: of this rank.
+        share: of the global batch that a micro-batch is.
+        random: the streams of a micro-batch, by its position among them.
+    """
+    name = method.trained_role(step)
+    role = method.roles[name]
+    roots = [each.network for each in method.roles.values()]
+    losses, first = Losses({}, {}), True
+    with phase(f"{name}/gradients", roots), ExitStack() as frozen:
+        for other in method.frozen_roles(step):
+            frozen.enter_context(method.roles[other].frozen())
+        for i, batch in enumerate(micro_batches):
+            # The closures do the work: listing the losses, to know which backward is the last, runs nothing early.
+            for loss, following in pairwise([*method.losses(step, batch, random(i)), None]):
+                is_last = i == len(micro_batches) - 1 and following is None
+                with ExitStack() as stack:
+                    for network in role.networks:
+                        stack.enter_context(microbatch(network.module, is_first=first, is_last=is_last))
+                    with phase(f"{name}/{loss.name}/forward"):
+                        value = loss.closure()
+                    with phase(f"{name}/{loss.name}/backward"):
+                        (loss.weight * share * value).backward()
+                first = False
+                losses.weights[loss.name] = loss.weight
+                losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
+    return losses

@@ -1,0 +1,81 @@
+"""What the encoders of a data set take on fake tensors: captions and clips before the steps, decoded samples after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.config import Config
+from distill.data.settings import VideoFolderSettings
+from fsdp_cp.fake_world import fake_tensors
+from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from models.families.base import LatentShape
+from models.families.registry import family_of
+from models.shipped import find_shipped
+
+
+def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
+    """The peak of each part of ``encode/`` and ``decode/`` on a rank's device, beside whatever else it holds.
+
+    Empty for data that are rendered. Captions are encoded one at a time and clips one at a time, each encoder alone on
+    the device, before the networks are built; samples are decoded one at a time beside the networks.
+
+    Args:
+        config: the checked configuration; without ``data.encoders`` the published ones of the student's family count.
+        latent_shape: ``(C, T, H, W)`` of a sample.
+    """
+    if not isinstance(config.data, VideoFolderSettings):
+        return {}
+    text, vae = encoder_settings(config)
+    tokens, data = config.data.max_text_tokens, config.data
+    peaks = {"encode/captions": _peak(lambda: _text_encoder(text), lambda model: model(*_caption(tokens)))}
+    if data.has_clips or data.image is not None:
+        pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
+        peaks["encode/clips"] = _peak(lambda: _vae(vae), lambda model: model.encode(torch.zeros(pixels)))
+    if config.sample.at_end or config.sample.every:
+        peaks["decode"] = _peak(lambda: _vae(vae), lambda model: model.decode(torch.zeros(1, *latent_shape)))
+    return peaks
+
+
+def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``config.json`` of the text encoder and of the VAE; without ``data.encoders``, the family's published ones."""
+    if config.data.encoders is None:
+        family = family_of(config.student.family, "student")
+        return dict(family.text_encoder), {}  # the VAE's class has the published one for its defaults
+    folder = Path(find_shipped(config.data.encoders))
+    text, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("text_encoder", "vae"))
+    return text, vae
+
+
+def _text_encoder(settings: Mapping[str, Any]) -> nn.Module:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**settings))
+
+
+def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long)
+
+
+def _vae(settings: Mapping[str, Any]) -> Any:
+    from diffusers import AutoencoderKLWan
+
+    known = {name: value for name, value in settings.items() if not name.startswith("_")}
+    return AutoencoderKLWan(**known)
+
+
+def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
+    """Of one call of a network in fp32, as data sets run their encoders."""
+    storages = AttributedStorages(fakes=True)
+    with fake_tensors(), storages, torch.no_grad():
+        with storages.labelled(("encoders", "parameters")):
+            network = build().eval()
+        storages.reset_peaks()  # what drawing random weights took
+        with storages.labelled(("encoders", "activations")):
+            call(network)
+    return storages.peaks[""]

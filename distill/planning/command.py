@@ -1,0 +1,137 @@
+"""``train.py plan=true``: what the run of these settings would hold, compute and send, told by one CPU process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+
+from distill.config import Config
+from distill.methods import METHODS
+from distill.planning.coding import coding_peaks
+from distill.planning.depth import simulate_any_depth
+from distill.planning.files import FILE, PAGE, PICTURE, make_writable, refuse_foreign, settings_digest, write
+from distill.planning.hardware import load_hardware
+from distill.planning.prediction import Prediction, predict
+from distill.planning.simulation import Shapes
+from distill.planning.words import in_words
+from distill.setup import RunPlan, plan_run
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import world_size
+from fsdp_cp.sharding.settings import ShardSettings
+from models.families.base import config_of
+from models.families.registry import family_of
+from models.load import defining
+
+log = logging.getLogger(__name__)
+
+_STEPS_OF_A_ROLE = 2
+"""Steps that are averaged: with the longest and with the shortest rollout of a few-step student."""
+_OF_THE_GPU = ("compile", "communication_buffers", "gather_stream")
+"""Settings of roles that a CPU has not, and that change nothing of what is simulated."""
+
+
+def plan_command(config: Config, command: Sequence[str]) -> None:
+    """Print the plan and write ``plan.json``, ``plan.html`` and ``plan.png`` into ``RUN_DIR``.
+
+    Args:
+        config: the checked configuration.
+        command: the words that started this process.
+
+    Raises:
+        UserError: what a run of these settings would refuse before it loads weights, but for settings that only a GPU
+            has (kernels, compiled graphs, communication buffers); torchrun around it; files of
+            these names that no plan has written, or a folder that cannot be written.
+    """
+    require_plannable(config)
+    digest = settings_digest(config)
+    config = as_planned(config)
+    shapes = planned_shapes(config)
+    plan = plan_run(config, shapes=shapes)
+    refuse_foreign(plan.run_dir)
+    make_writable(plan.run_dir)
+    prediction = make_prediction(config, plan, shapes)
+    for line in in_words(config, prediction):
+        log.info(line)
+    from distill.planning.page import page, picture  # lazily: they load matplotlib
+
+    described = prediction.as_json(config) | {"settings": digest}
+    write(
+        plan.run_dir,
+        {
+            FILE: lambda: (json.dumps(described, indent=1) + "\n").encode(),
+            PAGE: lambda: page(config, prediction, shlex.join(command)).encode(),
+            PICTURE: lambda: picture(prediction),
+        },
+    )
+    log.info("written to %s, %s and %s", plan.run_dir / FILE, PAGE, PICTURE)
+
+
+def require_plannable(config: Config) -> None:
+    """Refuse what cannot be planned, before anything is simulated.
+
+    Raises:
+        UserError: torchrun around the planning; hardware that is unknown.
+    """
+    if world_size() > 1:
+        raise UserError(
+            f"plan={str(config.plan).lower()} is one process; start it without torchrun, with world={world_size()}"
+        )
+    if config.planning.hardware is not None:
+        load_hardware(config.planning.hardware)  # refused at once, not after minutes
+
+
+def make_prediction(config: Config, plan: RunPlan, shapes: Shapes) -> Prediction:
+    """The prediction for a configuration of :func:`as_planned`; there must be no process group."""
+    hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
+    simulation = simulate_any_depth(config, plan, shapes, steps_of_a_role=_STEPS_OF_A_ROLE, stands_for="cuda")
+    coding = coding_peaks(config, shapes[0])
+    return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, coding)
+
+
+def as_planned(config: Config) -> Config:
+    """``config`` for one CPU process: published networks where none is named, and nothing that needs a GPU.
+
+    Raises:
+        UserError: a published network that the family has not.
+    """
+    config = deepcopy(config)
+    config.device, config.attention.backend, config.log.wandb = "cpu", "auto", False
+    default = ShardSettings()
+    for name in METHODS[config.method.name][0].roles_needed(config.method):
+        role = getattr(config, name)
+        for setting in _OF_THE_GPU:
+            setattr(role, setting, getattr(default, setting))
+        if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
+            published = family_of(role.family, name).published
+            if config.planning.model not in published:
+                raise UserError(
+                    f"planning.model={config.planning.model} is no published network of {name}.family={role.family};"
+                    f" use {' or '.join(sorted(published)) or f'{name}.architecture'}"
+                )
+            role.architecture = dict(published[config.planning.model])
+    return config
+
+
+def planned_shapes(config: Config) -> Shapes:
+    """Shapes of a sample's latents and condition; without ``data.encoders``, of the family's published VAE.
+
+    Raises:
+        UserError: as of the data.
+    """
+    student = config.student
+    if getattr(config.data, "encoders", "") is not None or student.architecture is None:
+        return config.data.sample_shapes()
+    family = family_of(student.family, "student")
+    family.check_keys(student.architecture, "student.architecture")
+    with torch.device("meta"):  # what the architecture leaves open, the network's class fills in
+        network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
+    latents = family.clip_latents(config.data.num_frames, config.data.height, config.data.width)
+    shapes = family.condition_shapes(network, latents, config.data.max_text_tokens)
+    if config.data.image is not None or shapes.keys() != {"text"}:
+        raise UserError("plan=true of an image-to-video network needs data.encoders, for the size of its features")
+    return latents, shapes

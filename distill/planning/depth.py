@@ -1,0 +1,87 @@
+"""A deep network from two shallow ones: its blocks are alike, and what they hold, compute and send adds up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distill.config import Config
+from distill.planning.simulation import Shapes, Simulation, StepCost, simulate
+from distill.setup import RunPlan
+from fsdp_cp.measure.attributed import Peak
+from models.additions.registry import build_additions
+from models.families.base import config_of
+from models.load import RolePlan, defining
+
+SHALLOW = (4, 5)
+"""Blocks that are simulated for deeper networks. With fewer, what FSDP2 has under way at the first and at the last
+one would meet."""
+
+
+def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **arguments: Any) -> Simulation:
+    """:func:`simulate`; of deeper networks than :data:`SHALLOW`, from two simulations with so few blocks.
+
+    Whole where blocks differ: where the family says so, where a GAN's heads hang on some, where roles have not equally
+    many.
+
+    Peaks of a phase are taken for the same moment at both depths, which blocks that are alike make true: tests compare
+    it with whole simulations.
+    """
+    depths = [role.family.layers(role.config) for role in plan.roles]
+    whole = (
+        min(depths) <= SHALLOW[1]
+        or len(set(depths)) > 1
+        or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
+    )
+    if whole:
+        return simulate(config, plan, shapes, **arguments)
+    few, more = (
+        simulate(config, replace(plan, roles=[shallow(role, layers) for role in plan.roles]), shapes, **arguments)
+        for layers in SHALLOW
+    )
+    at = _Line(SHALLOW, depths[0])
+    peaks = {}
+    for name in few.peaks:
+        by = at.each(few.peaks[name].by, more.peaks[name].by)
+        peaks[name] = Peak(sum(by.values()), by)
+    steps = {
+        name: StepCost(
+            flops=at(cost.flops, more.steps[name].flops),
+            recomputed=at(cost.recomputed, more.steps[name].recomputed),
+            sent=Counter(at.each(cost.sent, more.steps[name].sent)),
+        )
+        for name, cost in few.steps.items()
+    }
+    host = at.each(few.host.by, more.host.by)
+    return Simulation(
+        resting=at.each(few.resting, more.resting), peaks=peaks, steps=steps, host=Peak(sum(host.values()), host)
+    )
+
+
+class _Line:
+    """The value at ``depth`` of a straight line through two."""
+
+    def __init__(self, known: tuple[int, int], depth: int):
+        self.share = (depth - known[0]) / (known[1] - known[0])
+
+    def __call__(self, few: float, more: float) -> float:
+        return few + self.share * (more - few)
+
+    def each(self, few: Mapping[Any, float], more: Mapping[Any, float]) -> dict[Any, int]:
+        return {key: max(0, round(self(few.get(key, 0), more.get(key, 0)))) for key in {**few, **more}}
+
+
+def shallow(role: RolePlan, layers: int) -> RolePlan:
+    """``role`` with so many blocks and random weights."""
+    config = role.family.with_layers(role.config, layers)
+    assert config is not None
+    with torch.device("meta"):
+        network = role.family.build(config, f"{role.name}.architecture")
+        if role.additions:
+            network.additions = build_additions(role.additions, role.family, config_of(network))
+    named = {"_class_name": role.family.class_name} | defining(config_of(network))
+    return replace(role, config=named, folder=None, network=network)

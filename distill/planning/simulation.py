@@ -1,0 +1,374 @@
+"""A method's steps on fake tensors: the run's own code on rank 0 of a world that is not there, and what it held.
+
+Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/fake_world.py); only
+weights, clips and numbers are missing. Memory is therefore what the same operations allocate, and nothing is a formula
+but what no operation shows: the memory that kernels and backends allocate for themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distill.config import Config
+from distill.gradients import accumulate_gradients
+from distill.methods import Batch, Method, build_method
+from distill.observations import Observations
+from distill.optimizers import RoleOptimizer
+from distill.setup import RunPlan
+from fsdp_cp.fake_world import fake_world
+from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from fsdp_cp.measure.phases import phase, phase_now
+from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.reduce import grad_square, scale_grads
+from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding import activations, materialise, settings_of
+from models.condition import Condition
+from models.ema import Ema
+from models.families.base import LatentShape, Shape
+from models.load import build_network
+from models.network import Network
+from models.role import Role
+
+Shapes = tuple[LatentShape, Mapping[str, Shape]]
+KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
+"""Of what a rank holds for a role, in the order in which tables have them."""
+HOST = "host"
+"""The kind of what is in host memory under ``offload=cpu`` and ``activation_offload``; no part of a device's bytes."""
+
+_SHARDING_KINDS = {
+    "gathered": "gathered",
+    "staging": "gathered",
+    "full_gradients": "gradient_buffers",
+    "reduce_inputs": "gradient_buffers",
+    "shard_gradients": "gradients",
+}
+
+
+@dataclass
+class StepCost:
+    """What one step of one role takes on rank 0."""
+
+    flops: float = 0.0
+    """Of the networks, backward and tangents counted, recomputation not; of the samples of one data-parallel rank."""
+    recomputed: float = 0.0
+    """Of forwards that activation checkpointing runs again; a ``selective`` one counts whole."""
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes by kind of collective and group; see :class:`CollectiveCounter`."""
+
+
+@dataclass
+class Simulation:
+    """What the steps of a run hold, compute and send on rank 0."""
+
+    resting: dict[tuple[str, str], int]
+    """Bytes between steps, by role and kind; :data:`HOST` among them."""
+    peaks: dict[str, Peak]
+    """By phase of a step, e.g. ``"student/dmd/backward"``; labels are of role and kind."""
+    steps: dict[str, StepCost]
+    """Mean over the simulated steps at which a role trains, by role."""
+    host: Peak = field(default_factory=lambda: Peak(0, {}))
+    """The most in host memory; labels are of role and :data:`HOST`."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which most is held."""
+        return max(self.peaks, key=lambda name: self.peaks[name].bytes)
+
+    @property
+    def peak(self) -> Peak:
+        """What is held then."""
+        return self.peaks[self.peak_phase]
+
+
+class _Draws(StepRandom):
+    """Draws without values; lengths in turn, those at the ends first."""
+
+    def normal(self, purpose: str, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(len(self.positions), *shape, dtype=dtype)
+
+    def uniform(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.rand(len(self.positions), dtype=dtype)
+
+    def shared_integer(self, purpose: str, low: int, high: int) -> int:
+        # ``step`` counts those that are tried of a role. The longest first: it may be the only one. Two are the longest
+        # and the shortest, whose mean is that of all: what a rollout costs grows evenly with its steps.
+        return [high, low, *range(low + 1, high)][self.step % (high - low + 1)]
+
+
+class _WatchedRole(Role):
+    """What its forwards allocate is this role's, also while another trains."""
+
+    storages: AttributedStorages
+    recomputed: float = 0.0
+
+    def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
+        settings = settings_of(network.module)
+        if torch.is_grad_enabled() and self.trainable and settings.activation_checkpointing != "none":
+            self.recomputed += depth * x.shape[0] * network.forward_flops
+        with self.storages.labelled((self.name, "activations")):
+            return super()._outputs(network, x, t, condition, depth)
+
+
+class _Sharding(ShardingMemory):
+    """FSDP2's allocations for one role, told to ``storages``."""
+
+    def __init__(self, role: Role, storages: AttributedStorages):
+        super().__init__(role.network)
+        self.role, self.storages = role, storages
+
+    def __enter__(self) -> ShardingMemory:
+        super().__enter__()
+        for output in gathered_outputs(self.networks):
+            self.storages.relabel(output, (self.role.name, "gathered"))
+        return self
+
+    def _add(self, kind: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
+            moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and _is_offloaded(self.role)
+            self.storages.relabel(tensor, (self.role.name, HOST if moved else _SHARDING_KINDS[kind]))
+
+
+def _is_offloaded(role: Role) -> bool:
+    return settings_of(role.networks[0].module).offload == "cpu"
+
+
+@contextmanager
+def _host_buffers(storages: AttributedStorages) -> Iterator[None]:
+    """What activations are moved to has the kind :data:`HOST`, and the role for which they are made."""
+    allocate = activations.host_buffer
+
+    def labelled(size: int, pinned: bool) -> Tensor:
+        assert isinstance(storages.label, tuple)
+        with storages.labelled((storages.label[0], HOST)):
+            return allocate(size, pinned)
+
+    with mock.patch.object(activations, "host_buffer", labelled):
+        yield
+
+
+def simulate(
+    config: Config, plan: RunPlan, shapes: Shapes, *, steps_of_a_role: int = 1, stands_for: str = "cpu"
+) -> Simulation:
+    """Run some steps of ``config`` on fake tensors; takes no GPU, weights, clips or process group.
+
+    Args:
+        config: the checked configuration.
+        plan: of it, for the world that is asked about.
+        shapes: of a sample's latents and condition.
+        steps_of_a_role: how many of its steps are run for each role, from the last of the run.
+        stands_for: device type whose tiles attention's forward-mode derivative takes.
+
+    Raises:
+        RuntimeError: there is a process group.
+    """
+    with fake_world(plan.mesh.world, stands_for) as fakes:
+        return run_steps(config, plan, shapes, fakes, steps_of_a_role=steps_of_a_role)
+
+
+def run_steps(
+    config: Config,
+    plan: RunPlan,
+    shapes: Shapes,
+    tensors: AbstractContextManager,
+    *,
+    steps_of_a_role: int = 1,
+    every_micro_batch: bool = False,
+) -> Simulation:
+    """:func:`simulate`'s steps in the process group that there is.
+
+    Args:
+        config, plan, shapes, steps_of_a_role: as of :func:`simulate`.
+        tensors: a ``FakeTensorMode``; or a context of nothing, and they are real, of random weights, and measured.
+        every_micro_batch: run all of a step's, where its cost is else told from one and two.
+    """
+    mesh = mesh_of_shape(plan.mesh, device_type="cpu")
+    storages = AttributedStorages(
+        place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True
+    )
+    sent = CollectiveCounter()
+    method = build_method(config.method, _build(plan, shapes, mesh, storages, tensors))
+    with tensors, sent, storages, _host_buffers(storages):
+        run = _Run(config, plan, shapes, method, storages, sent)
+        chosen = {name: run.steps_of(name, steps_of_a_role) for name in plan.method.trained_roles}
+        chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
+        for steps in chosen.values():  # a first forward gathers nothing ahead, and FSDP2 allocates what it keeps
+            run.step(steps[0], 0, run.batches[:1])
+        with ExitStack() as stack:
+            for role in method.roles.values():  # without a first forward there is nothing to watch
+                if any(True for _ in gathered_outputs([role.network])):
+                    stack.enter_context(_Sharding(role, storages))
+            storages.reset_peaks()
+            resting = {label: size for label, size in storages.by.items() if size}
+            costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
+            run.sample()
+    return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away)
+
+
+def _build(
+    plan: RunPlan, shapes: Shapes, mesh: Mesh, storages: AttributedStorages, tensors: AbstractContextManager
+) -> dict[str, Role]:
+    """The roles, with memory for their weights and nothing in it."""
+    latent_shape, condition_shapes = shapes
+    roles: dict[str, Role] = {}
+    for each in plan.roles:
+        trainable = each.name in plan.method.trained_roles
+        # Without memory first: among fake tensors a network that is on meta cannot be copied.
+        network = build_network(
+            each,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            trainable=trainable,
+            latent_shape=latent_shape,
+            condition_shapes=condition_shapes,
+            allocate=False,
+        )
+        offloaded = each.sharding.offload == "cpu"
+        with tensors, storages, storages.labelled((each.name, "parameters")):
+            with storages.labelled((each.name, HOST if offloaded else "parameters")):
+                materialise(network.module, "cpu")
+            for buffer in network.module.buffers():
+                storages.relabel(buffer, (each.name, "parameters"))
+            network.family.restore_buffers(network.module, torch.device("cpu"))
+        role = _WatchedRole(name=each.name, networks=(network,), trainable=trainable)
+        role.storages = storages
+        roles[each.name] = role
+    return roles
+
+
+class _Run:
+    """The part of the trainer that allocates: a step of accumulation, clipping, update and average."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: RunPlan,
+        shapes: Shapes,
+        method: Method,
+        storages: AttributedStorages,
+        sent: CollectiveCounter,
+    ):
+        self.config, self.plan, self.shapes, self.method = config, plan, shapes, method
+        self.storages, self.sent = storages, sent
+        self.optimizers: dict[str, RoleOptimizer] = {}
+        self.averages: dict[str, Ema] = {}
+        for name in plan.method.trained_roles:
+            role, ema = method.roles[name], getattr(config, name).ema
+            with storages.labelled((name, HOST if _is_offloaded(role) else "optimizer")):
+                self.optimizers[name] = RoleOptimizer(role, getattr(config.optim, name))
+            if ema.enabled:
+                with storages.labelled((name, HOST if _is_offloaded(role) else "ema")):
+                    self.averages[name] = Ema(role, decay=ema.decay, gamma=ema.gamma, start=ema.start)
+        if "student" in self.averages:
+            method.student_average = self.averages["student"].swapped_in
+        self.accumulation = config.batch_size // plan.mesh.dp // plan.micro_batch_size
+        with storages.labelled(("data", "activations")):
+            # the trainer has a step's all at once
+            self.batches = [self._batch(self.plan.micro_batch_size) for _ in range(self.accumulation)]
+
+    def _batch(self, count: int) -> Batch:
+        latent_shape, condition_shapes = self.shapes
+        values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name == "text"}
+        tensors = {name: torch.zeros(count, *shape) for name, shape in condition_shapes.items()}
+        trajectory = None
+        if self.config.method.name == "ode_regression":
+            trajectory = torch.zeros(count, len(self.config.method.step_list), *latent_shape)
+        return Batch(
+            latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or trajectory is not None else None,
+            condition=Condition(tensors, values, values),
+            latent_shape=latent_shape,
+            trajectory=trajectory,
+        )
+
+    def steps_of(self, name: str, count: int) -> list[int]:
+        """The last steps of the run at which role ``name`` trains."""
+        steps = (step for step in reversed(range(self.config.steps)) if self.method.trained_role(step) == name)
+        return list(islice(steps, count))
+
+    def step(self, step: int, index: int, batches: list[Batch]) -> None:
+        """One step of the run, the ``index``-th that is tried of its role, on the ``batches`` alone."""
+        name = self.method.trained_role(step)
+        role = self.method.roles[name]
+
+        def random(i: int) -> StepRandom:
+            return _Draws(seed=0, step=index, positions=range(self.plan.micro_batch_size))
+
+        with self.storages.labelled((name, "activations")):
+            share = self.plan.micro_batch_size / self.config.batch_size
+            accumulate_gradients(self.method, step, batches, share=share, random=random)
+            host = _is_offloaded(role)  # where the gradients are, these work too
+            with phase(f"{name}/clip"), self.storages.labelled((name, HOST if host else "activations")):
+                grad_square(role.parameters())
+                if self.config.optim.clip is not None:
+                    scale_grads(role.parameters(), 0.5)
+            with phase(f"{name}/update"):
+                with self.storages.labelled((name, HOST if host else "optimizer")):
+                    self.optimizers[name].step(1e-5)
+                if name in self.averages:
+                    with self.storages.labelled((name, HOST if host else "ema")):
+                        self.averages[name].update(step)
+        self.method.observations = Observations()
+
+    @torch.no_grad()
+    def sample(self) -> None:
+        """A rank's first samples of each role that the run samples, in as few steps as show what one holds."""
+        chosen = self.config.sample
+        if not (chosen.at_end or chosen.every):
+            return
+        clips = max(len(chosen.captions) or chosen.prompts, chosen.report_clips)
+        count = min(self.plan.micro_batch_size, -(-clips // self.plan.mesh.dp))
+        random = _Draws(seed=0, step=0, positions=range(count))
+        for name, steps in (("student", chosen.student_steps), ("teacher", chosen.teacher_steps)):
+            if not steps or name not in self.method.roles:
+                continue
+            with self.storages.labelled((name, "activations")), self.method.student_average():
+                with phase(f"sample/{name}", [role.network for role in self.method.roles.values()]):
+                    batch = self._batch(count)
+                    noise = random.normal("sample/noise", batch.latent_shape)
+                    self.method.generate(name, noise, batch.condition, min(2, *steps), random)
+
+    def cost(self, steps: list[int], every_micro_batch: bool) -> StepCost:
+        """The mean over ``steps``, of as many micro-batches as a step has.
+
+        What one micro-batch more computes and sends is the difference of two and one: gradients may be reduced, and
+        weights gathered, once a step.
+        """
+        if every_micro_batch:
+            whole, count = self._summed(steps, self.batches), len(steps)
+            sent = Counter({key: round(size / count) for key, size in whole.sent.items()})
+            return StepCost(flops=whole.flops / count, recomputed=whole.recomputed / count, sent=sent)
+        one = self._summed(steps, self.batches[:1])
+        two = self._summed(steps, self.batches[:2]) if self.accumulation > 1 else one
+        more, count = self.accumulation - 1, len(steps)
+        return StepCost(
+            flops=(one.flops + more * (two.flops - one.flops)) / count,
+            recomputed=(one.recomputed + more * (two.recomputed - one.recomputed)) / count,
+            sent=Counter(
+                {key: round((one.sent[key] + more * (two.sent[key] - one.sent[key])) / count) for key in two.sent}
+            ),
+        )
+
+    def _summed(self, steps: list[int], batches: list[Batch]) -> StepCost:
+        roles = self.method.roles.values()
+        for role in roles:
+            role.flops, role.recomputed = 0, 0.0
+        self.sent.by_group.clear()
+        for index, step in enumerate(steps):
+            self.step(step, index, batches)
+        return StepCost(
+            flops=sum(role.flops for role in roles),
+            recomputed=sum(role.recomputed for role in roles),
+            sent=Counter(self.sent.by_group),
+        )

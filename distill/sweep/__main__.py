@@ -1,0 +1,9 @@
+"""``python -m distill.sweep``."""
+
+import sys
+
+from distill.sweep.command import main
+from fsdp_cp.launch import end_process
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

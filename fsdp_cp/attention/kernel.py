@@ -1,0 +1,78 @@
+"""The interface of local attention kernels, and what they share.
+
+Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads (Hk divides H), D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Kernel(ABC):
+    """Attention of some queries to some keys on one device, forward and backward."""
+
+    name: str
+
+    @abstractmethod
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+        """Why this kernel cannot run such tensors ("takes bf16, not fp32"); ``None`` if it can."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the logits.
+
+        Args:
+            q: ``(B, Sq, H, D)``; its last dimension is contiguous, the other strides are arbitrary.
+            k, v: ``(B, Sk, Hk, D)``; neither ``Sq`` nor ``Sk`` is 0.
+            mask: ``(B, Sk)`` bool, True where a key may be attended to.
+            scale: factor on the logits.
+
+        Returns:
+            ``(B, Sq, H, D)`` in the dtype of ``q``, and ``(B, H, Sq)`` in fp32 (fp64 for fp64). Rows without any key
+            may hold anything.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What these keys add to the gradients, where ``out`` and ``lse`` belong to the whole rows.
+
+        Args:
+            grad_out, out: ``(B, Sq, H, D)``.
+            lse: ``(B, H, Sq)`` over all keys of the row, wherever they are; +inf for a row without any key.
+
+        Returns:
+            Gradients of ``q``, ``k`` and ``v``.
+        """
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over chunks, log-sum-exps and their merging are kept in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def fold_query_groups(q: Tensor, kv_heads: int) -> Tensor:
+    """``(B, S, H, D)`` to ``(B, G S, Hk, D)``: rows of attention are independent, so the G = H / Hk query heads that
+    share a K/V head are as good as G times the queries, and no kernel needs to know of grouped-query attention."""
+    return q if q.shape[2] == kv_heads else rearrange(q, "b s (k g) d -> b (g s) k d", k=kv_heads)
+
+
+def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
+    """The inverse of :func:`fold_query_groups`."""
+    kv_heads = out.shape[2]
+    return out if kv_heads == heads else rearrange(out, "b (g s) k d -> b s (k g) d", g=heads // kv_heads)

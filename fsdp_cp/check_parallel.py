@@ -1,0 +1,238 @@
+"""Does a plan fit a network? One step on a few local processes against the same step on one, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp_cp.context_parallel import parallelize_context
+from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.plan import read_plan
+from fsdp_cp.sequence import local_token_count, local_token_range
+from fsdp_cp.sequence_lengths import entered
+
+Build = Callable[[Mesh], nn.Module]
+
+
+class ParallelMismatch(ValueError):
+    """The parallel step is another step; one line names the first tensor that differs, by how much and where."""
+
+
+def check_parallel(
+    model: nn.Module | Build,
+    plan: Mapping[str, Any],
+    inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    prepare: Callable[[nn.Module, Mesh], None] | None = None,
+    cp: Sequence[int] = (2, 3),
+    tolerance: float = 1e-6,
+    timeout: float = 120.0,
+) -> dict[int, float]:
+    """Compare one step of ``model``, parallelised by ``plan``, with the plain one: outputs and all gradients.
+
+    Everything runs in float64 on the CPU, in processes of its own over gloo (a ring of ``cp`` ranks, which any number
+    of heads allows), so it needs neither a process group nor a GPU, and leaves ``model`` and the random state as they
+    are. Take a network of two small layers, and token counts that ``cp`` does not divide. The loss is a fixed random
+    projection of all outputs.
+
+    Args:
+        model: a module that pickles, each of whose sub-modules with an attribute ``mesh`` is given the mesh there; or a
+            function of the mesh that returns the module (importable: no lambda, no closure), with the same weights
+            each time, for which ``torch`` is seeded. In a script the call stands below ``if __name__ == "__main__"``.
+        plan: as for :func:`fsdp_cp.context_parallel.parallelize_context`.
+        inputs: keyword arguments, or a sequence of positional ones, of the forward; every rank is given all of them.
+        prepare: called with the module and the mesh before the plan is applied, at ``cp=1`` too; importable. For
+            diffusers' networks :func:`fsdp_cp.diffusers_attention.parallelize_attention`, or a function that calls it.
+        cp: numbers of ranks.
+        tolerance: the largest relative error, by norm; of gradients with a floor of 1e-6 of all of them. A missing
+            gradient counts as 0.
+        timeout: seconds for each ``cp``.
+
+    Returns:
+        The largest error of an output or a gradient for each ``cp``.
+
+    Raises:
+        ParallelMismatch: an output or a gradient differs. It names the first tensor that does: outputs of sub-modules
+            in the order of the forward (where a rank's own can be told from their shapes), then gradients. Also where
+            the parallel step fails; the step itself is then its cause.
+        UserError: arguments that cannot be used.
+        ValueError: a plan that does not fit the model.
+        RuntimeError: the plain step fails; with its traceback.
+    """
+    sizes = _checked(model, inputs, cp, tolerance)
+    if isinstance(model, nn.Module):
+        read_plan(model, plan)  # a misspelt name costs no processes
+    worst: dict[int, float] = {}
+    for size in sizes:
+        with RankPool(size, timeout=timeout, preload=("torch", "fsdp_cp")) as pool:
+            (plain, *_) = _run(pool, model, plan, inputs, prepare, 1)
+            try:
+                ranks = _run(pool, model, plan, inputs, prepare, size)
+            except RuntimeError as error:
+                line = str(error).strip().splitlines()[-1]
+                raise ParallelMismatch(f"cp={size}: the parallel step fails: {line}") from error
+        worst[size] = _compare(plain, ranks, size, tolerance)
+    return worst
+
+
+def _checked(model: Any, inputs: Any, cp: Any, tolerance: Any) -> tuple[int, ...]:
+    if not callable(model):
+        raise UserError(f"model is a {type(model).__name__}; use a module, or a function of the mesh that builds it")
+    if isinstance(inputs, Tensor) or not isinstance(inputs, (Mapping, Sequence)):
+        raise UserError(f"inputs is a {type(inputs).__name__}; use a dict of keyword arguments, or a tuple")
+    sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,)
+    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 1 for n in sizes):
+        raise UserError(f"cp={cp!r} are no numbers of ranks to compare; use integers of at least 2")
+    if not isinstance(tolerance, (int, float)) or not tolerance > 0:
+        raise UserError(f"tolerance={tolerance!r} is no relative error; use a float above 0")
+    return sizes
+
+
+def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str, Any]]:
+    try:
+        return pool.run(_step, model, plan, inputs, prepare, cp)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:  # all of pickle's
+        raise UserError(
+            f"model, plan, inputs and prepare go to other processes, and one does not pickle ({error}); use importable"
+            " functions, and a model without a mesh or a function that builds it"
+        ) from error
+
+
+def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
+    """A forward and backward on one rank: what each module returned, and the rank's gradients."""
+    mesh = build_mesh(cp=cp, ring=cp, dp_shard=-1)
+    torch.manual_seed(0)
+    model = model if isinstance(model, nn.Module) else model(mesh)
+    for module in model.modules():
+        if hasattr(module, "mesh"):
+            module.mesh = mesh
+    nn.Module.double(model)  # diffusers' own leaves parts in fp32
+    if prepare is not None:
+        prepare(model, mesh=mesh)
+    parallelize_context(model, mesh=mesh, plan=plan)
+    seen, totals = _watch(model)
+    inputs = tree_map_only(Tensor, _as_double, copy.deepcopy(inputs))
+    output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    values = [x for x in tree_leaves(_plain(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in values)
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        raise ValueError("the model returns no tensor that gradients flow through; check_parallel compares a step")
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"outputs": [x.detach() for x in values], "seen": seen, "gradients": gradients, "totals": totals}
+
+
+def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
+    """Lists that the next forward fills: each module's tensors in order of return, and the token counts of splits."""
+    seen: list[tuple[str, Tensor]] = []
+    totals: set[int] = set()
+
+    def note(name: str) -> Callable:
+        def hook(_module, _args, output) -> None:
+            for record in entered():
+                totals.update(record.totals.values())
+            values = [x for x in tree_leaves(_plain(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+            for i, x in enumerate(values):
+                seen.append((f"output {i} of {name!r}" if len(values) > 1 else f"the output of {name!r}", x.detach()))
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:  # the whole model's output is compared last, by itself
+            module.register_forward_hook(note(name))
+    return seen, totals
+
+
+def _plain(output: Any) -> Any:
+    """A dataclass as the dict of its fields, which pytree sees through."""
+    if hasattr(output, "__dataclass_fields__") and not isinstance(output, Mapping):
+        return {name: getattr(output, name) for name in output.__dataclass_fields__}
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _as_double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolerance: float) -> float:
+    whole = _norm([g for g in plain["gradients"].values() if g is not None])
+    floor = 1e-6 * _norm(plain["outputs"])
+    errors: list[tuple[str, float]] = []
+    for i, truth in enumerate(plain["outputs"]):
+        name = f"output {i} of the model" if len(plain["outputs"]) > 1 else "the output of the model"
+        errors.append((name, max(_error(rank["outputs"][i], truth, floor) for rank in ranks)))
+    for name, truth in plain["gradients"].items():
+        own = [rank["gradients"][name] for rank in ranks if rank["gradients"][name] is not None]
+        given = truth if truth is not None else (torch.zeros_like(own[0]) if own else torch.zeros(1).double())
+        summed = torch.stack(own).sum(0) if own else torch.zeros_like(given)
+        errors.append((f"the gradient of {name!r}", _error(summed, given, 1e-6 * whole)))
+    worst = max(error for _, error in errors)
+    if worst <= tolerance:
+        return worst
+    # Only now: what lies between need not be the same for the step to be.
+    name, error = next(
+        itertools.chain(_differing_modules(plain, ranks, cp, tolerance), (e for e in errors if not e[1] <= tolerance))
+    )
+    raise ParallelMismatch(
+        f"cp={cp}: {name} differs from the plain step's by {error:.1e} (relative), more than tolerance={tolerance:g}"
+    )
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return sum(x.norm().item() ** 2 for x in tensors) ** 0.5
+
+
+def _differing_modules(plain, ranks, cp: int, tolerance: float):
+    if any([name for name, _ in rank["seen"]] != [name for name, _ in plain["seen"]] for rank in ranks):
+        return  # another order of calls: what belongs together is not known
+    for i, (name, truth) in enumerate(plain["seen"]):
+        own = [rank["seen"][i][1] for rank in ranks]
+        candidates = list(_gathered(own, truth, ranks[0]["totals"], cp))
+        if candidates:
+            error = min(_error(x, truth) for x in candidates)
+            if not error <= tolerance:
+                yield name, error
+
+
+def _gathered(own: list[Tensor], truth: Tensor, totals: set[int], cp: int):
+    """What ``truth`` may be on the ranks: the same on all, or its tokens in turn, or those of sequences joined."""
+    if any(x.shape != own[0].shape or x.ndim != truth.ndim for x in own):
+        return
+    other = [dim for dim in range(truth.ndim) if own[0].shape[dim] != truth.shape[dim]]
+    if not other:
+        yield max(own, key=lambda x: _error(x, truth))
+    if len(other) != 1:
+        return
+    (dim,) = other
+    total, local = truth.shape[dim], own[0].shape[dim]
+    for n in (1, 2, 3):
+        for segments in itertools.product(sorted(totals), repeat=n):
+            counts = [local_token_count(segment, cp) for segment in segments]
+            if sum(segments) == total and sum(counts) == local:
+                parts = [x.split(counts, dim) for x in own]
+                true = []
+                for i, segment in enumerate(segments):
+                    for rank, part in enumerate(parts):
+                        start, stop = local_token_range(segment, cp, rank)
+                        true.append(part[i].narrow(dim, 0, stop - start))
+                yield torch.cat(true, dim)
+
+
+def _error(found: Tensor, truth: Tensor, floor: float = 0.0) -> float:
+    if found.shape != truth.shape:
+        return float("inf")
+    norm = max(truth.norm().item(), floor)
+    difference = (found - truth).norm().item()
+    if difference != difference:
+        return float("inf")
+    return difference / norm if norm else (float("inf") if difference else 0.0)

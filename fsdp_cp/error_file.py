@@ -1,0 +1,54 @@
+"""A worker's error file for torchrun, written at once: torchrun ends when it reads half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
+    """torch's ``record``: an exception that leaves ``main`` is shown at the end of torchrun's summary.
+
+    After ``sys.exit(0)`` it returns ``None``.
+
+    torch's own handler opens the file and writes it piece by piece. Where another worker has died, torchrun sends this
+    one SIGTERM meanwhile, finds half a file, and ends in a JSONDecodeError instead of restarting (``--max-restarts``).
+    """
+    return record(main, _AtOnce())
+
+
+def write_error(message: str, callstack: str | None = None) -> None:
+    """Write the error file, if torchrun has asked for one (``TORCHELASTIC_ERROR_FILE``).
+
+    Args:
+        message: in a line.
+        callstack: a traceback, which torchrun shows in place of the message.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    more = {} if callstack is None else {"py_callstack": callstack}
+    about = {"message": {"message": message, "extraInfo": {**more, "timestamp": str(int(time.time()))}}}
+    part = f"{file}.part"  # in the worker's own folder, which torchrun removes
+    try:
+        with open(part, "w") as stream:
+            json.dump(about, stream)
+        os.replace(part, file)
+    except OSError as failure:
+        print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
+
+
+class _AtOnce(ErrorHandler):
+    def record_exception(self, e: BaseException) -> None:
+        write_error(f"{type(e).__name__}: {e}", traceback.format_exc())

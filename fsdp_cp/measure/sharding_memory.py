@@ -1,0 +1,228 @@
+"""What a sharded network holds on this rank beyond its shards: gathered parameters, gradients, staging buffers."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_cp.measure.memory import resizes_reported
+from fsdp_cp.reduce import local_shard
+from fsdp_cp.sharding.state import fsdp_modules, param_groups
+
+KINDS = ("gathered", "staging", "full_gradients", "reduce_inputs", "shard_gradients")
+
+
+@dataclass(frozen=True)
+class ShardBytes:
+    """What one network's shards take on this rank, bytes."""
+
+    parameters: int
+    """Storages of the shards, with the rows that pad them."""
+    gradients: int
+    """Storages of their gradients, padded likewise; 0 where there are none."""
+    full: int
+    """All parameters, whole, in the dtype in which they are stored."""
+
+
+def shard_bytes(network: nn.Module) -> ShardBytes:
+    """Measured from the storages, each of them once.
+
+    Args:
+        network: a root of :func:`fsdp_cp.shard_module`, at rest (a gathered unit shows its full parameters).
+    """
+    parameters = list(network.parameters())
+    return ShardBytes(
+        parameters=storage_bytes(parameters),
+        gradients=storage_bytes(p.grad for p in parameters),
+        full=sum(p.numel() * p.element_size() for p in parameters),
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind ``tensors`` on this rank, each storage once."""
+    storages = (local_shard(x).untyped_storage() for x in tensors if x is not None)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def gathered_outputs(networks: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The tensors that become full parameters, and are resized to 0 between uses (private, torch 2.11 to 2.13)."""
+    for network in networks:
+        for unit in fsdp_modules(network):
+            for group in param_groups(unit):
+                for parameter in group.fsdp_params:
+                    yield from parameter.all_gather_outputs
+
+
+class ShardingMemory:
+    """Bytes that FSDP2 holds for ``networks`` on this rank inside the context, now and at most.
+
+    By kind: ``gathered`` (full parameters), ``staging`` (outputs of all-gathers under way or not freed yet: full
+    parameters too, in the order of ranks), ``full_gradients`` (of units in backward, or waiting for a reduction),
+    ``reduce_inputs`` (their copies in the order of ranks: the gradient buffers), ``shard_gradients`` (outputs of
+    reductions, which become the gradients of the shards).
+
+    Tensors are watched, not held, from the allocation to the release of their storage. Not seen: activations, a shard's
+    copy to the compute dtype on its way into an all-gather (1 / ranks of a unit), temporaries of autograd, and on CUDA
+    what the caching allocator keeps because another stream may still use it. gloo's threads let go of a buffer a little
+    later than they report its collective done, which may add to a peak now and then (:meth:`settle`).
+
+    Args:
+        networks: roots of :func:`fsdp_cp.shard_module` that have run forward once.
+        patience: seconds to wait before every buffer is allocated, in which gloo's threads let go of the ones that
+            FSDP2 has let go of; for exact peaks, at the price of the time that a step takes.
+
+    Raises:
+        RuntimeError: on entering, a network that has not run yet: FSDP2 makes what is to be watched in its first
+            forward.
+    """
+
+    def __init__(self, *networks: nn.Module, patience: float = 0.0) -> None:
+        self.networks, self.patience = networks, patience
+        self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        """Alive now, by kind. Tensors from before the context count where they are still alive: gathered ones, and
+        gradients."""
+        self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
+        """Most at once, by kind."""
+        self.peak_parameters = 0
+        """Most of ``gathered`` and ``staging`` together."""
+        self.peak_gradients = 0
+        """Most of the three kinds of gradients together."""
+        self.peak_reduce_inputs = 0
+        """Most gradient buffers at once: a number, not bytes."""
+        self._watched: dict[int, tuple[str, int, weakref.ref]] = {}
+        self._reduce_inputs = 0
+        self._lock = threading.RLock()  # gloo's threads release storages too, and a release may come inside of a change
+        self._gathered: dict[int, int] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ShardingMemory:
+        with ExitStack() as stack:
+            for network in self.networks:
+                for unit in fsdp_modules(network):
+                    for group in param_groups(unit):
+                        stack.enter_context(self._watch_group(group))
+            stack.enter_context(resizes_reported(self._resized))
+            self.reset_peak()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def reset_peak(self) -> None:
+        """Let the peaks start from what is alive now."""
+        self.peak = dict.fromkeys(KINDS, 0)
+        self.peak_parameters = self.peak_gradients = self.peak_reduce_inputs = 0
+        with self._lock:
+            self._note_peak()
+
+    def settle(self, *kinds: str, seconds: float = 1.0) -> None:
+        """Wait until nothing of ``kinds`` is alive, at most so long: what only gloo's threads still hold goes away."""
+        deadline = time.monotonic() + seconds
+        while any(self.bytes[kind] for kind in kinds) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    @contextmanager
+    def _watch_group(self, group: Any) -> Iterator[None]:
+        """The private parts of FSDP2 are all here (torch 2.11 to 2.13).
+
+        ``FSDPParam.all_gather_outputs`` are the storages that become the full parameters and are resized to 0 between
+        uses; ``_unsharded_param`` gets the full gradient; ``Comm.allocate`` (public) makes the staging buffers, and in
+        ``foreach_reduce`` first the input of a reduction, then its output, with one shard too.
+        """
+        if not all(parameter.all_gather_outputs for parameter in group.fsdp_params):
+            raise RuntimeError(f"{group!r} has not run yet; run one forward before measuring")
+        handles = []
+        for parameter in group.fsdp_params:
+            for output in parameter.all_gather_outputs:
+                storage = output.untyped_storage()
+                self._gathered[storage._cdata] = storage.nbytes()
+                self.bytes["gathered"] += storage.nbytes()
+            shard, full = parameter.sharded_param, parameter._unsharded_param
+            for gradient in (full.grad, parameter.unsharded_accumulated_grad):
+                self._add("full_gradients", gradient)
+            self._add("shard_gradients", shard.grad)
+            if full.requires_grad:
+                handles.append(full.register_post_accumulate_grad_hook(lambda p: self._add("full_gradients", p.grad)))
+                # FSDP2 calls it when the gradient is there; another storage than the reduction's where dtypes differ.
+                handles.append(shard.register_post_accumulate_grad_hook(lambda p: self._add("shard_gradients", p.grad)))
+            parameter.to_accumulated_grad_if_needed = self._casting(parameter)
+        gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
+        inputs_and_outputs = _alternately("reduce_inputs", "shard_gradients")
+        gather.allocate = self._watching(gather.allocate, lambda: "staging")
+        reduce.allocate = self._watching(reduce.allocate, lambda: next(inputs_and_outputs))
+        try:
+            yield
+        finally:
+            del gather.allocate, reduce.allocate  # the methods of their classes again
+            for handle in handles:
+                handle.remove()
+            for parameter in group.fsdp_params:
+                del parameter.to_accumulated_grad_if_needed
+                for output in parameter.all_gather_outputs:
+                    self.bytes["gathered"] -= self._gathered.pop(output.untyped_storage()._cdata, 0)
+
+    def _watching(self, allocate: Callable[..., Tensor], kind: Callable[[], str]) -> Callable[..., Tensor]:
+        def watched(*args: Any, **kwargs: Any) -> Tensor:
+            if self.patience:
+                time.sleep(self.patience)
+            tensor = allocate(*args, **kwargs)
+            self._add(kind(), tensor)
+            return tensor
+
+        return watched
+
+    def _casting(self, parameter: Any) -> Callable[[], None]:
+        cast = parameter.to_accumulated_grad_if_needed  # gradients that wait are held in the dtype of the reduction
+
+        def watched() -> None:
+            cast()
+            self._add("full_gradients", parameter.unsharded_accumulated_grad)
+
+        return watched
+
+    def _add(self, kind: str, tensor: Tensor | None) -> None:
+        if tensor is None:
+            return
+        storage = local_shard(tensor).untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            if key not in self._watched:
+                self._watched[key] = (kind, storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key)))
+                self.bytes[kind] += storage.nbytes()
+                self._reduce_inputs += kind == "reduce_inputs"
+                self._note_peak()
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            kind, size, _ = self._watched.pop(key)
+            self.bytes[kind] -= size
+            self._reduce_inputs -= kind == "reduce_inputs"
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            if storage._cdata in self._gathered:
+                self.bytes["gathered"] += storage.nbytes() - self._gathered[storage._cdata]
+                self._gathered[storage._cdata] = storage.nbytes()
+                self._note_peak()
+
+    def _note_peak(self) -> None:
+        now = self.bytes
+        self.peak = {kind: max(most, now[kind]) for kind, most in self.peak.items()}
+        self.peak_parameters = max(self.peak_parameters, now["gathered"] + now["staging"])
+        gradients = now["full_gradients"] + now["reduce_inputs"] + now["shard_gradients"]
+        self.peak_gradients = max(self.peak_gradients, gradients)
+        self.peak_reduce_inputs = max(self.peak_reduce_inputs, self._reduce_inputs)
+
+
+def _alternately(*names: str) -> Iterator[str]:
+    while True:
+        yield from names

@@ -1,0 +1,108 @@
+"""What a rank sends: calls and bytes of the collectives in a stretch of code, backward included."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from fsdp_cp.measure.memory import call_in_sight
+
+
+def _once_around(size: int) -> float:
+    return (size - 1) / size
+
+
+def _nothing(_size: int) -> float:
+    return 0.0
+
+
+# Operator of torch.ops.c10d: its kind, the argument that is counted, and how often a rank sends it in a group of so
+# many. Every collective ends in one of these, whatever it is called in Python (torch 2.11 to 2.13: all_gather_single
+# and all_gather_into_tensor in _allgather_base_; functional collectives and those of DTensors too).
+_OPERATORS: dict[str, tuple[str, int, Callable[[int], float]]] = {
+    "_allgather_base_": ("all_gather", 1, lambda size: size - 1),
+    "allgather_": ("all_gather", 1, lambda size: size - 1),
+    "allgather_coalesced_": ("all_gather", 1, lambda size: size - 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1, lambda size: size - 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, _once_around),
+    "reduce_scatter_": ("reduce_scatter", 1, _once_around),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, _once_around),
+    "allreduce_": ("all_reduce", 0, lambda size: 2 * _once_around(size)),
+    "allreduce_coalesced_": ("all_reduce", 0, lambda size: 2 * _once_around(size)),
+    "alltoall_base_": ("all_to_all", 1, _once_around),
+    "alltoall_": ("all_to_all", 1, _once_around),
+    "broadcast_": ("broadcast", 0, _once_around),
+    "reduce_": ("reduce", 0, _once_around),
+    "gather_": ("gather", 1, _once_around),
+    "scatter_": ("scatter", 0, _once_around),
+    "send": ("send", 0, lambda size: 1.0),
+    "recv_": ("recv", 0, _nothing),
+    "recv_any_source_": ("recv", 0, _nothing),
+    "barrier": ("barrier", 0, _nothing),
+    "monitored_barrier_": ("barrier", 0, _nothing),
+}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Collectives that this rank called inside the context, by kind (``"all_gather"``, ``"reduce_scatter"``, ...).
+
+    Bytes are those that a rank of the group sends on average when nothing travels twice (a ring): of a tensor of ``n``
+    bytes in a group of ``W``, all-gather (``n`` put in) ``n (W - 1)``, reduce-scatter, all-to-all, broadcast and reduce
+    ``n (W - 1) / W``, all-reduce twice that, send ``n``. What a backend really writes may be more.
+
+    Collectives inside of custom operators are seen, and those of backward (on CUDA too: autograd takes the mode along
+    to its threads). Not seen: object collectives' sizes as such (they are all-gathers and broadcasts of bytes), and
+    what compiled code calls.
+
+    >>> with CollectiveCounter() as sent:
+    ...     loss.backward()
+    >>> sent.calls["reduce_scatter"], sent.bytes["reduce_scatter"]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        """Calls by kind."""
+        self.bytes: Counter[str] = Counter()
+        """Bytes sent, by kind."""
+        self.by_group: Counter[tuple[str, str]] = Counter()
+        """Bytes sent, by kind and group: a mesh's by the name of its axis (``group_desc``)."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes sent, of all kinds."""
+        return sum(self.bytes.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # DTensor's own dispatch comes back with the collectives that it calls
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d":
+            self._count(func, args)
+            return func(*args, **kwargs)
+        return call_in_sight(self, func, args, kwargs)
+
+    def _count(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+        name = func._schema.name.removeprefix("c10d::")
+        if name not in _OPERATORS:
+            raise RuntimeError(f"torch {torch.__version__} has a collective that is not known here: c10d::{name}")
+        kind, argument, share = _OPERATORS[name]
+        size = sum(x.numel() * x.element_size() for x in tree_leaves(args[argument]))
+        self.calls[kind] += 1
+        group = _group(func, args)
+        sent = round(size * share(group.size()))
+        self.bytes[kind] += sent
+        self.by_group[kind, group.group_desc] += sent
+
+
+def _group(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> dist.ProcessGroup:
+    position = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
+    group = args[position]
+    # A TorchScript object here. ``ProcessGroup.unbox`` is private (torch 2.11 to 2.13).
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)

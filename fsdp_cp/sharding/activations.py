@@ -1,0 +1,272 @@
+"""What a unit keeps for backward, and whether it is compiled: wrappers of its ``forward``.
+
+They wrap ``forward`` alone, so hooks (token splitting, FSDP's all-gather) run once and outside, and parameter names
+stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fsdp_cp.host_memory import host_buffer
+from fsdp_cp.sequence_lengths import entered, within
+from fsdp_cp.sharding.settings import ShardSettings, find_operator
+
+ATTENTION = "fsdp_cp.ring_attention"
+MOST_GRAPHS = 64
+"""Compiled variants of one class of units."""
+SMALLEST_OFFLOADED = 64 * 1024
+"""Bytes; a smaller storage stays on its device: the copy would cost more time than it saves memory."""
+
+
+def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
+    """``activation_checkpointing`` of ``settings``, in place; before :func:`apply_compile`.
+
+    The compiler then sees it, and plans by the same policy what one backward graph computes again.
+    """
+    if settings.activation_checkpointing == "full":
+        recompute_in_backward(unit)
+    elif settings.activation_checkpointing == "selective":
+        offload = settings.activation_offload and not settings.compile
+        recompute_in_backward(unit, tuple(settings.keep_operators) or (ATTENTION,), offload=offload)
+
+
+def apply_compile(unit: nn.Module, settings: ShardSettings) -> None:
+    """``compile`` of ``settings``, in place."""
+    if settings.compile:
+        compile_forward(unit)
+
+
+def apply_activation_offload(unit: nn.Module, settings: ShardSettings) -> None:
+    """``activation_offload`` of ``settings``, in place; last, since it takes what the others leave to keep."""
+    if settings.activation_offload:
+        offload_saved_tensors(unit)
+
+
+def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offload: bool = False) -> None:
+    """Activation checkpointing of ``module``, in place; the outputs of operators in ``keep`` are not recomputed.
+
+    Args:
+        module: its ``forward`` is wrapped.
+        keep: operators, e.g. ``"aten.mm"``.
+        offload: keep those outputs in CPU memory. Not for a compiled module: there they are saved tensors, which
+            :func:`offload_saved_tensors` sees.
+    """
+    options: dict[str, Any] = {}
+    if keep:
+        operators = frozenset(find_operator(name, "keep_operators") for name in keep)
+        options["context_fn"] = partial(_offloading_contexts, operators) if offload else _keeping_contexts(operators)
+    inner = module.forward
+
+    def recomputed(*args, **kwargs):
+        # All of them positional: of keyword arguments checkpoint keeps a plain reference, which offload cannot see.
+        names = tuple(kwargs)
+        # What is computed again in backward has its own forward's token counts. (A compiled graph holds them.)
+        lengths = None if torch.compiler.is_compiling() else entered()
+
+        def run(*values):
+            count = len(values) - len(names)
+            given = dict(zip(names, values[count:], strict=True))
+            if lengths is None:
+                return inner(*values[:count], **given)
+            with within(lengths):
+                return inner(*values[:count], **given)
+
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **options)
+
+    module.forward = recomputed
+
+
+@cache  # one function for all units, so that they can share a compiled graph
+def _keeping_contexts(operators: frozenset) -> Callable[[], tuple]:
+    def contexts():
+        return create_selective_checkpoint_contexts(list(operators))
+
+    return contexts
+
+
+def compile_forward(module: nn.Module) -> None:
+    """``torch.compile`` the ``forward`` of ``module`` as one graph, in place; a graph break is an error.
+
+    Forward-mode AD is refused: compiled graphs lose tangents without a word.
+    """
+    # Units share their graphs, one per shape (until sizes are dynamic) and gradient mode, and networks of one class do
+    # too: torch's limit of 8, after which fullgraph is an error, is soon reached. An argument of torch 2.13.
+    limit: dict[str, Any] = (
+        {"recompile_limit": MOST_GRAPHS} if "recompile_limit" in signature(torch.compile).parameters else {}
+    )
+    compiled = torch.compile(module.forward, fullgraph=True, **limit)
+
+    def forward(*args, **kwargs):
+        if any(
+            forward_ad.unpack_dual(x).tangent is not None for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        ):
+            raise RuntimeError(
+                "forward-mode AD through a compiled unit would lose its tangents; set compile=false for this network"
+            )
+        return compiled(*args, **kwargs)
+
+    module.forward = forward
+
+
+def offload_saved_tensors(module: nn.Module) -> None:
+    """Keep what autograd saves during ``module.forward`` in CPU memory until backward needs it, in place.
+
+    Parameters, buffers and views of them stay where they are: gathered weights must be freed by FSDP's resharding, and
+    a copy would only double them. So do storages below :data:`SMALLEST_OFFLOADED`. Copies are made on the current
+    stream, from and to pinned memory where the tensor is on CUDA; a CPU tensor is copied too.
+
+    Forwards without gradients are left alone, those with forward-mode tangents among them.
+    """
+    inner = module.forward
+
+    def forward(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        host = _HostMemory(module)
+        with torch.autograd.graph.saved_tensors_hooks(host.pack, _Saved.restore):
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+class _HostMemory:
+    """Copies in CPU memory of what one forward keeps. A storage that it keeps several views of is copied once."""
+
+    def __init__(self, module: nn.Module | None = None):
+        owned = [] if module is None else [*module.parameters(), *module.buffers()]
+        # Alive during the whole forward, so that no other storage gets one of these addresses.
+        self._stay = {x.untyped_storage()._cdata for x in owned if not is_traceable_wrapper_subclass(x)}
+        self._copies: dict[tuple[int, ...], tuple[weakref.ref, _HostCopy]] = {}
+
+    def pack(self, x: Tensor) -> _Saved:
+        x = x.detach()  # autograd asks for it: a reference to x itself would be a cycle
+        if x.layout != torch.strided or x.device.type == "meta" or is_traceable_wrapper_subclass(x):
+            return _Saved(x)
+        if x.is_conj() or x.is_neg():
+            x = x.resolve_conj().resolve_neg()
+        storage = x.untyped_storage()
+        if storage.nbytes() < SMALLEST_OFFLOADED or storage._cdata in self._stay:
+            return _Saved(x)
+        first, last = _bytes_of(x)
+        if 2 * (last - first) >= storage.nbytes():  # neighbours such as q, k and v of one projection share a copy
+            first, last = 0, storage.nbytes() // x.element_size() * x.element_size()
+        key = (storage._cdata, x._version, first, last)  # the version: saved again after a change in place
+        owner, copy = self._copies.get(key, (lambda: None, None))
+        if copy is None or owner() is not storage:  # it may be gone, and its address another's by now
+            copy = _HostCopy(x, first, last)
+            self._copies[key] = (weakref.ref(storage), copy)
+        copy.users += 1
+        return _Saved(x, copy, int(x.storage_offset()) - first // x.element_size())
+
+
+class _HostCopy:
+    """Bytes ``first`` to ``last`` of the storage of ``x``, in CPU memory."""
+
+    def __init__(self, x: Tensor, first: int, last: int):
+        self.device, self.users = x.device, 0
+        self._on_device: Tensor | None = None
+        self._waiting = 0
+        # A view, not set_ of a storage, which FakeTensorMode would keep for ever in its cache of calls.
+        source = x.as_strided((last // x.element_size(),), (1,), 0).view(torch.uint8)[first:]
+        pinned = x.device.type == "cuda"
+        self._bytes = host_buffer(last - first, pinned)
+        # The stream orders it behind the kernel that writes the source, and before the one that may reuse its memory.
+        self._bytes.copy_(source, non_blocking=pinned)
+
+    def restore(self) -> Tensor:
+        """The bytes on the device again: once for all users, until each has had it."""
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self._bytes, device=self.device)
+            self._on_device.copy_(self._bytes, non_blocking=True)
+            self._waiting = self.users
+        restored = self._on_device
+        self._waiting -= 1
+        if not self._waiting:
+            self._on_device = None
+        return restored
+
+
+class _Saved:
+    """A tensor as autograd keeps it: itself, or its place in a copy of its storage."""
+
+    def __init__(self, x: Tensor, copy: _HostCopy | None = None, offset: int = 0):
+        self._copy = copy
+        if copy is None:
+            self._tensor, self._version = x, x._version
+        else:
+            self._dtype, self._place = x.dtype, (offset, tuple(x.shape), x.stride())
+
+    def restore(self) -> Tensor:
+        if self._copy is None:
+            # Autograd checks this by itself, but not where there are hooks.
+            if self._tensor._version != self._version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in place"
+                )
+            return self._tensor
+        restored, (offset, shape, stride) = self._copy.restore(), self._place
+        whole = len(restored) // self._dtype.itemsize * self._dtype.itemsize
+        return restored[:whole].view(self._dtype).as_strided(shape, stride, offset)
+
+
+def _bytes_of(x: Tensor) -> tuple[int, int]:
+    """The bytes of its storage between the first and the last element of ``x``."""
+    if not x.numel():
+        return 0, 0
+    offset = int(x.storage_offset())  # no SymInt: hooks get the tensors of a forward that runs
+    last = offset + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return offset * x.element_size(), (last + 1) * x.element_size()
+
+
+def _offloading_contexts(operators: frozenset) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """As ``create_selective_checkpoint_contexts``, whose own cache knows no CPU memory outside of a compiler."""
+    keeping = _Keeping(operators)
+    return keeping, _Replaying(keeping)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keep the outputs of ``operators``, in CPU memory."""
+
+    def __init__(self, operators: frozenset):
+        super().__init__()
+        self.operators, self._host = operators, _HostMemory()
+        self.outputs: list[tuple[torch._ops.OpOverload, Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in self.operators:
+            self.outputs.append((func, tree_map_only(Tensor, self._host.pack, out)))
+        return out
+
+
+class _Replaying(TorchDispatchMode):
+    """Give the outputs that ``kept`` has, in their order, instead of calling the operators again."""
+
+    def __init__(self, kept: _Keeping):
+        super().__init__()
+        self._kept, self._next = kept, 0
+
+    def __enter__(self):
+        self._next = 0  # a second backward through the same graph
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in self._kept.operators:
+            return func(*args, **(kwargs or {}))
+        if self._next == len(self._kept.outputs) or self._kept.outputs[self._next][0] is not func:
+            raise RuntimeError(f"{func} was not called in forward where recomputation calls it now")
+        outputs = self._kept.outputs[self._next][1]
+        self._next += 1
+        return tree_map_only(_Saved, _Saved.restore, outputs)

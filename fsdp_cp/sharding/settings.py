@@ -1,0 +1,224 @@
+"""How one network is sharded: the settings of :func:`fsdp_cp.shard_module`, and which of them exclude each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fsdp_cp.errors import UserError, shown
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_CHOICES = {
+    "strategy": STRATEGIES,
+    "precision": tuple(COMPUTE_DTYPE),
+    "reduce_dtype": ("auto", "fp32", "bf16"),
+    "master_dtype": ("keep", "fp32", "bf16"),
+    "activation_checkpointing": ("none", "full", "selective"),
+    "offload": ("none", "cpu"),
+    "communication_buffers": ("default", "process_group", "symmetric"),
+    "gather_stream": ("own", "compute"),
+}
+
+
+@dataclass(kw_only=True)
+class ShardSettings:
+    """One network's settings; docs/sharding.md says what each costs.
+
+    Names of strategies, and which states they shard, follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al.
+    2020).
+    """
+
+    strategy: str = "optim_grads_params"
+    """``no_shard`` (every rank holds everything), ``optim`` (optimizer state sharded, gradients reduced once a step),
+    ``optim_grads`` (gradients sharded too, reduced in each micro-batch), ``optim_grads_params`` (parameters too,
+    gathered one unit at a time)."""
+    replicate: bool = True
+    """Share a copy among the ranks of each of ``mesh.dp_replicate`` replicas; ``False`` shards over all ranks."""
+    precision: str = "fp32"
+    """Dtype of compute and of gathered parameters."""
+    reduce_dtype: str = "auto"
+    """Dtype in which gradients are summed over ranks; ``auto`` is fp32 (fp64 for fp64). The sharded gradient then has
+    its master's dtype."""
+    master_dtype: str = "keep"
+    """Dtype of the sharded parameters; ``keep`` leaves them as they come."""
+    activation_checkpointing: Any = "none"
+    """``full``: keep a unit's inputs alone, and run it again in backward. ``selective``: keep the outputs of
+    ``keep_operators`` too. ``True`` and ``False`` stand for ``full`` and ``none``."""
+    keep_operators: list[str] = field(default_factory=list)
+    """Operators (``"aten.addmm"``, ``"fsdp_cp.ring_attention"``) whose outputs selective checkpointing keeps; empty for
+    ``fsdp_cp.ring_attention``, which :mod:`fsdp_cp.attention` calls."""
+    activation_offload: bool = False
+    """Keep what backward needs of a unit in CPU memory (pinned where there is a GPU)."""
+    compile: bool = False
+    """``torch.compile`` each unit as one graph."""
+    offload: str = "none"
+    """``cpu``: sharded parameters, gradients and optimizer state live in CPU memory; the optimizer steps there."""
+    gather_stream: str = "own"
+    """``own``: gathers run beside compute, their copies too, and the bytes of three units are alive at once.
+    ``compute``: only their communication does, and two units are alive."""
+    forward_prefetch: int = 1
+    """Units gathered ahead in forward; 1 is FSDP2's own prefetch."""
+    backward_prefetch: int = 1
+    """Units gathered ahead in backward; 1 is FSDP2's own prefetch."""
+    keep_gathered: bool = False
+    """Keep parameters gathered from the first micro-batch of a step to its last (``optim_grads_params``)."""
+    gather_early: bool = False
+    """Begin to gather the first unit of the step's first forward before its data is there."""
+    gradient_buffers: int = 2
+    """Full gradients of units that may wait for their reduce-scatter at once."""
+    separate_reduce_group: bool = False
+    """Reduce-scatters get a communicator of their own, so that they need not queue behind all-gathers."""
+    communication_buffers: str = "default"
+    """Where NCCL's staging buffers come from: ``process_group`` (registered memory), ``symmetric`` (symmetric
+    memory)."""
+    reduce_unused: bool = False
+    """Count a parameter that got no gradient on this rank as zero, where ranks may use different parameters."""
+    gradient_scale: float = 1.0
+    """Factor on the reduced gradients."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.activation_checkpointing, bool):
+            self.activation_checkpointing = "full" if self.activation_checkpointing else "none"
+
+    def frozen(self) -> ShardSettings:
+        """Of a network that does not train: what is for training alone at its default, stored as it computes."""
+        defaults = {name: getattr(ShardSettings(), name) for name in TRAINED_ONLY}
+        return replace(self, **defaults, master_dtype="bf16" if self.precision == "bf16" else "keep")
+
+    def check(self, device_type: str, where: str = "") -> None:
+        """Refuse values and combinations that do not work, before anything is built.
+
+        Args:
+            device_type: ``cpu`` or ``cuda``.
+            where: what stands before the setting's name in the message, e.g. ``"student."``.
+
+        Raises:
+            UserError: with a value that works.
+        """
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"{where}{name}={shown(getattr(self, name))} is unknown; use {' or '.join(choices)}")
+        for name in ("forward_prefetch", "backward_prefetch", "gradient_buffers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{where}{name}={value} must be at least 1, an integer")
+        if not isinstance(self.gradient_scale, (int, float)):
+            raise UserError(f"{where}gradient_scale={self.gradient_scale!r} must be a number")
+        if isinstance(self.keep_operators, str) or not isinstance(self.keep_operators, Sequence):
+            raise UserError(f"{where}keep_operators={self.keep_operators!r} must be a list of names, e.g. [aten.addmm]")
+        if not 0 < self.gradient_scale < math.inf:
+            raise UserError(f"{where}gradient_scale={self.gradient_scale} must be above 0 and finite")
+        for wrong, message in self._conflicts(device_type):
+            if wrong:
+                raise UserError(message.replace("@", where))
+        for name in map(str, self.keep_operators):
+            find_operator(name, f"{where}keep_operators")
+
+    def _conflicts(self, device_type: str) -> list[tuple[bool, str]]:
+        """A row per refused pair; ``@`` stands before a setting's name."""
+        sharded = self.strategy != "no_shard"
+        return [
+            (
+                self.keep_gathered and self.strategy != "optim_grads_params",
+                f"@keep_gathered=true is for @strategy=optim_grads_params; {self.strategy} gathers nothing twice in a"
+                " step as it is",
+            ),
+            (
+                not sharded and not self.replicate,
+                "@replicate=false shards over all ranks, and @strategy=no_shard not at all; set it to true",
+            ),
+            (
+                not sharded and self.gather_stream != "own",
+                f"@gather_stream={self.gather_stream} has nothing to gather under @strategy=no_shard; use own",
+            ),
+            (
+                not sharded and self.gather_early,
+                "@gather_early=true has nothing to gather under @strategy=no_shard; set it to false",
+            ),
+            (
+                not sharded and self.separate_reduce_group,
+                "@separate_reduce_group=true has no reduce-scatter to separate under @strategy=no_shard; set it to"
+                " false",
+            ),
+            (
+                not sharded and self.communication_buffers != "default",
+                f"@communication_buffers={self.communication_buffers} has no all-gather to serve under"
+                " @strategy=no_shard; use default",
+            ),
+            (
+                device_type != "cuda" and self.communication_buffers != "default",
+                f"@communication_buffers={self.communication_buffers} is memory of NCCL, and the device is"
+                f" {device_type}; use default",
+            ),
+            (
+                self.communication_buffers == "symmetric" and self.gradient_buffers > 1,
+                "@communication_buffers=symmetric has one gradient buffer, not"
+                f" @gradient_buffers={self.gradient_buffers}; set that to 1",
+            ),
+            (
+                bool(self.keep_operators) and self.activation_checkpointing != "selective",
+                "@keep_operators is for @activation_checkpointing=selective, not"
+                f" {self.activation_checkpointing}; leave it empty",
+            ),
+            (
+                self.precision == "fp64" and self.reduce_dtype != "auto",
+                f"@reduce_dtype={self.reduce_dtype} would round the gradients of @precision=fp64; use auto",
+            ),
+            (
+                self.master_dtype != "keep"
+                and COMPUTE_DTYPE[self.master_dtype].itemsize < COMPUTE_DTYPE[self.precision].itemsize,
+                f"@master_dtype={self.master_dtype} would hold less than @precision={self.precision} computes with; use"
+                " keep",
+            ),
+            (
+                not sharded and self.forward_prefetch > 1,
+                f"@forward_prefetch={self.forward_prefetch} has nothing to gather under @strategy=no_shard; use 1",
+            ),
+            (
+                self.backward_prefetch > 1 and (self.strategy != "optim_grads_params" or self.keep_gathered),
+                f"@backward_prefetch={self.backward_prefetch} has nothing to gather in backward under"
+                f" @{'keep_gathered=true' if self.keep_gathered else 'strategy=' + self.strategy}; use 1",
+            ),
+        ]
+
+
+TRAINED_ONLY = (
+    "reduce_dtype",
+    "activation_checkpointing",
+    "keep_operators",
+    "activation_offload",
+    "backward_prefetch",
+    "keep_gathered",
+    "gradient_buffers",
+    "separate_reduce_group",
+    "reduce_unused",
+    "gradient_scale",
+)
+"""Settings of :class:`ShardSettings`, beside ``master_dtype``, that say nothing about a frozen network."""
+
+
+def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
+    """The overload that ``"namespace.operator"`` or ``"namespace.operator.overload"`` names.
+
+    Raises:
+        UserError: no such operator, or one that autograd takes apart.
+    """
+    import fsdp_cp.attention  # noqa: F401  its operators are known once it has been imported
+
+    namespace, operator, overload, *rest = [*name.replace("::", ".").split("."), "", "", ""]
+    packet = getattr(getattr(torch.ops, namespace, None), operator, None) if namespace and operator else None
+    found = getattr(packet, overload or "default", None)
+    if not isinstance(found, torch._ops.OpOverload) or any(rest):
+        raise UserError(
+            f"{setting}: torch has no operator {name!r};"
+            " use names as aten.addmm, aten.add.Tensor or fsdp_cp.ring_attention"
+        )
+    # No policy ever sees these, so that nothing would be kept: linear layers come as aten.addmm or aten.mm.
+    if found.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        raise UserError(f"{setting}: {name} is made of other operators; name those, for linear layers aten.addmm")
+    return found

@@ -1,0 +1,112 @@
+"""A discriminator on the features of a score network (Yin et al. 2024, arXiv:2405.14867, section 4.3).
+
+There it is a stack of convolutions on the bottleneck of a UNet. Here it is a small network on each token behind each of
+several blocks of a transformer (three, as in FastGen's recipes for Wan), so that no rank needs another's tokens: it is
+exact however they are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.sequence import gather_tokens
+from models.additions.base import Addition
+from models.families.base import Family
+
+
+def default_blocks(layers: int) -> list[int]:
+    """Those in the middle, at three quarters and at the end: 15, 22, 29 of Wan 1.3B's 30, as in FastGen."""
+    return sorted({layers // 2, 3 * layers // 4, layers - 1})
+
+
+class _TokenHead(nn.Module):
+    """Normalise, ``Linear``, SiLU, ``Linear`` to one logit, of each token."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.hidden = nn.Linear(width, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = F.layer_norm(features.to(self.out.weight.dtype), features.shape[-1:])
+        return self.out(F.silu(self.hidden(x)))
+
+
+class GanHead(Addition):
+    """A small network on the tokens behind each of K blocks; ``D(x)`` are their means over a sample's tokens, K logits.
+
+    Computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
+
+    Args:
+        family, config: of the network.
+        blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
+
+    Raises:
+        UserError: a block that the network does not have.
+    """
+
+    full_precision = True
+
+    def __init__(self, family: Family, config: Mapping[str, Any], *, blocks: Sequence[int] | None = None):
+        super().__init__(family, config)
+        layers = family.layers(config)
+        self.blocks = default_blocks(layers) if blocks is None else list(blocks)
+        if self.blocks[-1] >= layers:
+            raise UserError(
+                f"method.gan_blocks={self.blocks}, but the network has {layers} blocks; use 0 to {layers - 1}, or null"
+                f" for {default_blocks(layers)}"
+            )
+        self.depth = (self.blocks[-1] + 1) / layers
+        """Share of the blocks that a gradient of the logits passes."""
+        self.heads = nn.ModuleList(_TokenHead(family.width(config)) for _ in self.blocks)
+        self._tokens: int | None = None
+        self._features: dict[int, Tensor] = {}
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        """Logits ``(B, S_local, K)`` of the features ``(B, S_local, width)`` behind each of the K blocks."""
+        return torch.cat([head(each) for head, each in zip(self.heads, features, strict=True)], dim=-1)
+
+    def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
+        blocks = family.blocks(network)
+        for block in self.blocks:
+            blocks[block].register_forward_hook(partial(self._capture, block))
+        network.register_forward_hook(partial(self._append, mesh))
+
+    @contextmanager
+    def wanted(self, tokens: int) -> Iterator[None]:
+        """Inside, the network returns ``D`` ``(B, K)`` behind its other outputs; it costs nothing outside.
+
+        ``tokens`` is how many a sample has over all ranks of a ``cp`` group.
+        """
+        self._tokens = tokens
+        try:
+            yield
+        finally:
+            self._tokens, self._features = None, {}
+
+    def _capture(self, index: int, _block: nn.Module, _args: tuple, output: Tensor) -> None:
+        if self._tokens is not None:
+            self._features[index] = output
+
+    def _append(
+        self, mesh: Mesh, _network: nn.Module, _args: tuple, output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        if self._tokens is None:
+            return None
+        logits = self([self._features[block] for block in self.blocks])
+        # Nothing with parameters behind the gather: their gradients would be cp times too large.
+        return *output, gather_tokens(logits, mesh, self._tokens).mean(1)
+
+
+def gan_head_of(network: nn.Module) -> GanHead:
+    """The head of a network that has the addition ``gan_head``."""
+    return cast(GanHead, network.get_submodule("additions.gan_head"))

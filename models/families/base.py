@@ -1,0 +1,209 @@
+"""What a model family is: everything that differs between video transformers, behind one interface.
+
+A family is one file. It says how an unmodified network (diffusers' class) is built, split over the mesh, called and
+counted; the rest of the house knows networks through it alone. docs/extending.md shows how to add one; models/verify.py
+proves it.
+
+Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L D text.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from models.condition import Condition
+
+Shape = tuple[int, ...]
+LatentShape = tuple[int, int, int, int]
+
+
+def config_of(network: nn.Module) -> Mapping[str, Any]:
+    """What diffusers has noted of how ``network`` was built."""
+    return cast("Mapping[str, Any]", network.config)
+
+
+class Family(ABC):
+    """The protocol. Nothing in it knows what role a network plays; ``config`` is always a network's ``config.json``."""
+
+    name: ClassVar[str]
+    """As ``ROLE.family`` names it."""
+    class_name: ClassVar[str]
+    """``_class_name`` of the network's ``config.json``."""
+    time_scale: ClassVar[float] = 1000.0
+    """What the network calls the time 1 of pure noise."""
+    frame_times: ClassVar[bool] = False
+    """Does :meth:`outputs` take a time for each latent frame, ``(B, T)``, beside one for each sample?"""
+
+    # Building
+
+    @abstractmethod
+    def build(self, config: Mapping[str, Any], setting: str) -> nn.Module:
+        """A network of ``config`` on the current default device; ``setting`` names where the config came from.
+
+        Raises:
+            UserError: a configuration of another class, or one that no network can be built of.
+        """
+
+    @abstractmethod
+    def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
+        """Refuse keys of ``ROLE.architecture`` that the network's class does not know.
+
+        Raises:
+            UserError: a misspelt key.
+        """
+
+    def restore_buffers(self, network: nn.Module, device: torch.device) -> None:  # noqa: B027 - most have none
+        """Compute what is in no checkpoint and was lost on the meta device, such as rotary tables, on ``device``."""
+
+    def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:  # noqa: B027 - most have none
+        """Random values of bare parameters, which only their module's constructor knows; see ``initialise``."""
+
+    @abstractmethod
+    def examples(self) -> dict[str, dict[str, Any]]:
+        """Small configurations that between them use all that the family can do, by name, for ``models.verify``."""
+
+    # Parts
+
+    @abstractmethod
+    def blocks(self, network: nn.Module) -> Sequence[nn.Module]:
+        """The transformer blocks in their order, each an FSDP unit; their output is ``(B, S_local, width)``."""
+
+    def full_precision_units(self, network: nn.Module) -> list[nn.Module]:
+        """What computes in fp32 under ``precision=bf16``, each as an FSDP unit of its own."""
+        return []
+
+    @abstractmethod
+    def time_embedder(self, network: nn.Module) -> nn.Module:
+        """The module whose output ``(B, width)`` is the embedding of the time."""
+
+    def never_trained(self, network: nn.Module) -> list[str]:
+        """Names of parameters that no gradient ever reaches; they are frozen."""
+        return []
+
+    # Sizes
+
+    @abstractmethod
+    def heads(self, config: Mapping[str, Any]) -> int:
+        """What a ``mesh.ulysses`` must divide: the greatest common divisor of query and key/value heads."""
+
+    @abstractmethod
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        """Size of an attention head."""
+
+    @abstractmethod
+    def width(self, config: Mapping[str, Any]) -> int:
+        """Features of a token between the blocks."""
+
+    @abstractmethod
+    def layers(self, config: Mapping[str, Any]) -> int:
+        """Number of blocks."""
+
+    @abstractmethod
+    def time_features(self, config: Mapping[str, Any]) -> int:
+        """Sines and cosines of a time that the network's own embedder gets."""
+
+    @abstractmethod
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        """C, channels of the latents and of the velocity; the network itself may take more, of a condition."""
+
+    @abstractmethod
+    def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Latents of a token: frames, height, width."""
+
+    @abstractmethod
+    def condition_shapes(
+        self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
+    ) -> dict[str, Shape]:
+        """Name and shape of each tensor of one sample's condition that the network takes.
+
+        Args:
+            config: of the network.
+            latent_shape: ``(C, T, H, W)`` of a sample.
+            text_tokens: L, where the network leaves it open.
+        """
+
+    @abstractmethod
+    def check_sample(
+        self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
+    ) -> None:
+        """Can the network take samples of latents ``(C, T, H, W)`` and tensors of these names and shapes beside them?
+
+        Raises:
+            UserError: channels, sizes or conditions that it cannot take or lacks.
+        """
+
+    def tokens(self, config: Mapping[str, Any], latent_shape: LatentShape) -> int:
+        """S, tokens of one sample of latents ``(C, T, H, W)`` that :meth:`check_sample` took."""
+        sizes = zip(latent_shape[1:], self.patch_size(config), strict=True)
+        return math.prod(size // patch for size, patch in sizes)
+
+    @abstractmethod
+    def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        """Floating-point operations of one forward of one sample: matrix products and attention alone."""
+
+    def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        """Operations of the tangent of one sample beside its forward, where the latents and the time have tangents.
+
+        As many as the forward's, unless the family knows better: a linear map takes its own once more, a product of two
+        things that both have tangents, as in self-attention, twice.
+        """
+        return self.forward_flops(config, tokens, condition)
+
+    # Planning
+
+    published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Configurations of published networks by name, for plans without a checkpoint."""
+
+    text_encoder: ClassVar[Mapping[str, Any]] = {}
+    """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
+
+    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any] | None:
+        """``config`` with another number of blocks; ``None`` where blocks differ, so that few tell nothing of many."""
+        return None
+
+    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
+        """``(C, T, H, W)`` of a clip in the latents of the published networks' VAE.
+
+        Raises:
+            UserError: no clip of these sizes has any.
+        """
+        raise UserError(f"{self.name} names no VAE; set data.encoders")
+
+    # Running
+
+    @abstractmethod
+    def parallelize(self, network: nn.Module, mesh: Mesh, backend: str = "auto", head_groups: int = 1) -> None:
+        """Split the tokens over ``mesh.cp`` and replace the attention, in place, before the network is sharded.
+
+        Args:
+            network: the network.
+            mesh: the mesh; at cp = 1 too, attention must take forward-mode duals.
+            backend, head_groups: of :func:`fsdp_cp.attention.context_parallel_attention`.
+
+        Raises:
+            ValueError: a version of the network's library that is not the one known.
+        """
+
+    @abstractmethod
+    def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
+        """The rectified-flow velocity ``(B, C, T, H, W)``, and behind it whatever additions append.
+
+        The family packs ``x`` as its network takes it and unpacks what comes back; it scales and casts the time, and
+        expands it where its network wants one for each token. Frames that the condition gives are the family's too: it
+        puts them in, and returns a velocity whose ``x0 = x - t v`` is the given frame there. So every difference that
+        a loss takes is 0 in a given frame: losses are means over all frames and need not know of it.
+
+        Args:
+            network: plain, or parallel and sharded.
+            x: ``x_t``, ``(B, C, T, H, W)`` in the dtype of compute.
+            t: ``(B,)`` in [0, 1], fp32 or better; ``(B, T)`` too where :attr:`frame_times` says so.
+            condition: of the B samples, in the dtype of compute.
+        """

@@ -1,0 +1,395 @@
+"""The Wan family: diffusers' unmodified ``WanTransformer3DModel`` as a role's network.
+
+Wan 2.1, text to video and image to video. The latter takes, behind its latents, the channels of a mask and of the
+encoded first image, and an image encoder's features, to which a second cross-attention attends.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+
+from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from models.condition import Condition
+from models.families.base import Family, LatentShape, Shape
+from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
+
+IMAGE_TOKENS = 257
+"""Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""
+
+
+def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
+    """diffusers' plan, but split before the patch embedding instead of behind it, and rotary tables of own tokens.
+
+    Raises:
+        ValueError: another plan than the one known: diffusers' ``_cp_plan`` is private.
+    """
+    plan = network._cp_plan
+    known = {"rope": {0, 1}, "blocks.0": {"hidden_states"}, "proj_out": None, "": {"timestep"}}
+    found = {name: set(entry) if isinstance(entry, Mapping) else None for name, entry in plan.items()}
+    if found != known:
+        raise ValueError(
+            f"this diffusers' WanTransformer3DModel._cp_plan splits {found}, not {known}; use diffusers 0.42"
+        )
+    return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
+
+
+_RANGES = {
+    "num_layers": (1, 512),
+    "num_attention_heads": (1, 4096),
+    "attention_head_dim": (2, 4096),
+    "in_channels": (1, 65536),
+    "out_channels": (1, 65536),
+    "text_dim": (1, 2**20),
+    "freq_dim": (2, 65536),
+    "ffn_dim": (1, 2**20),
+    "rope_max_seq_len": (1, 65536),
+    "pos_embed_seq_len": (1, 2**20),
+    "image_dim": (1, 2**20),
+    "added_kv_proj_dim": (1, 2**20),
+}
+"""Least and greatest of what a Wan may have: a damaged file's billion layers would be built for hours."""
+_OPTIONAL = ("out_channels", "pos_embed_seq_len", "image_dim", "added_kv_proj_dim")
+"""Which may be null: as many as go in; none."""
+
+
+def _check_values(config: Mapping[str, Any], setting: str) -> None:
+    """diffusers builds networks of any value that Python takes: of ``True`` layers, or strings for patches.
+
+    Raises:
+        UserError: by key.
+    """
+
+    def refuse(key: str, wanted: str) -> None:
+        shown = " ".join(repr(config[key]).split())[:80]
+        raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
+
+    for key, (least, most) in _RANGES.items():
+        value = config.get(key, least)
+        value = None if key in _OPTIONAL and key not in config else value
+        if (value is not None or key not in _OPTIONAL) and (type(value) is not int or not least <= value <= most):
+            refuse(key, f"a whole number from {least} to {most}")
+    if config.get("attention_head_dim", 2) % 2:
+        refuse("attention_head_dim", "even, for the rotary embedding")
+    patch = config.get("patch_size", (1, 2, 2))
+    if not isinstance(patch, (list, tuple)) or len(patch) != 3 or any(type(p) is not int or p < 1 for p in patch):
+        refuse("patch_size", "three whole numbers (frames, height, width) of 1 or more, such as [1, 2, 2]")
+    if max(patch) > 64:
+        refuse("patch_size", "three whole numbers up to 64")
+    eps = config.get("eps", 1e-6)
+    if type(eps) not in (int, float) or not 0 <= eps < 1:
+        refuse("eps", "a number from 0 to 1")
+    if type(config.get("cross_attn_norm", True)) is not bool:
+        refuse("cross_attn_norm", "true or false")
+    if not isinstance(config.get("qk_norm"), (str, type(None))):
+        refuse("qk_norm", "a name, such as rms_norm_across_heads")
+
+
+_PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
+
+
+class Wan(Family):
+    """Wan 2.1 by diffusers' ``WanTransformer3DModel`` (0.42): text to video, and image to video."""
+
+    name = "wan"
+    class_name = "WanTransformer3DModel"
+    published = {
+        "wan2_1_t2v_1_3b": {
+            **_PUBLISHED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+        },
+        "wan2_1_t2v_14b": {
+            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
+        },
+    }  # fmt: skip
+    text_encoder = {
+        "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+        "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    """umT5-XXL's, 5.7e9 parameters."""
+
+    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {**config, "num_layers": layers}
+
+    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
+        """Wan 2.1's VAE: 16 channels, a latent frame for four frames behind the first, 8 x 8 pixels."""
+        if (num_frames - 1) % 4 or height % 8 or width % 8:
+            raise UserError(
+                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: Wan's VAE takes 4k + 1 frames"
+                " of multiples of 8 pixels"
+            )
+        return 16, (num_frames - 1) // 4 + 1, height // 8, width // 8
+
+    def build(self, config: Mapping[str, Any], setting: str) -> WanTransformer3DModel:
+        """A network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
+
+        Raises:
+            UserError: a config of another class, of a Wan that is not supported, or that no network can be built of.
+        """
+        name = config.get("_class_name", self.class_name)
+        if name != self.class_name:
+            shown = " ".join(str(name).split())[:80]
+            raise UserError(f"{setting} is a {shown}, but family=wan needs a WanTransformer3DModel")
+        _check_values(config, setting)
+        _check_image(config, setting)
+        try:
+            return WanTransformer3DModel.from_config(dict(config))
+        except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
+            given = {key: value for key, value in config.items() if not key.startswith("_")}
+            reason = " ".join(f"{given} ({error})".split())[:400]
+            raise UserError(f"{setting}: no Wan can be built of {reason}") from error
+
+    def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
+        """diffusers ignores a key that it does not know, with a warning; the default would be built instead.
+
+        Raises:
+            UserError: a misspelt key.
+        """
+        known = [key for key in inspect.signature(WanTransformer3DModel.__init__).parameters if key != "self"]
+        for key in architecture:
+            if key not in known and not key.startswith("_"):
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {setting}.{near[0]}?" if near else ""
+                raise UserError(f"there is no setting {setting}.{key}{hint}")
+
+    def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
+        """Compute the non-persistent rotary tables again, on ``device``; ``to_empty`` leaves garbage in them."""
+        config = network.config
+        fresh = type(network.rope)(config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len)
+        network.rope.freqs_cos = fresh.freqs_cos.to(device)
+        network.rope.freqs_sin = fresh.freqs_sin.to(device)
+
+    def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Random values of the modulation tables, which diffusers draws in constructors; see ``initialise``."""
+        if name == "scale_shift_table":
+            tensor.normal_().div_(tensor.shape[-1] ** 0.5)
+
+    def examples(self) -> dict[str, dict[str, Any]]:
+        """Text to video, and image to video with its second cross-attention."""
+        sizes = {
+            "patch_size": [1, 2, 2], "num_attention_heads": 6, "attention_head_dim": 12, "in_channels": 4,
+            "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32,
+        }  # fmt: skip
+        return {"t2v": sizes, "i2v": sizes | {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 72}}
+
+    def blocks(self, network: WanTransformer3DModel) -> list[nn.Module]:
+        return list(network.blocks)
+
+    def full_precision_units(self, network: WanTransformer3DModel) -> list[nn.Module]:
+        """What computes in fp32 under ``precision=bf16``, as an FSDP unit of its own.
+
+        diffusers keeps ``rope``, ``time_embedder``, ``scale_shift_table`` and the block norms in fp32 when it loads
+        weights in bf16. Here the time embedder is a unit of its own in fp32; rope has no parameters and its tables
+        stay fp32; the norms compute in fp32 and the modulation adds in fp32 as diffusers writes them, from weights
+        rounded to bf16 (the masters are fp32), since they are gathered with their block.
+        """
+        return [network.condition_embedder.time_embedder]
+
+    def time_embedder(self, network: WanTransformer3DModel) -> nn.Module:
+        return network.condition_embedder.time_embedder
+
+    def heads(self, config: Mapping[str, Any]) -> int:
+        """Query heads, of which Wan has as many as key/value heads."""
+        return config["num_attention_heads"]
+
+    def head_dim(self, config: Mapping[str, Any]) -> int:
+        return config["attention_head_dim"]
+
+    def width(self, config: Mapping[str, Any]) -> int:
+        return config["num_attention_heads"] * config["attention_head_dim"]
+
+    def layers(self, config: Mapping[str, Any]) -> int:
+        return config["num_layers"]
+
+    def time_features(self, config: Mapping[str, Any]) -> int:
+        return config["freq_dim"]
+
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return config["out_channels"] if config["out_channels"] is not None else config["in_channels"]
+
+    def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+        return tuple(config["patch_size"])
+
+    def condition_shapes(
+        self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
+    ) -> dict[str, Shape]:
+        """The text; with an image, 512 tokens of it, the image's latents, mask and features."""
+        shapes: dict[str, Shape] = {"text": (text_tokens, config["text_dim"])}
+        if takes_image(config):
+            channels, *sizes = latent_shape
+            shapes["text"] = (TEXT_TOKENS, config["text_dim"])
+            shapes["image_latents"] = (channels, *sizes)
+            shapes["image_mask"] = (config["in_channels"] - 2 * channels, *sizes)
+            shapes["image_embeds"] = (IMAGE_TOKENS, config["image_dim"])
+        return shapes
+
+    def check_sample(
+        self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
+    ) -> None:
+        """Can the network take such samples?
+
+        Raises:
+            UserError: channels or sizes that it cannot take (more positions than ``rope_max_seq_len`` along an axis
+                among them), text embeddings of another size, an image for a text-to-video Wan, or none for the other.
+        """
+        text_tokens, text_dim = condition["text"]
+        if config["text_dim"] != text_dim:
+            raise UserError(
+                f"{setting} takes text embeddings of size {config['text_dim']}, but the data's have {text_dim};"
+                " use a checkpoint made for this text encoder, or other data.encoders"
+            )
+        channels, *sizes = latent_shape
+        outgoing = self.latent_channels(config)
+        wanted = outgoing if takes_image(config) else config["in_channels"]
+        if channels != wanted:
+            raise UserError(
+                f"{setting} takes latents of {wanted} channels, but the data has {channels};"
+                " use a checkpoint made for this VAE, or other data.encoders"
+            )
+        if outgoing != channels:
+            raise UserError(
+                f"{setting} has out_channels={outgoing}, and a velocity has {channels} channels, as the"
+                " latents; use a network with as many"
+            )
+        self._check_positions(config, sizes, setting)
+        needed = self.condition_shapes(config, latent_shape, text_tokens)
+        if takes_image(config) and "image_latents" not in condition:
+            raise UserError(
+                f"{setting} is an image-to-video Wan, and the data give it no image; use data.image=first_frame with"
+                " data=video_folder, or a text-to-video checkpoint"
+            )
+        if not takes_image(config) and "image_latents" in condition:
+            raise UserError(
+                f"{setting} is a text-to-video Wan, which takes no image; leave data.image out, or use an"
+                " image-to-video checkpoint"
+            )
+        if text_tokens != needed["text"][0]:
+            raise UserError(
+                f"data.max_text_tokens={text_tokens}: {setting} is an image-to-video Wan, which takes {TEXT_TOKENS}"
+                f" text tokens; use {TEXT_TOKENS}"
+            )
+        for name in sorted(needed.keys() - {"text"}):
+            given = condition[name]
+            # However many features an image encoder gives, the network takes.
+            if given[1:] != needed[name][1:] or (name != "image_embeds" and given != needed[name]):
+                raise UserError(
+                    f"{setting} takes {name} of shape {needed[name]}, but the data's are {given}; use"
+                    " data.encoders of the pipeline that the checkpoint is from"
+                )
+
+    def _check_positions(self, config: Mapping[str, Any], sizes: Sequence[int], setting: str) -> None:
+        positions = config["rope_max_seq_len"]
+        for key, size, patch in zip(
+            ("data.num_frames", "data.height", "data.width"), sizes, config["patch_size"], strict=True
+        ):
+            most = positions * patch
+            if size > most:
+                # What a latent is of the clip, only the data's VAE says: none, or one of the two that Wan has.
+                with_vae = 4 * most - 3 if key == "data.num_frames" else 8 * most
+                raise UserError(
+                    f"{key} gives {size} latent positions, but {setting} has rope_max_seq_len={positions} in patches of"
+                    f" {patch}; use at most {most} latent positions ({key}={most} without a VAE, {with_vae} with Wan's)"
+                )
+            if size % patch:
+                raise UserError(
+                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
+                    f" use a {key} that gives {size - size % patch or patch}"
+                )
+
+    def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        return 2 * sum(self._products(config, tokens, condition))
+
+    def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        pairs, others, _ = self._products(config, tokens, condition)
+        return 2 * (2 * pairs + others)
+
+    def _products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
+        """Multiplications of one forward: of tokens with tokens, what else follows the latents and the time, and what
+        depends on text and image alone."""
+        dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
+        of_block = 6 * tokens * dim * dim + 2 * tokens * text_tokens * dim + 2 * tokens * dim * config["ffn_dim"]
+        still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["text_dim"] + dim)
+        if takes_image(config):
+            image_tokens, image_dim = condition["image_embeds"]
+            of_block += 2 * tokens * image_tokens * dim
+            still += layers * 2 * image_tokens * dim * dim + image_tokens * image_dim * (image_dim + dim)
+        ends = tokens * dim * math.prod(config["patch_size"]) * (config["in_channels"] + self.latent_channels(config))
+        pairs = layers * 2 * tokens * tokens * dim
+        return pairs, layers * of_block + dim * (config["freq_dim"] + 7 * dim) + ends, still
+
+    def parallelize(
+        self, network: WanTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
+    ) -> None:
+        """Each rank embeds, rotates and works on its own tokens; this family's processors on every attention.
+
+        Raises:
+            ValueError: a diffusers version whose plan is not the one known.
+        """
+        if mesh.cp_size > 1:
+            parallelize_context(network, mesh=mesh, plan=_own_token_plan(network))
+            network.rope.forward = partial(own_rotary_tables, network.rope, mesh)
+        for block in network.blocks:
+            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups))
+            block.attn2.set_processor(WanCrossAttention(backend))
+
+    def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
+        given = condition.tensors
+        if "image_latents" in given:
+            x = torch.cat([x, given["image_mask"], given["image_latents"]], dim=1)
+        with warnings.catch_warnings():
+            # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+            return network(
+                hidden_states=x,
+                timestep=self.time_scale * t,
+                encoder_hidden_states=given["text"],
+                encoder_hidden_states_image=given.get("image_embeds"),
+                return_dict=False,
+            )
+
+
+def takes_image(config: Mapping[str, Any]) -> bool:
+    """Is it an image-to-video Wan 2.1, with an image embedder?"""
+    return config.get("image_dim") is not None
+
+
+def _check_image(config: Mapping[str, Any], setting: str) -> None:
+    """The image-to-video configurations that are no Wan 2.1's, or that no network can run.
+
+    Raises:
+        UserError: by name.
+    """
+    coming = config.get("in_channels", 16)
+    going = config.get("out_channels", 16) or coming
+    if (config.get("image_dim") is None) != (config.get("added_kv_proj_dim") is None):
+        raise UserError(
+            f"{setting} has image_dim={config.get('image_dim')} and"
+            f" added_kv_proj_dim={config.get('added_kv_proj_dim')}; an image-to-video Wan 2.1 has both, others neither"
+        )
+    if config.get("pos_embed_seq_len") is not None:
+        raise UserError(f"{setting} is a Wan for a first and a last image (pos_embed_seq_len), which is not supported")
+    if not takes_image(config):
+        if going < coming:
+            raise UserError(
+                f"{setting} takes {coming} channels and returns {going}: the others are an image and its mask, as of"
+                " Wan 2.2's image-to-video models, which are not supported yet; use Wan 2.1's, or a text-to-video one"
+            )
+        return
+    width = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
+    if config["added_kv_proj_dim"] != width:
+        raise UserError(f"{setting} has added_kv_proj_dim={config['added_kv_proj_dim']}, but its width is {width}")
+    if coming <= 2 * going:
+        raise UserError(
+            f"{setting} takes {coming} channels and returns {going}: an image-to-video Wan 2.1 takes the latents, as"
+            f" many channels of an image, and a mask's; more than {2 * going}"
+        )

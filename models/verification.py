@@ -1,0 +1,262 @@
+"""One step of a network as a role on some mesh, against the same step of the unmodified network in one process.
+
+What models/verify.py prints is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.host_memory import available_host_memory
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
+from fsdp_cp.sharding.settings import ShardSettings
+from models.additions.base import own
+from models.condition import Condition
+from models.export import export_weights, write_folder
+from models.families.base import LatentShape, config_of
+from models.families.registry import family_of
+from models.load import RolePlan, build_role, defining, plan_role
+
+MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
+"""dp_shard x cp."""
+GRIDS = ((3, 3, 5), (2, 2, 4))
+"""Tokens of a sample in frames, height, width: 45, which 2 and 4 ranks cannot share evenly, and 16, which 3 cannot."""
+BATCH = 2
+TEXT_TOKENS = 7
+BOUND = 1e-5
+"""Greatest relative error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is tried."""
+
+    folder: Path
+    family: str
+    dp_shard: int
+    cp: int
+    grid: tuple[int, int, int]
+    checkpointing: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one step gave, in float64."""
+
+    output: Tensor
+    """The velocity ``(B, C, T, H, W)``."""
+    tangent: Tensor
+    """Its derivative along random directions of the state and the time."""
+    gradients: Mapping[str, Tensor]
+    """Of a random linear function of the velocity, by parameter name; a parameter without one is left out."""
+    norm: float
+    """Of all gradients, as clipping has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Relative differences."""
+
+    output: float
+    gradient: float
+    """The greatest over parameters: norm of the difference to norm of the truth, which counts as at least 1e-6 of the
+    norm of all gradients. A missing gradient is 0."""
+    norm: float
+    tangent: float
+    weights: float
+    """Tensors that loading, sharding and writing changed in any bit."""
+    worst: str
+    """The parameter with the greatest difference."""
+
+    @property
+    def largest(self) -> float:
+        """NaN where any is, which ``max`` may drop."""
+        return float(torch.tensor(astuple(self)[:-1], dtype=torch.float64).max())
+
+
+def inputs(plan: RolePlan, grid: tuple[int, int, int]) -> tuple[Tensor, Tensor, Condition, Tensor, Tensor]:
+    """State, times, condition, direction of the state and cotangent of the output: random, the same on every rank."""
+    latent_shape, shapes = sample_shapes(plan, grid)
+    generator = torch.Generator().manual_seed(17)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
+
+    x, direction, cotangent = (normal(*latent_shape) for _ in range(3))
+    t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
+    return x, t, Condition({name: normal(*shape) for name, shape in shapes.items()}), direction, cotangent
+
+
+def sample_shapes(plan: RolePlan, grid: tuple[int, int, int]) -> tuple[LatentShape, dict[str, tuple[int, ...]]]:
+    """Of latents that have ``grid`` tokens, and of a condition beside them."""
+    family, config = plan.family, plan.config
+    frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
+    latent_shape = (family.latent_channels(config), frames, height, width)
+    return latent_shape, family.condition_shapes(config, latent_shape, TEXT_TOKENS)
+
+
+def plain_result(plan: RolePlan, grid: tuple[int, int, int]) -> Result:
+    """The unmodified network in this process, on the whole batch."""
+    family = plan.family
+    assert plan.folder is not None
+    network = family.build(plan.config, "models.verify").eval()
+    weights = own(_read(plan.folder.path))
+    broken = next((name for name, tensor in sorted(weights.items()) if not tensor.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(f"{plan.folder.path}: {broken} holds numbers that are not finite; copy the folder again")
+    network.load_state_dict(weights)
+    nn.Module.to(network, torch.float64)
+    x, t, condition, direction, cotangent = inputs(plan, grid)
+    output = family.outputs(network, x, t, condition)[0]
+    (output * cotangent).sum().div(BATCH).backward()
+    gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    # torch's other kernels on the CPU have no forward-mode AD.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+        duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
+        tangent = forward_ad.unpack_dual(family.outputs(network, *duals, condition)[0]).tangent.clone()
+    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
+    return Result(output=output.detach(), tangent=tangent, gradients=gradients, norm=norm)
+
+
+@lru_cache  # each has process groups, with threads of their own
+def _mesh(dp_shard: int, cp: int, heads: int) -> Mesh:
+    return build_mesh(dp_shard=dp_shard, cp=cp, heads=heads, device_type="cpu")
+
+
+def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
+    """The same as a role on this process group's ranks; on rank 0, and how many weights a round trip changed."""
+    plan = planned(case.folder, case.family, checkpointing=case.checkpointing)
+    mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
+    latent_shape, shapes = sample_shapes(plan, case.grid)
+    role = build_role(
+        plan,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        trainable=True,
+        precision="fp64",
+        latent_shape=latent_shape,
+        condition_shapes=shapes,
+    )
+    x, t, condition, direction, cotangent = inputs(plan, case.grid)
+    share = BATCH // mesh.dp_size
+    mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
+    x, t, condition, direction, cotangent = x[mine], t[mine], condition[mine], direction[mine], cotangent[mine]
+    output = role.velocity(x, t, condition)
+    (output * cotangent).sum().div(BATCH).backward()
+    norm = grad_norm(role.parameters())
+    gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
+    role.rest()
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
+        tangent = forward_ad.unpack_dual(role.velocity(*duals, condition)).tangent.clone()
+    role.rest()
+    changed = _changed_weights(plan, role.weights(), scratch)
+    whole = [gather_samples(each.detach(), mesh.dp) for each in (output, tangent)]
+    if torch.distributed.get_rank():
+        return None, changed
+    return Result(output=whole[0], tangent=whole[1], gradients=gradients, norm=norm), changed
+
+
+def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:
+    """How many tensors are not the folder's, bit for bit, after they were written from their shards."""
+    assert plan.folder is not None
+    export_weights(scratch, dict(weights), plan.config, dtype=torch.float32)
+    before, after = own(_read(plan.folder.path)), _read(scratch)
+    return len(before.keys() ^ after.keys()) + sum(
+        not torch.equal(before[name].float(), after[name]) for name in before.keys() & after.keys()
+    )
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def compare(ours: Result, truth: Result, changed: int) -> Errors:
+    """How far a mesh's result is from the plain network's."""
+
+    def relative(a: Tensor, b: Tensor) -> float:
+        return float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+    worst, largest = "", 0.0
+    zero = torch.zeros((), dtype=torch.float64)
+    for name in sorted(ours.gradients.keys() | truth.gradients.keys()):
+        a, b = ours.gradients.get(name, zero), truth.gradients.get(name, zero)
+        error = float((a - b).norm() / b.norm().clamp_min(1e-6 * truth.norm))
+        error = error if math.isfinite(error) else math.inf  # a comparison would pass NaN by
+        if error > largest:
+            worst, largest = name, error
+    return Errors(
+        output=relative(ours.output, truth.output),
+        gradient=largest,
+        norm=abs(ours.norm - truth.norm) / truth.norm,
+        tangent=relative(ours.tangent, truth.tangent),
+        weights=changed,
+        worst=worst,
+    )
+
+
+def planned(folder: Path, family: str, *, checkpointing: bool) -> RolePlan:
+    """The network of ``folder`` as a role that trains."""
+    settings = ShardSettings(activation_checkpointing="full" if checkpointing else "none")
+    return plan_role("student", checkpoint=str(folder), family=family, sharding=settings)
+
+
+def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
+    """A network of ``config`` with random weights, as a diffusers folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = family_of(family, "student").build(config, "models.verify")
+        for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    tensors = {name: tensor.float() for name, tensor in network.state_dict().items()}
+    sizes = {name: tensor.numel() * 4 for name, tensor in tensors.items()}
+    named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
+    write_folder(folder, sizes, tensors.__getitem__, named, 5 * 10**9, writes=True)
+
+
+def verify(folder: Path, family: str, ranks: int) -> Iterator[tuple[Case, Errors]]:
+    """Every mesh of at most ``ranks`` processes, both token counts, with and without activation checkpointing.
+
+    Raises:
+        UserError: a folder that is no network of the family, or one that does not fit this host's memory.
+    """
+    plan = planned(folder, family, checkpointing=False)
+    size = sum(p.numel() for p in plan.network.parameters())
+    # The plain network and its gradients, and the ranks' shards, gathered copies and gradients, in float64.
+    needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"{folder} has {size / 1e9:.2f} billion parameters: float64 on {ranks} ranks takes about"
+            f" {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free; use fewer --ranks, or --family NAME alone,"
+            " which tries small networks of the same class"
+        )
+    for grid in GRIDS:
+        plan.tokens(*sample_shapes(plan, grid))  # a network that is too small for them
+    truth = {grid: plain_result(plan, grid) for grid in GRIDS}
+    for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
+        with RankPool(world, timeout=1800.0, preload=("torch", "models.verification")) as pool:
+            for dp_shard, cp in (mesh for mesh in MESHES if math.prod(mesh) == world):
+                for grid in GRIDS:
+                    for checkpointing in (False, True):
+                        case = Case(
+                            folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid,
+                            checkpointing=checkpointing,
+                        )  # fmt: skip
+                        with tempfile.TemporaryDirectory() as scratch:
+                            ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
+                        yield case, compare(ours, truth[grid], changed)

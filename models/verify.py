@@ -1,0 +1,104 @@
+"""Is a network exact on every mesh? ``python -m models.verify FOLDER_OR_FAMILY`` compares it with itself unsplit.
+
+A FAMILY is tried with its own small examples and random weights, a FOLDER (a diffusers transformer or pipeline folder)
+with the network in it. Each is built as a role, split and sharded on each mesh that ``--ranks`` local processes make;
+its outputs, gradients and derivatives are compared in float64 with those of the unmodified network in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import exit_code
+from models.checkpoint_files import inspect_transformer
+from models.families.registry import FAMILIES, family_names, family_of
+from models.verification import BATCH, BOUND, planned, verify, write_example
+
+
+def report(title: str, folder: Path, family: str, ranks: int) -> bool:
+    """Print a table; were all errors within the bound?"""
+    print(f"\n**{title}**\n")
+    print("| dp_shard x cp | tokens | checkpointing | output | each gradient | norm | derivative | weights changed |")
+    print("|---|---|---|---|---|---|---|---|")
+    good = True
+    for case, errors in verify(folder, family, ranks):
+        fits = errors.largest <= BOUND
+        good &= fits
+        print(
+            f"| {case.dp_shard} x {case.cp} | {math.prod(case.grid)} | {'on' if case.checkpointing else 'off'} |"
+            f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
+            f" {errors.weights} |" + ("" if fits else f" **above {BOUND:g}**, first in {errors.worst or 'its output'}"),
+            flush=True,
+        )
+    return good
+
+
+def run(target: str, family: str | None, ranks: int) -> bool:
+    """Verify a folder, or every example of a family.
+
+    Raises:
+        UserError: neither, or a folder whose network is not the family's.
+    """
+    folder = Path(target)
+    if family is not None and family not in family_names():
+        raise UserError(f"--family {family} is unknown; use {' or '.join(family_names())}")
+    if family is not None and not folder.is_dir():
+        raise UserError(f"--family {family} is of a folder, and {target} is none; leave it out")
+    if folder.is_dir():
+        planned(folder, family or _family_of(folder), checkpointing=False)  # refused before anything is printed
+    elif target not in family_names():
+        raise UserError(f"{target} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers"))
+    print(f"python -m models.verify {target}: largest relative differences from the plain network in one process,")
+    print(f"float64, {packages}, at most {ranks} ranks; {BATCH} samples")
+    if folder.is_dir():
+        return report(target, folder, family or _family_of(folder), ranks)
+    good = True
+    for name, config in family_of(target, "student").examples().items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "network"
+            write_example(folder, target, config)
+            good &= report(f"{target} {name}", folder, target, ranks)
+    return good
+
+
+def _family_of(folder: Path) -> str:
+    """The family whose class a folder's network has; the first where there is none, which then says what it needs."""
+    found = inspect_transformer(str(folder), "FOLDER").config.get("_class_name")
+    return next((name for name, family in FAMILIES.items() if family.class_name == found), next(iter(FAMILIES)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, 1 where an error is too large, or 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m models.verify", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "target", metavar="FOLDER_OR_FAMILY", help=f"a diffusers folder, or {', '.join(family_names())}"
+    )
+    parser.add_argument("--family", help="of a folder's network; by its class by default")
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="local processes at most; meshes that need more are left out"
+    )
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    good = False
+
+    def work() -> None:
+        nonlocal good
+        if args.ranks < 1:
+            raise UserError(f"--ranks {args.ranks} must be at least 1")
+        good = run(args.target, args.family, args.ranks)
+        print(f"\nall within {BOUND:g}" if good else f"\nNOT exact: errors above {BOUND:g}")
+
+    code = exit_code(work)
+    return code or int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

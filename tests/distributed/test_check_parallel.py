@@ -1,0 +1,110 @@
+"""The check of plans finds what is wrong, names it, and says nothing of what is right."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.check_parallel import ParallelMismatch, check_parallel
+from fsdp_cp.context_parallel import GatherTokens, SplitTokens
+
+PLAN = {"blocks.0": {"x": SplitTokens(1)}, "head": GatherTokens(1)}
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self, kind="right", mesh=None):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.kind, self.mesh = kind, mesh
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).unbind(2)
+        if self.kind == "own tokens":
+            out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+        else:
+            k = k.detach() if self.kind == "no gradient" and self.mesh.cp_size > 1 else k
+            out = context_parallel_attention(q, k, v, mesh=self.mesh)
+        x = x + self.out(out.flatten(2))
+        return x - x.mean(1, keepdim=True) if self.kind == "mean" else x
+
+
+class Network(nn.Module):
+    def __init__(self, kind="right", mesh=None):
+        super().__init__()
+        self.embed, self.head, self.scale = nn.Linear(3, DIM), nn.Linear(DIM, 3), nn.Linear(3, 3)
+        self.blocks = nn.ModuleList([Block("right", mesh), Block(kind, mesh)])
+        self.kind = kind
+
+    def forward(self, x, again=None):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(x)
+        return {"sample": self.scale(x) if self.kind == "behind" else x, "nothing": again}
+
+
+def _build(mesh):
+    return Network("right", mesh)
+
+
+def _inputs(tokens=7):
+    return {"x": torch.randn(2, tokens, 3, generator=torch.Generator().manual_seed(3))}
+
+
+def test_a_right_plan_in_seconds():
+    network, inputs = Network(), _inputs()
+    state = torch.get_rng_state()
+    start = time.monotonic()
+    worst = check_parallel(network, PLAN, inputs)
+    assert set(worst) == {2, 3} and max(worst.values()) < 1e-12
+    assert time.monotonic() - start < 60  # a few seconds on 2 idle cores
+    assert torch.equal(state, torch.get_rng_state())
+    assert check_parallel(_build, PLAN, (_inputs()["x"],), cp=(2,))[2] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "message"),
+    [
+        ("own tokens", PLAN, r"^cp=2: the output of 'blocks.1.out' differs from the plain step's by .* \(relative\)"),
+        ("mean", PLAN, "^cp=2: the output of 'blocks.1' differs"),
+        ("behind", PLAN, r"^cp=2: the gradient of 'scale.weight' differs from the plain step's by 1.0e\+00"),
+        ("no gradient", PLAN, "^cp=2: the gradient of 'embed.weight' differs"),
+        ("right", PLAN | {"head": {"input": SplitTokens(2)}}, r"^cp=2: the parallel step fails: RuntimeError: mat1"),
+        ("right", {"blocks.1": {"x": SplitTokens(1)}}, r"^cp=2: the output of the model differs .* by inf"),
+    ],
+)
+def test_what_differs_is_named(kind, plan, message):
+    with pytest.raises(ParallelMismatch, match=message) as raised:
+        check_parallel(Network(kind), plan, _inputs(), cp=(2,))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_differs_at_three_ranks_alone():
+    """Six tokens have pads on no two ranks, and eight on three: a length that is right by chance is no proof."""
+    with pytest.raises(ParallelMismatch, match="^cp=3: "):
+        check_parallel(_wrong_on_three, PLAN, _inputs(), cp=(2, 3))
+
+
+def _wrong_on_three(mesh):
+    return Network("mean" if mesh.cp_size == 3 else "right", mesh)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": 3}, "model is a int; use a module"),
+        ({"model": lambda mesh: Network("right", mesh)}, "does not pickle"),
+        ({"inputs": torch.zeros(1)}, "inputs is a Tensor; use a dict"),
+        ({"cp": (1, 2)}, r"cp=\(1, 2\) are no numbers of ranks to compare"),
+        ({"tolerance": 0}, "tolerance=0 is no relative error"),
+        ({"plan": {"block": GatherTokens(1)}}, "names 'block', which Network has not"),
+    ],
+)
+def test_arguments_that_cannot_be_used(changes, message):
+    arguments = {"model": Network(), "plan": PLAN, "inputs": _inputs()} | changes
+    with pytest.raises(ValueError, match=message):
+        check_parallel(**arguments)

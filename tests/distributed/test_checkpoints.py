@@ -1,0 +1,102 @@
+"""Checkpoints of several ranks, written while these go on."""
+
+import logging
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp_cp import checkpoint, checkpoint_writer
+from fsdp_cp.checkpoint import Checkpoints, find_resume, load, published_steps, step_folder
+from fsdp_cp.timeouts import set_timeout, timeout_of
+
+SHAPE = (1027, 513)  # rows that four ranks do not divide
+
+
+def tensors(step: int) -> dict:
+    """Full tensors, as DTensors over all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    full = {name: torch.randn(SHAPE, generator=generator) for name in ("weights", "ema")}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"student": {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in full.items()}}
+
+
+def holds(folder, step: int) -> bool:
+    loaded = tensors(99)
+    load(folder, loaded)
+    wanted = tensors(step)["student"]
+    return all(torch.equal(loaded["student"][name].to_local(), x.to_local()) for name, x in wanted.items())
+
+
+class SlowStream(checkpoint_writer.SummedStream):
+    """Every rank takes another time for its part, so that their collectives do not come in step."""
+
+    def write(self, data) -> int:
+        time.sleep(0.02 * (1 + dist.get_rank()))
+        return super().write(data)
+
+
+def _beside_the_training(folder):
+    checkpoint_writer.SummedStream = SlowStream
+    checkpoints = Checkpoints(folder, keep=3, asynchronous=True)
+    set_timeout(timedelta(seconds=50))  # as a training does after its first steps
+    kept = timeout_of(checkpoints._group)
+    sums, during = [], 0
+    for step in (1, 2, 3):
+        state = tensors(step)
+        checkpoints.save(step, state, {"step": step})
+        for x in state["student"].values():
+            x.to_local().zero_()  # the copy is of before
+        for i in range(50):
+            x = torch.full((257,), float(i * (dist.get_rank() + 1)))
+            dist.all_reduce(x)
+            sums.append(bool((x == i * 10).all()))
+        during += checkpoints.is_writing()
+    checkpoints.wait()
+    return all(sums), published_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during
+
+
+def _without_room(folder):
+    one_is_full = 0 if dist.get_rank() == 2 else 2**40
+    checkpoint.available_host_memory = lambda: one_is_full
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("fsdp_cp.checkpoint").addHandler(handler)
+    checkpoints = Checkpoints(folder, keep=1, asynchronous=True)
+    checkpoints.save(7, tensors(7), {"step": 7})
+    return published_steps(folder), records
+
+
+def _verified(folder):
+    return find_resume("auto", folder, verify=True)
+
+
+def test_collectives_of_the_training_go_on_beside_a_save(pools, tmp_path):
+    for exact, steps, whole, kept, during in pools[4].run(_beside_the_training, tmp_path):
+        assert exact and steps == [1, 2, 3] and whole == [True] * 3
+        assert kept == timedelta(hours=2), "a step's timeout is not that of a slow disk"
+        assert during > 0, "no save outlasted the collectives: the test saw nothing"
+
+
+def test_without_room_for_a_copy_training_waits(pools, tmp_path):
+    for number, (steps, records) in enumerate(pools[4].run(_without_room, tmp_path)):
+        assert steps == [7], "it is there when save returns"
+        assert len(records) == (number == 0) and all("written while training waits" in r for r in records)
+
+
+def test_all_ranks_agree_on_what_is_damaged(pools, tmp_path):
+    pools[4].run(_without_room, tmp_path)
+    assert set(pools[4].run(_verified, tmp_path)) == {step_folder(tmp_path, 7)}
+    for path in (tmp_path / "step_00000007", tmp_path / "step_00000009"):
+        path.mkdir(exist_ok=True)
+    for file in (tmp_path / "step_00000007").iterdir():
+        (tmp_path / "step_00000009" / file.name).write_bytes(file.read_bytes())
+    shard = tmp_path / "step_00000009" / "__3_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[-200] ^= 1
+    shard.write_bytes(content)
+    assert set(pools[4].run(_verified, tmp_path)) == {step_folder(tmp_path, 7)}

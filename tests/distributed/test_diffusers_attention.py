@@ -1,0 +1,259 @@
+"""diffusers' networks by their own plans, uneven tokens, text and masks: fp64, against the plain network."""
+
+import inspect
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import CogVideoXTransformer3DModel, LTXVideoTransformer3DModel, QwenImageTransformer2DModel
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import nn
+
+from fsdp_cp import build_mesh
+from fsdp_cp.check_parallel import check_parallel
+from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.diffusers_attention import KNOWN, parallelize_attention
+
+SEQUENCES = {"qwen": ("encoder_hidden_states", "hidden_states")}
+
+
+def _ltx(tokens, text):
+    network = LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=8, cross_attention_dim=24,
+        num_layers=2, caption_channels=10,
+    )  # fmt: skip
+    mask = torch.ones(2, text, dtype=torch.float64)
+    mask[1, text - 3 : text - 1] = 0
+    return network, {
+        "hidden_states": _random(2, tokens, 4), "encoder_hidden_states": _random(2, text, 10),
+        "timestep": torch.tensor([500, 700]), "encoder_attention_mask": mask,
+        "num_frames": tokens, "height": 1, "width": 1,
+    }  # fmt: skip
+
+
+def _qwen(tokens, text):
+    network = QwenImageTransformer2DModel(
+        patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=3,
+        joint_attention_dim=10, axes_dims_rope=(2, 2, 4), zero_cond_t=True,
+    )  # fmt: skip
+    mask = torch.ones(2, text, dtype=torch.bool)
+    mask[1, -2:] = False
+    return network, {
+        "hidden_states": _random(2, tokens, 4), "encoder_hidden_states": _random(2, text, 10),
+        "encoder_hidden_states_mask": mask, "timestep": torch.tensor([0.5, 0.7], dtype=torch.float64),
+        "img_shapes": [[(1, 2, 2), (1, 1, tokens - 4)]] * 2,
+    }  # fmt: skip
+
+
+def _random(*size):
+    return torch.randn(*size, dtype=torch.float64)
+
+
+NETWORKS = {"ltx": _ltx, "qwen": _qwen}
+
+
+def _network_and_inputs(name, tokens, text, checkpointing=False):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network, inputs = NETWORKS[name](tokens, text)
+        for parameter in network.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    if checkpointing:
+        network.enable_gradient_checkpointing()
+    return nn.Module.double(network).train(), inputs
+
+
+def _step(network, inputs):
+    out = network(**inputs, return_dict=False)[0]
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    return out.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in network.named_parameters()}
+
+
+def _parallel(name, tokens, text, cp, checkpointing, sequences):
+    mesh = build_mesh(cp=cp, heads=3)
+    network, inputs = _network_and_inputs(name, tokens, text, checkpointing)
+    parallelize_attention(network, mesh=mesh, sequences=sequences)
+    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
+    out, grads = _step(network, inputs)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= mesh.dp_size
+    return out, grads
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("cp", "tokens", "text"), [(1, 11, 7), (2, 11, 7), (3, 11, 7), (3, 11, 12), (2, 8, 6)])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_outputs_and_gradients(pools, name, cp, tokens, text, checkpointing):
+    """diffusers' own plan, unchanged; with 12 of text its share is the video's, 4 tokens of each."""
+    sequences = SEQUENCES.get(name, ("hidden_states",) if text == 12 else None)
+    out, grads = _step(*_network_and_inputs(name, tokens, text))
+    whole = torch.stack([g.norm() for g in grads.values()]).norm()
+    for ours, found in pools[max(cp, 2)].run(_parallel, name, tokens, text, cp, checkpointing, sequences):
+        assert (ours - out).norm() <= 1e-10 * out.norm()
+        for parameter, truth in grads.items():
+            error = (found[parameter] - truth).norm() / truth.norm().clamp_min(1e-6 * whole)
+            assert error <= 1e-10, (parameter, error)
+
+
+class Processor:
+    def __call__(self, attn, hidden_states, *_, **__):
+        return hidden_states
+
+
+class Elsewhere(nn.Module):
+    def __init__(self, processor):
+        super().__init__()
+        self.heads, self.processor = 3, processor
+
+    def forward(self, hidden_states):
+        return self.processor(self, hidden_states)
+
+
+def _refusals():
+    mesh = build_mesh(cp=2)
+    network, inputs = _network_and_inputs("ltx", 11, 7)
+    with pytest.raises(ValueError, match="whole names 'refiner', which is no attention module of LTX"):
+        parallelize_attention(network, mesh=mesh, whole=["refiner"])
+    with pytest.raises(ValueError, match="Linear has no attention module with a processor"):
+        parallelize_attention(nn.Linear(1, 1), mesh=mesh)
+    parallelize_attention(network, mesh=mesh)
+    with pytest.raises(ValueError, match="'transformer_blocks.0.attn1' is called before the plan has split any"):
+        network(**inputs)
+    network.transformer_blocks[0].attn1.processor = Processor()
+    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
+    with pytest.raises(ValueError, match="'transformer_blocks.0.attn1' .Processor. did not use diffusers' dispatch"):
+        network(**inputs)
+    network, inputs = _network_and_inputs("qwen", 11, 7)
+    parallelize_attention(network, mesh=mesh)
+    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
+    with pytest.raises(ValueError, match="'transformer_blocks.0.attn' has 10 tokens .*give sequences of parallelize_a"):
+        network(**inputs)
+    network, inputs = _network_and_inputs("qwen", 8, 6)
+    parallelize_attention(network, mesh=mesh)
+    plan = {"transformer_blocks.0": {"hidden_states": SplitTokens(1)}, "proj_out": GatherTokens(1),
+            "transformer_blocks.*": {"modulate_index": SplitTokens(1)}}  # fmt: skip
+    parallelize_context(network, mesh=mesh, plan=plan)
+    network.pos_embed.register_forward_hook(lambda _m, _a, out: (out[0].chunk(2)[mesh.cp_rank], out[1]))
+    with pytest.raises(ValueError, match="is joint with encoder_hidden_states, which the plan does not split"):
+        network(**inputs)
+    network = CogVideoXTransformer3DModel(  # its processors call torch's attention themselves
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=1, text_embed_dim=8,
+        time_embed_dim=8, sample_width=4, sample_height=4, sample_frames=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="does not use diffusers' dispatch_attention_fn"):
+        parallelize_attention(network, mesh=mesh)
+    return True
+
+
+def test_what_would_attend_to_own_tokens_alone_is_refused(pools):
+    assert all(pools[2].run(_refusals))
+
+
+class Dispatching:
+    """A processor of this file, which imports diffusers' function as its model files do."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+    def __call__(self, attn, hidden_states):
+        x = hidden_states.unflatten(-1, (attn.heads, -1))
+        return dispatch_attention_fn(x, x, x, **self.settings).flatten(2)
+
+
+class Refined(nn.Module):
+    """Attention over all tokens on every rank, then over split ones."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.refiner, self.block = Elsewhere(Dispatching()), Elsewhere(Dispatching(**settings))
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.head(self.block(self.refiner(self.embed(x))))
+
+
+def _settings():
+    mesh, x = build_mesh(cp=2, ring=2), _random(2, 7, 6)
+    plan = {"block": {"hidden_states": SplitTokens(1)}, "head": GatherTokens(1)}
+
+    def run(**settings):
+        model = Refined(**settings).double()
+        parallelize_attention(model, mesh=mesh, whole=["refin*"])
+        parallelize_context(model, mesh=mesh, plan=plan)
+        return model(x)
+
+    biased, per_query, per_head = _random(1, 1, 1, 4), torch.ones(2, 1, 4, 4).bool(), torch.ones(1, 3, 1, 4).bool()
+    per_head[0, 1, 0, 0] = False
+    for settings, message in (
+        ({"dropout_p": 0.1}, "'block' has dropout_p=0.1, which split tokens cannot"),
+        ({"is_causal": True}, "'block' has is_causal=True"),
+        ({"attn_mask": biased}, "'block' adds a bias to its logits, which is not a mask"),
+        ({"attn_mask": per_query}, r"'block' has a mask \(2, 1, 4, 4\), which is not one of keys"),
+        ({"attn_mask": per_head}, "'block' has another mask for each head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**settings)
+    return run(scale=0.3).shape == x.shape
+
+
+def test_what_split_tokens_cannot_do_is_refused(pools):
+    assert all(pools[2].run(_settings))
+
+
+def _refined():
+    model = Refined(scale=0.3)
+    model.load_state_dict({n: torch.linspace(-1, 1, p.numel()).view_as(p) for n, p in model.state_dict().items()})
+    return model
+
+
+def _leave_refiner(model, mesh):
+    parallelize_attention(model, mesh=mesh, whole=["refiner"])
+
+
+def test_attention_over_tokens_that_all_ranks_hold_is_left_alone():
+    plan = {"block": {"hidden_states": SplitTokens(1)}, "head": GatherTokens(1)}
+    assert check_parallel(_refined(), plan, (_random(2, 7, 6),), prepare=_leave_refiner, cp=(3,))[3] < 1e-12
+
+
+def _same_share():
+    mesh = build_mesh(cp=3, heads=3)
+    network, inputs = _network_and_inputs("ltx", 11, 12)
+    parallelize_attention(network, mesh=mesh)
+    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
+    with pytest.raises(ValueError, match=r"'transformer_blocks.0.attn1' has 4 tokens .* give sequences"):
+        network(**inputs)
+    return True
+
+
+def test_shares_of_one_size(pools):
+    assert all(pools[3].run(_same_share))
+
+
+def test_the_function_is_the_one_of_diffusers_0_42():
+    found = attention_dispatch.dispatch_attention_fn
+    names = tuple(inspect.signature(found).parameters)
+    assert names == KNOWN, f"diffusers {diffusers.__version__} changed dispatch_attention_fn: {names}"
+
+
+def test_a_network_elsewhere_is_left_alone():
+    """The namespace is shared by all networks of a class; only the given ones are on the mesh."""
+    ours, inputs = _network_and_inputs("ltx", 11, 7)
+    other, _ = _network_and_inputs("ltx", 11, 7)
+    before, _ = _step(other, inputs)
+
+    class OneRank:
+        cp_size, cp_rank = 1, 0
+
+    mesh = type("OneProcess", (), {"context": OneRank(), "cp_size": 1})()
+    parallelize_attention(ours, mesh=mesh)
+    after, _ = _step(other, inputs)
+    assert torch.equal(before, after)
+
+
+def test_check_parallel_of_ltx():
+    network, inputs = _network_and_inputs("ltx", 11, 7)
+    worst = check_parallel(network, network._cp_plan, inputs, prepare=parallelize_attention, cp=(3,))
+    assert worst[3] < 1e-10

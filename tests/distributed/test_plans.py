@@ -1,0 +1,354 @@
+"""Plans with wildcards, tuples, split keys and uneven tokens: fp64, against the plain network in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_cp import build_mesh
+from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.sequence import gather_tokens, split_tokens
+from fsdp_cp.sharding.activations import recompute_in_backward
+
+DIM, HEADS, TEXT = 12, 3, 7
+PLAN = {
+    "": {"text": SplitTokens(1, expected_dims=3)},
+    "blocks.0": {"hidden_states": SplitTokens(1)},
+    "blocks.*": {"tables": SplitTokens(0)},
+    "head": GatherTokens(1),
+}
+
+
+def _plain_attention(q, k, v):
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.q = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.kv, self.mlp, self.mesh, self.tokens = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM), None, None
+
+    def forward(self, hidden_states, text, tables=None, *, nothing=None):
+        q, k, v = self.qkv(hidden_states).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        scale, shift = tables
+        q, k = (x * scale[:, None] + shift[:, None] for x in (q, k))
+        cross_q, (cross_k, cross_v) = self.q(hidden_states), self.kv(text).unflatten(-1, (2, HEADS, -1)).unbind(2)
+        cross_q = cross_q.unflatten(-1, (HEADS, -1))
+        if self.mesh is None:
+            out, cross = _plain_attention(q, k, v), _plain_attention(cross_q, cross_k, cross_v)
+        else:
+            out = context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=self.tokens)
+            cross = cross_attention(cross_q, cross_k, cross_v, mesh=self.mesh, total_keys=self.tokens and "text")
+        return hidden_states + self.out((out + cross).flatten(2)) + self.mlp(hidden_states.tanh())
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.embed_text, self.head = nn.Linear(5, DIM), nn.Linear(6, DIM), nn.Linear(DIM, 5)
+        self.tables = nn.Parameter(torch.randn(2, 32, DIM // HEADS))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.again = None
+
+    def forward(self, x, text):
+        tables = [table[: x.shape[1]] for table in self.tables]
+        x, text = self.embed(x), self.embed_text(text)
+        for i, block in enumerate(self.blocks):
+            if self.again is None:
+                x = block(x, text, tables=tuple(tables)) if i else block(x, text, tables)
+            else:
+                x = checkpoint(block, x, text, tables[0], tables[1], use_reentrant=self.again)
+        return self.head(x)
+
+
+class Apart(Block):
+    """Reentrant checkpointing sees no tensors inside tuples."""
+
+    def forward(self, hidden_states, text, scale, shift):
+        return super().forward(hidden_states, text, (scale, shift))
+
+
+def _network(seed=0, kind=Block):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = Network().double()
+        if kind is Apart:
+            for i, block in enumerate(network.blocks):
+                network.blocks[i] = Apart().double()
+                network.blocks[i].load_state_dict(block.state_dict())
+        return network
+
+
+def _data(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    sizes = ((2, tokens, 5), (2, TEXT, 6), (2, tokens, 5))
+    return [torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def _step(networks, calls):
+    """The outputs of ``calls`` (which network, how many tokens), one backward, and all gradients."""
+    outputs, loss = [], 0.0
+    for which, tokens in calls:
+        x, text, target = _data(tokens)
+        outputs.append(networks[which](x, text))
+        loss = loss + (outputs[-1] - target).square().sum()
+    loss.backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for network in networks for p in network.parameters()]
+    return [x.detach() for x in outputs], grads
+
+
+def _parallel_step(cp, calls, mode, named=False):
+    mesh = build_mesh(cp=cp, heads=HEADS, ring=cp)
+    kind = Apart if mode in ("reentrant", "torch") else Block
+    networks = [_network(seed, kind) for seed in range(2)]
+    torch._dynamo.reset()  # of one code object there are 8 graphs, over all tests
+    for network in networks:
+        plan = copy.deepcopy(PLAN)
+        if kind is Apart:
+            plan["blocks.*"] = {"scale": SplitTokens(0), "shift": SplitTokens(0)}
+            network.again = mode == "reentrant"
+        for block in network.blocks:
+            block.mesh, block.tokens = mesh, "hidden_states" if named else None
+        parallelize_context(network, mesh=mesh, plan=plan)
+        for block in network.blocks:
+            if mode == "ours":
+                recompute_in_backward(block)
+            if mode == "compile":
+                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    outputs, grads = _step(networks, calls)
+    dp = dist.get_world_size() // cp
+    for grad in grads:
+        dist.all_reduce(grad)
+        grad /= dp
+    return outputs, grads
+
+
+def _compare(pools, cp, calls, mode, named=False):
+    truth_outputs, truth = _step([_network(seed) for seed in range(2)], calls)
+    whole = torch.stack([g.norm() for g in truth]).norm()
+    for outputs, grads in pools[max(cp, 2)].run(_parallel_step, cp, calls, mode, named):
+        for ours, theirs in zip(outputs, truth_outputs, strict=True):
+            assert (ours - theirs).norm() <= 1e-12 * theirs.norm()
+        for ours, theirs in zip(grads, truth, strict=True):
+            assert (ours - theirs).norm() <= 1e-11 * theirs.norm().clamp_min(1e-6 * whole)
+
+
+@pytest.mark.parametrize("mode", ["plain", "ours", "torch", "reentrant"])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_wildcards_tuples_and_split_keys_of_uneven_counts(pools, cp, mode):
+    """11 tokens with 7 of text; nobody says how many there are."""
+    _compare(pools, cp, [(0, 11)], mode)
+
+
+CALLS = [(0, 11), (1, 12), (0, 5), (1, 10), (0, 2)]  # 11, 12 and 10 make 4 on each of 3 ranks; of 2 one has none
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"), [("plain", False), ("plain", True), ("ours", False), ("ours", True), ("compile", False)]
+)
+def test_each_forward_has_its_own_count(pools, mode, named):
+    """Two networks and five lengths before one backward, which runs the blocks again."""
+    calls = CALLS[:3] if mode == "compile" else CALLS  # a graph for each number
+    _compare(pools, 3, calls + [(1, 8)] * named, mode, named)  # 8 make 3, as do the text's 7: a name is needed
+
+
+def _varied_steps(mode):
+    """One call a step, as a training has them, with another length of the same share each time."""
+    errors = []
+    for tokens in (11, 12, 10):
+        _, grads = _parallel_step(3, [(0, tokens)], mode)
+        _, truth = _step([_network(seed) for seed in range(2)], [(0, tokens)])
+        errors.append(max((a - b).norm() / b.norm().clamp_min(1e-9) for a, b in zip(grads, truth, strict=True)))
+    return max(errors)
+
+
+@pytest.mark.parametrize("mode", ["torch", "reentrant"])
+def test_steps_of_other_lengths_under_foreign_checkpointing(pools, mode):
+    assert max(pools[3].run(_varied_steps, mode)) < 1e-10
+
+
+def test_two_lengths_before_one_backward_under_foreign_checkpointing(pools):
+    _compare(pools, 3, CALLS, "torch")
+
+
+def _ambiguous():
+    with pytest.raises(ValueError, match=r"q has 4 tokens on each of cp=3 ranks, .*cannot be told; give total_tokens"):
+        _parallel_step(3, [(0, 11), (0, 12)], "reentrant")
+    return True
+
+
+def test_a_recomputation_that_may_be_of_two_forwards_is_refused(pools):
+    """Reentrant checkpointing keeps no graph that would lead to the block's own forward."""
+    assert all(pools[3].run(_ambiguous))
+
+
+def _masked_keys():
+    mesh, one = build_mesh(cp=3, ring=3), build_mesh()
+    generator = torch.Generator().manual_seed(5)
+    full = [torch.randn(2, n, 2, 4, generator=generator, dtype=torch.float64) for n in (11, 7, 7, 11, 7, 7)]
+    mask = torch.rand(2, 7, generator=generator) < 0.6
+    results = []
+    for on in (one, mesh):
+        own = [split_tokens(x, on) for x in full]
+        with torch.no_grad(), forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(own[:3], own[3:], strict=True)]
+            out = forward_ad.unpack_dual(cross_attention(*duals, key_mask=mask, mesh=on, total_keys=7))
+            results.append([gather_tokens(x.clone(), on, 11) for x in out])
+    return max((a - b).norm() / a.norm() for a, b in zip(*results, strict=True))
+
+
+def test_split_keys_with_a_mask_and_a_derivative(pools):
+    assert max(pools[3].run(_masked_keys)) < 1e-13
+
+
+class Pair(nn.Module):
+    """Attention over a sequence of its own choice."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.stream, self.attend = nn.Identity(), attend
+
+    def forward(self, x, text=None, tables=None):
+        return self.attend(self.stream(x), text)
+
+
+def _heads(x):
+    return x.unflatten(-1, (1, -1))
+
+
+def _refused_counts():
+    mesh = build_mesh(cp=3, ring=3)
+    x = torch.randn(2, 11, 4)
+
+    def run(attend, given, splits=("x", "text"), **splits_of):
+        model = Pair(attend)
+        parallelize_context(model, mesh=mesh, plan={"": {name: SplitTokens(1) for name in splits} | splits_of})
+        return model(x, given)
+
+    def own(x, text):
+        return context_parallel_attention(_heads(x), _heads(x), _heads(x), mesh=mesh)
+
+    def joined(x, text, total_tokens=None):
+        both = _heads(torch.cat((text, x), 1))
+        return context_parallel_attention(both, both, both, mesh=mesh, total_tokens=total_tokens)
+
+    with pytest.raises(ValueError, match=r"has split x \(11 tokens\), text \(12 tokens\): which of them"):
+        run(own, torch.randn(2, 12, 4))
+    with pytest.raises(ValueError, match="q has 7 tokens on each .*several in their order"):
+        run(joined, torch.randn(2, 7, 4))
+    assert run(lambda x, text: joined(x, text, ("text", "x")), torch.randn(2, 7, 4)).shape[1] == 7
+    with pytest.raises(ValueError, match="total_tokens names 'y', but this forward has split x"):
+        run(lambda x, text: joined(x, text, ("text", "y")), torch.randn(2, 7, 4))
+    with pytest.raises(ValueError, match="k has 3 tokens, as many as each rank has of 'text'.*mesh=mesh"):
+        run(lambda x, text: cross_attention(_heads(x), _heads(text), _heads(text)), torch.randn(2, 7, 4))
+    with pytest.raises(ValueError, match="total_keys=8 over cp=3 makes 3|total_keys=12 over cp=3 makes 4"):
+        run(lambda x, t: cross_attention(*map(_heads, (x, t, t)), mesh=mesh, total_keys=12), torch.randn(2, 7, 4))
+    whole = torch.randn(2, 3, 4)  # as many as a share, and yet all of them
+    run(lambda x, t: cross_attention(*map(_heads, (x, whole, whole)), total_keys=3), torch.randn(2, 7, 4))
+    with pytest.raises(ValueError, match="splits the argument 'text' of '', which is a int; it must be a tensor"):
+        run(own, 3)
+    with pytest.raises(ValueError, match="'text' of '', which is a tuple of Tensor, str"):
+        run(own, (x, "text"))
+    with pytest.raises(ValueError, match="'text' of '' has 2 values, but its context-parallel plan has 1 splits"):
+        run(own, (x, x), ("x",), **{"text": [SplitTokens(1)]})
+    assert run(own, None).shape[1] == 4
+    by_hand = _heads(split_tokens(x, mesh))
+    kept = split_tokens(x, mesh)
+    with pytest.raises(ValueError, match="as many as a sequence of 11 that split_tokens has padded"):
+        context_parallel_attention(by_hand, by_hand, by_hand, mesh=mesh)
+    del kept
+    return True
+
+
+def test_counts_that_cannot_be_told_are_refused(pools):
+    assert all(pools[3].run(_refused_counts))
+
+
+class Residual(nn.Module):
+    """Helios' way: tokens split and gathered around each attention, norms between them on all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(F.layer_norm(x, (4,)))
+        return x
+
+
+def _refused_plans(cp):
+    mesh = build_mesh(cp=cp, ring=cp)
+    network, residual, split, gather = _network(), Residual(), SplitTokens(1), GatherTokens(1)
+    for model, plan, message in (
+        (network, {"block.*": {"tables": split}}, r"names 'block.\*', which Network has not"),
+        (network, {"blocks.*.attn": gather}, r"names 'blocks.\*.attn', which Network has not: there is no 'blocks.0.a"),
+        (network, {"head.*": gather}, "its wildcard matches nothing"),
+        (network, {3: gather}, "names 3, which Network has not"),
+        (network, {"blocks.*": {"rotary": split}}, "names the argument 'rotary', which it has not"),
+        (network, {"blocks.0": {0: split}}, "names the argument 0, which it has not"),
+        (network, {"blocks.0": {"tables": SplitTokens(1, split_output=True)}}, "splits the output 'tables'"),
+        (network, {"blocks.0": {"tables": SplitTokens("1")}}, "split_dim='1'; dim must be an integer"),
+        (network, {"head": GatherTokens(None)}, "gather_dim=None; dim must be an integer"),
+        (network, {"head": 3}, "neither a split nor a gather"),
+        (network, {"head": None}, "neither a split nor a gather"),
+        (network, {"blocks.0": {"hidden_states": 3}}, "without split_dim"),
+        (network, {"head": EmbedOwnTokens()}, "takes a convolution, but 'head' is a Linear"),
+        (network, {"blocks.0": {"text": split}, "blocks.*": {"text": split}}, "split 'text' of 'blocks.0'; it can"),
+        (network, {"blocks.*": gather, "blocks.1": gather}, "two keys .* gather what 'blocks.1' returns"),
+        (residual, {"blocks.*": {"input": split}, "blocks.0": gather, "blocks.1": gather},
+         "splits what 'blocks.0' takes and gathers what it returns, and 'blocks.1' again"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            parallelize_context(model, mesh=mesh, plan=plan)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), plan
+    if cp > 1:
+        parallelize_context(network, mesh=mesh, plan={"embed": gather, "blocks.*": {"hidden_states": split}})
+        with pytest.raises(ValueError, match="the gather of 'embed' is of 'hidden_states', but this forward has split"):
+            network(*_data(11)[:2])
+        network = _network()
+        parallelize_context(network, mesh=mesh, plan=PLAN | {"blocks.1": {"hidden_states": split}})
+        for block in network.blocks:
+            block.mesh = mesh
+        with pytest.raises(ValueError, match="splits 'hidden_states' at 'blocks.1', . tokens, when this forward has"):
+            network(*_data(11)[:2])
+        chain = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.LayerNorm(4), nn.Linear(4, 4))
+        parallelize_context(chain, mesh=mesh, plan={"0": {"input": split}, "0.0": gather, "2": {"input": split}})
+        with pytest.raises(ValueError, match="splits 'input' at '2' behind its gather at '0.0'"):
+            chain(torch.randn(2, 11, 4))
+    else:
+        parallelize_context(network, mesh=mesh, plan=PLAN)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+    return True
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_plans_that_are_wrong_are_refused_on_one_rank_too(pools, cp):
+    assert all(pools[max(cp, 2)].run(_refused_plans, cp))
+
+
+def _dropout():
+    mesh = build_mesh(cp=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.1)), nn.Linear(4, 4))
+    plan = {"0": {"input": SplitTokens(1)}, "2": GatherTokens(1)}
+    with pytest.raises(ValueError, match=r"'1.0' has dropout p=0.1 in training"):
+        parallelize_context(model, mesh=mesh, plan=plan)
+    parallelize_context(model, mesh=build_mesh(), plan=plan)
+    parallelize_context(model.eval(), mesh=mesh, plan=plan)
+    x = torch.randn(1, 3, 4)
+    assert model(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"'1.0' has dropout p=0.1 in training"):
+        model.train()(x)
+    model[1][0].p = 0.0
+    return model(x).shape == x.shape
+
+
+def test_dropout_is_refused_where_its_masks_would_depend_on_the_mesh(pools):
+    assert all(pools[2].run(_dropout))

@@ -1,0 +1,256 @@
+"""``profile.*`` and the metrics of a step's time, in the trainer on two ranks."""
+
+import gzip
+import hashlib
+import json
+import logging
+import signal
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
+
+from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
+from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.measure.overlap import shares, trace_intervals, trace_windows
+from fsdp_cp.signals import Stopped, StopSignal
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
+
+SETUP = Setup(cp=2, micro_batch_size=4)
+
+
+def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=False, fails_at=None):
+    """Steps ``first + 1`` to ``last`` as ``train.py`` makes them: messages of the log, the error, the weights."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("distill.profiling")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    config = make_config(SETUP, folder)
+    config.run_dir, config.steps, config.log = str(run_dir), last, LogSettings(every=1)
+    config.checkpoint = CheckpointSettings(every=every, keep=0, at_end=False)
+    config.profile = profile or ProfileSettings()
+    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
+    trainer = make_trainer(SETUP, folder, config, resume_from)
+    if fails_at is not None:
+        update = trainer._update
+
+        def broken(*args):
+            if trainer.step + 1 == fails_at:
+                raise ZeroDivisionError
+            update(*args)
+
+        trainer._update = broken
+    trainer._open_log()
+    stop = StopSignal()
+    stop.received = signal.SIGTERM if stopped else None
+    error = None
+    try:
+        with trainer.checkpoints.completed(), trainer.profiler, tqdm(disable=True) as bar:
+            trainer._train(bar, stop)
+    except (Stopped, ZeroDivisionError) as raised:
+        error = type(raised).__name__
+    finally:
+        logger.removeHandler(handler)
+        if trainer.log is not None:
+            trainer.log.close()
+    weights = {
+        (name, key): value.full_tensor().clone()
+        for name, role in trainer.roles.items()
+        for key, value in role.weights().items()
+    }
+    return messages, error, weights
+
+
+def _on_ranks(pools, *args, **settings):
+    return pools[2].run(partial(_train, **settings), *args)
+
+
+def _lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _files(run_dir):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (run_dir / "profile").glob("*")}
+
+
+def _trace(file):
+    with gzip.open(file, "rt") as stream:
+        return json.load(stream)
+
+
+@pytest.fixture(scope="module")
+def plain(pools, checkpoints, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("plain")
+    return run_dir, _on_ranks(pools, checkpoints, run_dir, 4)[0]
+
+
+@pytest.fixture(scope="module")
+def profiled(pools, checkpoints, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("profiled")
+    settings = ProfileSettings(steps=[2, 3], ranks="all")
+    return run_dir, _on_ranks(pools, checkpoints, run_dir, 4, profile=settings)[0]
+
+
+def test_the_phases_of_a_step_are_all_there_and_add_up_to_its_time(plain):
+    """Of both roles; with the remainder the parts are the whole, but for what lies around the clock's readings."""
+    run_dir, _ = plain
+    wanted = {
+        "student": {"other", "data", "gradients", "dmd/forward", "dmd/backward", "clip", "update", "metrics"},
+        "fake": {
+            "other",
+            "data",
+            "gradients",
+            "fake_score/forward",
+            "fake_score/backward",
+            "clip",
+            "update",
+            "metrics",
+        },
+    }
+    seen = set()
+    for line in _lines(run_dir):
+        (role,) = (name for name in wanted if f"{name}/loss" in line)
+        seen.add(role)
+        prefix = f"perf/seconds/{role}/"
+        parts = {key.removeprefix(prefix): value for key, value in line.items() if key.startswith("perf/seconds/")}
+        assert parts.pop(f"perf/seconds/{role}") == line["perf/seconds_per_step"]
+        assert set(parts) == wanted[role]
+        assert all(value >= 0 for value in parts.values())
+        assert 0 < sum(parts.values()) <= line["perf/seconds_per_step"] + 1e-9
+        tokens = line["perf/tokens_per_second"] / line["perf/samples_per_second"]
+        assert tokens == pytest.approx(round(tokens)) and round(tokens) > 1, "of one sample"
+        assert line["perf/samples_per_second"] * line["perf/seconds_per_step"] == pytest.approx(SETUP.batch_size)
+        assert "memory/reserved_gib" not in line and line["memory/peak_gib"] > 0
+    assert seen == set(wanted)
+
+
+def test_profiled_steps_compute_the_same(plain, profiled):
+    (plain_dir, (_, _, expected)), (run_dir, (_, error, weights)) = plain, profiled
+    assert error is None and weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    for ours, theirs in zip(_lines(run_dir), _lines(plain_dir), strict=True):
+        for key in theirs.keys() - {"memory/peak_gib"}:
+            assert key.startswith("perf/") or ours[key] == theirs[key], key
+        profile_keys = {"perf/collectives_share", "perf/collectives_exposed_share"}
+        assert ours.keys() - theirs.keys() == (profile_keys if ours["step"] == 3 else set())
+
+
+def test_the_traces_hold_the_steps_their_phases_and_the_collectives(profiled):
+    run_dir, (messages, _, _) = profiled
+    names = {f"steps_2_3_rank{r}{end}" for r in range(2) for end in (".json.gz", "_summary.json")}
+    assert set(_files(run_dir)) == names, "and nothing half written"
+    summaries = []
+    for r in range(2):
+        trace = _trace(run_dir / "profile" / f"steps_2_3_rank{r}.json.gz")
+        summary = json.loads((run_dir / "profile" / f"steps_2_3_rank{r}_summary.json").read_text())
+        summaries.append(summary)
+        windows = trace_windows(trace)
+        assert list(windows) == [2, 3] and summary["steps"] == [2, 3] and summary["rank"] == r
+        annotated = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
+        assert {"data", "student/dmd/forward", "fake/fake_score/backward", "student/update"} <= annotated
+        assert {"gloo:all_gather", "gloo:all_reduce", "gloo:all_to_all"} <= summary["collectives"].keys() & annotated
+        found = shares(trace_intervals(trace, "cpu"), windows.values())
+        assert (summary["collectives_share"], summary["collectives_exposed_share"], summary["compute_share"]) == (
+            found.collectives, found.exposed, found.compute,
+        )  # fmt: skip
+        assert 0 < found.exposed <= found.collectives < 1 and 0 < found.compute < 1
+        assert found.collectives <= sum(each["seconds"] for each in summary["collectives"].values()) / summary[
+            "seconds"
+        ] * (1 + 1e-6)
+    # Each rank calls what the other calls.
+    calls = [{name: each["calls"] for name, each in summary["collectives"].items()} for summary in summaries]
+    assert calls[0] == calls[1]
+    (line,) = (line for line in _lines(run_dir) if line["step"] == 3)
+    for key in ("collectives_share", "collectives_exposed_share"):
+        assert line[f"perf/{key}"] == mean(summary[key] for summary in summaries)
+    assert len(messages) == 1 and "profiled steps 2 to 3 on 2 rank(s)" in messages[0]
+
+
+@pytest.mark.slow
+def test_only_the_chosen_ranks_are_profiled_and_an_earlier_start_s_files_stay(pools, checkpoints, plain, tmp_path):
+    """Started again from before, within and behind the steps."""
+    run_dir = tmp_path / "run"
+    settings = {"profile": ProfileSettings(steps=[2, 3], ranks=[1]), "every": 1}
+    _on_ranks(pools, checkpoints, run_dir, 3, **settings)
+    before = _files(run_dir)
+    assert set(before) == {"steps_2_3_rank1.json.gz", "steps_2_3_rank1_summary.json"}
+    assert _lines(run_dir)[-1]["perf/collectives_share"] > 0, "rank 0 writes what rank 1 has found"
+    (again, *_), _ = _on_ranks(pools, checkpoints, run_dir, 3, first=1, **settings)
+    assert set(_files(run_dir)) - set(before) == {"steps_2_3_rank1_2.json.gz", "steps_2_3_rank1_2_summary.json"}
+    assert before.items() <= _files(run_dir).items() and "profiled steps 2 to 3 on 1 rank(s)" in again[0]
+    _on_ranks(pools, checkpoints, run_dir, 3, first=2, **settings)
+    assert "steps_3_3_rank1.json.gz" in _files(run_dir)
+    before = _files(run_dir)
+    (behind, _, weights), _ = _on_ranks(pools, checkpoints, run_dir, 4, first=3, **settings)
+    assert behind == ["profile.steps=[2, 3]: step 3 is behind them, nothing is profiled"]
+    assert _files(run_dir) == before
+    assert all(torch.equal(weights[key], value) for key, value in plain[1][2].items()), "resumed in the profile, too"
+
+
+def test_a_run_that_is_stopped_writes_the_steps_that_it_has(pools, checkpoints, tmp_path):
+    settings = ProfileSettings(steps=[1, 4], ranks="all")
+    for _, error, _ in _on_ranks(pools, checkpoints, tmp_path, 4, profile=settings, stopped=True):
+        assert error == "Stopped"
+    assert {f"steps_1_1_rank{r}.json.gz" for r in range(2)} <= set(_files(tmp_path))
+    assert list(trace_windows(_trace(tmp_path / "profile" / "steps_1_1_rank0.json.gz"))) == [1]
+
+
+def test_a_run_that_fails_fails_of_its_own_error_and_the_next_can_be_profiled(pools, checkpoints, tmp_path):
+    for _, error, _ in _on_ranks(
+        pools, checkpoints, tmp_path / "a", 2, profile=ProfileSettings(steps=[1, 2]), fails_at=2
+    ):
+        assert error == "ZeroDivisionError"
+    assert not (tmp_path / "a" / "profile").exists()
+    _on_ranks(pools, checkpoints, tmp_path / "b", 1, profile=ProfileSettings(steps=[1, 1]))
+    assert set(_files(tmp_path / "b")) == {"steps_1_1_rank0.json.gz", "steps_1_1_rank0_summary.json"}
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run(pools, checkpoints, tmp_path):
+    (tmp_path / "profile").write_text("somebody's")
+    (messages, error, _), _ = _on_ranks(pools, checkpoints, tmp_path, 2, profile=ProfileSettings(steps=[1, 2]))
+    assert error is None and "of rank 0 cannot be written" in messages[0] and len(messages) == 1
+    last = _lines(tmp_path)[-1]
+    assert last["step"] == 2 and last["perf/collectives_share"] is None
+    assert (tmp_path / "profile").read_text() == "somebody's"
+
+
+def _hidden_and_waited_for():
+    """Rank 1 comes late to two collectives: beside the first rank 0 computes, for the second it waits."""
+    late = dist.get_rank() == 1
+    x, y = torch.randn(256, 256), torch.ones(8)
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("ProfilerStep#1"):
+        if late:
+            time.sleep(0.5)
+        work = dist.all_reduce(y, async_op=True)
+        if not late:
+            for _ in range(20):
+                x = x @ x / x.norm()
+        work.wait()
+        if late:
+            time.sleep(0.5)
+        dist.all_reduce(y)
+    file = tempfile.mktemp(suffix=".json")
+    profiler.export_chrome_trace(file)
+    trace = json.loads(Path(file).read_text())
+    Path(file).unlink()
+    window = trace_windows(trace)[1]
+    return shares(trace_intervals(trace, "cpu"), [window]), (window[1] - window[0]) / 1e6
+
+
+def test_what_is_computed_beside_a_collective_hides_it(pools):
+    (found, seconds), _ = pools[2].run(_hidden_and_waited_for)
+    hidden = found.collectives - found.exposed
+    assert found.collectives * seconds > 0.8, "from when this rank begins"
+    assert found.exposed * seconds > 0.4, "the second, in which it only waits"
+    assert 0 < hidden <= found.compute + 1e-9

@@ -1,0 +1,81 @@
+"""A sweep of real torchrun jobs: stopped, gone on with, and one point out of memory."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.e2e.launch import ROOT, environment
+
+SHORT = (
+    "experiment=quickstart", "device=cpu", "batch_size=2", "method.fake_updates_per_student_update=1", "steps=4",
+)  # fmt: skip
+LARGER_THAN_ANY_MEMORY = (
+    "fake.architecture={num_layers: 1, num_attention_heads: 4096, attention_head_dim: 256, in_channels: 3,"
+    " out_channels: 3, text_dim: 32, freq_dim: 64, ffn_dim: 1048576, patch_size: [1, 4, 4], rope_max_seq_len: 64}"
+)
+"""A fake score of 10^13 parameters."""
+
+
+def processes(marker: str) -> list[str]:
+    """Command lines of other processes that have ``marker``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if marker in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.slow
+def test_two_lengths_on_two_meshes(tmp_path):
+    """The sweep ends within its second point by SIGTERM, and goes on by the same command."""
+    folder, prefix = tmp_path / "sweep", tmp_path / "prefix.sh"
+    prefix.write_text(
+        '#!/bin/sh\ncase "$*" in *"data.num_frames=8 mesh.cp=1 "*) '
+        f'set -- "$@" fake.checkpoint=null "{LARGER_THAN_ANY_MEMORY}";; esac\nexec "$@"\n'
+    )
+    words = [sys.executable, "-m", "distill.sweep", "--nproc-per-node", "2", "--no-plan", "--prefix", f"sh {prefix}"]
+    words += [*SHORT, f"sweep_dir={folder}", "data.num_frames=6,8", "mesh.cp=1,2"]
+    place = {"cwd": tmp_path, "env": environment() | {"PYTHONPATH": str(ROOT)}}
+    first, second = folder / "num_frames=6,cp=1", folder / "num_frames=6,cp=2"
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **place) as sweep:
+        limit = time.monotonic() + 300
+        while not (second / "metrics.jsonl").exists():  # it trains
+            assert sweep.poll() is None and time.monotonic() < limit, sweep.communicate()
+            time.sleep(0.1)
+        sweep.send_signal(signal.SIGTERM)
+        out, error = sweep.communicate(timeout=100)
+    assert sweep.returncode == 75, out + error
+    assert "stopped by SIGTERM; 3 points are left, and python -m distill.sweep" in error
+    assert processes(str(folder)) == [], "its torchrun and workers are gone"
+    assert not list(second.glob("checkpoints/step_*")), "nobody wants the state of a point that begins afresh"
+    known = (first / "point.json").read_text()
+    assert [row["status"] for row in csv.DictReader((folder / "sweep.csv").open())] == ["done", "interrupted", "", ""]
+
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500, **place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 points are done already" in done.stdout and (first / "point.json").read_text() == known
+    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    assert [row["status"] for row in rows] == ["done", "done", "out_of_memory", "done"], rows
+    assert "allocate" in rows[2]["reason"] and rows[2]["tokens_per_second"] == ""
+    assert [row["tokens"] for row in rows] == ["96", "96", "128", "128"]
+    for row in (rows[0], rows[1], rows[3]):
+        run = folder / f"num_frames={row['data.num_frames']},cp={row['mesh.cp']}"
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][2:]
+        seconds = sum(line["perf/seconds_per_step"] for line in lines)
+        assert float(row["tokens_per_second"]) == pytest.approx(int(row["tokens"]) * 2 * 2 / seconds)
+        # Resident: above the start's there are three networks of 1.1e6 weights, at least; far below all of it.
+        assert 0.01 < float(row["allocated_gib"]) < lines[-1]["memory/peak_gib"] - 0.1
+        assert not (run / "export").exists() and not (run / "checkpoints").exists() and not (run / "samples").exists()
+    assert (second / "previous" / "1" / "metrics.jsonl").exists(), "begun afresh, and nothing removed"
+    assert Image.open(folder / "sweep.png").size[0] > 500

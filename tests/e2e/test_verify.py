@@ -1,0 +1,98 @@
+"""``python -m models.verify`` as a command: what it prints, what it refuses, and that it can fail."""
+
+import math
+
+import pytest
+import torch
+
+from models import verification, verify
+from models.families.wan import Wan
+from models.families.wan_attention import WanCrossAttention
+from tests.e2e.launch import ROOT
+
+
+def test_a_folder_and_the_errors_it_prints(capsys):
+    assert verify.main([str(ROOT / "assets" / "quickstart_teacher"), "--ranks", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "| 1 x 1 | 45 | off |" in printed and "2 x 1" not in printed
+    assert printed.strip().endswith("all within 1e-05")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nobody"], "nobody is neither a folder nor a family; use a folder, or wan"),
+        (["assets"], "FOLDER=assets has neither transformer/config.json nor config.json"),
+        (["wan", "--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["wan", "--family", "wan"], "--family wan is of a folder, and wan is none; leave it out"),
+        (["assets/quickstart_teacher", "--family", "nobody"], "--family nobody is unknown; use wan"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(ROOT)
+    assert verify.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_network_that_does_not_fit_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(verification, "available_host_memory", lambda: 10**7)
+    assert verify.main([str(ROOT / "assets" / "quickstart_teacher")]) == 2
+    assert "use fewer --ranks" in capsys.readouterr().err
+
+
+def test_a_wrong_network_is_seen(tmp_path):
+    """Every measure can fail: against the truth of other weights, and with a gradient missing or not finite."""
+    wan = Wan()
+    verification.write_example(tmp_path / "network", "wan", wan.examples()["i2v"])
+    plan = verification.planned(tmp_path / "network", "wan", checkpointing=False)
+    truth = verification.plain_result(plan, (2, 2, 4))
+    same = verification.compare(truth, truth, 0)
+    assert same.largest == 0
+    other = verification.Result(
+        output=truth.output * 1.001,
+        tangent=truth.tangent * 1.002,
+        gradients=dict(truth.gradients),
+        norm=truth.norm * 1.1,
+    )
+    errors = verification.compare(other, truth, 3)
+    assert errors.output == pytest.approx(1e-3) and errors.tangent == pytest.approx(2e-3)
+    assert errors.norm == pytest.approx(0.1) and errors.weights == 3
+    name = "blocks.0.attn2.add_k_proj.weight"
+    without = {key: value for key, value in truth.gradients.items() if key != name}
+    errors = verification.compare(verification.Result(**vars(truth) | {"gradients": without}), truth, 0)
+    assert errors.gradient == pytest.approx(1) and errors.worst == name, "a missing gradient is 0"
+    broken = dict(truth.gradients) | {name: torch.full_like(truth.gradients[name], math.nan)}
+    errors = verification.compare(verification.Result(**vars(truth) | {"gradients": broken}), truth, 0)
+    assert errors.gradient == math.inf and errors.worst == name
+
+
+def _forgets_the_image(monkeypatch):
+    def parallelize(self, network, mesh, backend="auto", head_groups=1):
+        original(self, network, mesh, backend, head_groups)
+        for block in network.blocks:
+            block.attn2.set_processor(_TextAlone())
+
+    original = Wan.parallelize
+    monkeypatch.setattr(Wan, "parallelize", parallelize)
+
+
+class _TextAlone(WanCrossAttention):
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None, rotary_emb=None):
+        blind = encoder_hidden_states.clone()
+        blind[:, :-512] = 0
+        return super().__call__(attn, hidden_states, blind)
+
+
+def _rank_result_without_images(case, scratch):
+    with pytest.MonkeyPatch.context() as patch:
+        _forgets_the_image(patch)
+        return verification.rank_result(case, scratch)
+
+
+def test_an_attention_that_forgets_the_image_ends_with_1(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(verification, "rank_result", _rank_result_without_images)
+    verification.write_example(tmp_path / "network", "wan", Wan().examples()["i2v"])
+    assert verify.main([str(tmp_path / "network"), "--ranks", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "**above 1e-05**, first in " in printed and "NOT exact" in printed

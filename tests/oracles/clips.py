@@ -1,0 +1,49 @@
+"""Random clips in memory, in place of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.condition import Condition
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+
+
+class RandomClips:
+    """An in-memory data set of random latents and conditions."""
+
+    fps, fingerprint = 8.0, "random"
+
+    def __init__(
+        self,
+        latent_shape: tuple[int, int, int, int] = LATENT_SHAPE,
+        condition_shapes: Mapping[str, tuple[int, ...]] = CONDITION_SHAPES,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(7)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.latent_shape, self.condition_shapes = latent_shape, dict(condition_shapes)
+        text_shape = condition_shapes["text"]
+        self.latents = draw(32, *latent_shape)
+        self.tensors = {"text": draw(32, *text_shape)}
+        self.null, self.empty = {"text": draw(*text_shape)}, {"text": draw(*text_shape)}
+        self.tensors |= {name: draw(32, *shape) for name, shape in condition_shapes.items() if name != "text"}
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        condition = {name: value[index] for name, value in self.tensors.items()}
+        return {"latents": self.latents[index], "caption": str(index), **condition}
+
+    def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
+        items = [int(caption or 0) for caption in captions] if clips is None else list(clips)
+        tensors = {name: value[items] for name, value in self.tensors.items()}
+        texts = [self.tensors["text"][int(caption)] if caption else self.empty["text"] for caption in captions]
+        return Condition(tensors | {"text": torch.stack(texts)}, self.null, self.empty)

@@ -1,0 +1,59 @@
+"""How far two runs are from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tests.oracles.runs import Trace
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences of a run from the oracle, over all steps."""
+
+    loss: float
+    norm: float
+    gradient: float
+    """Over tensors: norm of the difference to norm of the truth (at least 1e-6 of the whole gradient's norm)."""
+    weight: float
+    worst: str
+    """The tensor with the largest gradient difference."""
+
+    @property
+    def largest(self) -> float:
+        return _largest([self.loss, self.norm, self.gradient, self.weight])
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The maximum; NaN if there is one, which ``max`` may drop."""
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
+
+
+def compare(trace: Trace, oracle: Trace) -> Difference:
+    """How far ``trace`` is from ``oracle``. Raises if a gradient is missing or a role differs."""
+    assert trace.roles == oracle.roles, (trace.roles, oracle.roles)
+    worst, gradient = "", 0.0
+    for step, (ours, truth) in enumerate(zip(trace.gradients, oracle.gradients, strict=True)):
+        assert ours.keys() == truth.keys(), ours.keys() ^ truth.keys()
+        whole = torch.stack([g.norm() for g in truth.values()]).norm()
+        for name, g in truth.items():
+            error = ((ours[name] - g).norm() / g.norm().clamp_min(1e-6 * whole)).item()
+            error = error if math.isfinite(error) else math.inf  # a comparison would pass NaN by
+            if error > gradient:
+                gradient, worst = error, f"{trace.roles[step]} step {step + 1} {name}"
+    weight = [
+        ((trace.weights[role][n] - w).norm() / w.norm()).item()
+        for role, weights in oracle.weights.items()
+        for n, w in weights.items()
+    ]
+    return Difference(
+        loss=_largest(abs(a - b) / abs(b) for a, b in zip(trace.losses, oracle.losses, strict=True)),
+        norm=_largest(abs(a - b) / abs(b) for a, b in zip(trace.norms, oracle.norms, strict=True)),
+        gradient=gradient,
+        weight=_largest(weight),
+        worst=worst,
+    )

@@ -1,0 +1,106 @@
+"""A run by plain diffusers networks in one process: no mesh, no sharding, no trainer.
+
+It shares only the method's formulas with the trainer; the rest is torch's own (``torch.optim.AdamW``,
+``torch.nn.utils.clip_grad_norm_``), on the whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from distill.data.order import clip_at
+from distill.methods import METHODS, Batch, build_method
+from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding.initialise import initialise
+from models.additions.registry import attach_additions, build_additions
+from models.condition import Condition
+from models.families.wan import Wan
+from models.network import Network
+from models.role import Role
+from tests.oracles.runs import Setup, Trace, make_config, random_clips
+from tests.oracles.written_out import WrittenOut
+
+_ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
+"""All that an addition asks of a mesh whose tokens are not split."""
+
+
+class _PlainRole(Role):
+    """A diffusers network called directly."""
+
+    def _outputs(
+        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
+    ) -> tuple[Tensor, ...]:
+        return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, condition.tensors))
+
+
+def _plain_inputs(x: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What diffusers' pipelines call a Wan with, beside the time: its channels are latents, mask, image."""
+    channels = [x, *(given[name] for name in ("image_mask", "image_latents") if name in given)]
+    inputs = {"hidden_states": torch.cat(channels, dim=1), "encoder_hidden_states": given["text"]}
+    if "image_embeds" in given:
+        inputs["encoder_hidden_states_image"] = given["image_embeds"]
+    return inputs
+
+
+def oracle_trace(setup: Setup, folder: Path) -> Trace:
+    """The same steps with plain networks, one process, the whole batch at once."""
+    data = random_clips(setup)
+    config = make_config(setup, folder)
+    kind, roles = METHODS[config.method.name][0], {}
+    for name in kind.roles_needed(config.method):
+        trainable = name in kind.trained_roles
+        network = WanTransformer3DModel.from_pretrained(folder / name).requires_grad_(trainable)
+        network.set_attn_processor(WrittenOut())
+        chosen = kind.additions(config.method).get(name, ())
+        if chosen:
+            network.additions = build_additions(chosen, Wan(), network.config)
+            attach_additions(network, Wan(), _ONE_RANK)
+            initialise(network.additions, seed=0)
+        torch.nn.Module.to(network, data.latents.dtype)
+        plain = Network(
+            family=Wan(), config={}, module=network, precision="fp32",
+            tokens=Wan().tokens(network.config, setup.latent_shape), forward_flops=0,
+        )  # fmt: skip
+        roles[name] = _PlainRole(name=name, networks=(plain,), trainable=trainable)
+    method = build_method(config.method, roles)
+    settings = config.optim.student
+    optimizers = {
+        name: torch.optim.AdamW(
+            roles[name].network.parameters(),
+            lr=settings.lr,
+            betas=tuple(settings.betas),
+            weight_decay=settings.weight_decay,
+        )
+        for name in kind.trained_roles
+    }
+    trace = Trace()
+    for step in range(setup.steps):
+        size = setup.batch_size
+        indices = [clip_at(config.seed, len(data), step * size + i) for i in range(size)]
+        batch = Batch(
+            latents=data.latents[indices],
+            condition=Condition({name: value[indices] for name, value in data.tensors.items()}, data.null, data.empty),
+        )
+        name = method.trained_role(step)
+        parameters = dict(roles[name].network.named_parameters())
+        total = 0.0
+        for role in roles.values():  # another role's loss may have gone through it
+            role.network.zero_grad()
+        for loss in method.losses(step, batch, StepRandom(seed=config.seed, step=step, positions=range(size))):
+            value = loss.weight * loss.closure()
+            value.backward()
+            total += value.item()
+        trace.roles.append(name)
+        trace.losses.append(total)
+        trace.gradients.append({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip).item())
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+    trace.weights = {n: {k: p.detach().clone() for k, p in roles[n].network.named_parameters()} for n in optimizers}
+    return trace

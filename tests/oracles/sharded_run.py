@@ -1,0 +1,103 @@
+"""The project's trainer on a mesh, which notes what it does: what is compared with :mod:`tests.oracles.plain_run`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.config import Config
+from distill.methods import METHODS, build_method
+from distill.trainer import Trainer
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.mesh import Mesh, build_mesh
+from models.load import build_role, plan_role
+from tests.oracles.runs import Setup, Trace, make_config, random_clips
+
+
+class RecordingTrainer(Trainer):
+    """The trainer, which notes full gradients as they are before clipping."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.trace = Trace()
+
+    def _update(self, name: str, norm: float, lr: float) -> None:
+        named = self.roles[name].network.named_parameters()
+        self.trace.gradients.append({n: p.grad.full_tensor().clone() for n, p in named if p.grad is not None})
+        super()._update(name, norm, lr)
+
+    def record(self) -> Trace:
+        """Run all steps; nothing is written."""
+        data = self._steps_of_data()
+        while self.step < self.config.steps:
+            name = self.method.trained_role(self.step)
+            metrics = self._train_step(data)
+            self.trace.roles.append(name)
+            self.trace.losses.append(metrics[f"{name}/loss"])
+            self.trace.norms.append(metrics[f"{name}/grad_norm"])
+        for name, role in self.roles.items():
+            self.trace.weights[name] = {n: w.full_tensor().clone() for n, w in role.weights().items()}
+        return self.trace
+
+
+def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path | None = None) -> RecordingTrainer:
+    """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
+    mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp, setup.architecture["num_attention_heads"])
+    device = torch.device("cpu")
+    method, roles = METHODS[config.method.name][0], {}
+    for name in method.roles_needed(config.method):
+        plan = plan_role(
+            name,
+            checkpoint=str(folder / name),
+            sharding=setup.sharding(name),
+            additions=method.additions(config.method).get(name, ()),
+        )
+        roles[name] = build_role(
+            plan,
+            mesh=mesh,
+            device=device,
+            trainable=name in method.trained_roles,
+            latent_shape=setup.latent_shape,
+            condition_shapes=setup.condition_shapes,
+        )
+    return RecordingTrainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=random_clips(setup),
+        method=build_method(config.method, roles),
+        micro_batch_size=setup.micro_batch_size,
+        run_dir=Path(config.run_dir),
+        resume_from=resume_from,
+    )
+
+
+@lru_cache  # each has process groups, with threads of their own
+def _mesh(dp_replicate: int, dp_shard: int, cp: int, heads: int) -> Mesh:
+    return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, heads=heads)
+
+
+def sharded_trace(setup: Setup, folder: Path) -> Trace:
+    """All steps of ``setup`` on this process group's ranks."""
+    return make_trainer(setup, folder, make_config(setup, folder)).record()
+
+
+def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> Trace:
+    """:func:`sharded_trace` on as many processes as ``setup`` needs; the ranks' traces must be the same.
+
+    Args:
+        setup: the run.
+        folder: of :func:`tests.oracles.tiny_wan.write_checkpoints`.
+        pool: of ``setup.world_size`` ranks; new ones by default.
+    """
+    if pool is None:
+        with RankPool(setup.world_size, preload=("torch", "distill.trainer")) as pool:
+            return trace_on_ranks(setup, folder, pool)
+    assert pool.world_size == setup.world_size
+    traces = pool.run(sharded_trace, setup, folder)
+    for other in traces[1:]:
+        assert other.losses == traces[0].losses and other.norms == traces[0].norms, "ranks disagree"
+    return traces[0]

@@ -1,0 +1,57 @@
+"""A small Wan in fp64: by diffusers in one process, and as a role over ranks; 12 heads, so that most meshes fit."""
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.sharding.settings import ShardSettings
+from models.load import build_role, plan_role
+from tests.oracles import tiny_wan
+
+ARCHITECTURE = tiny_wan.ARCHITECTURE | {
+    "num_attention_heads": 12, "attention_head_dim": 6, "ffn_dim": 80, "num_layers": 2,
+}  # fmt: skip
+BATCH = 2
+LATENTS = (4, 5, 6, 6)  # 45 tokens
+TEXT = (5, 10)
+
+
+def write_checkpoint(folder):
+    """A Wan with random weights, biases included, as a diffusers folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = WanTransformer3DModel(**ARCHITECTURE)
+        for parameter in network.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    network.save_pretrained(folder)
+    return folder
+
+
+def sharded_role(folder, sizes, latents=LATENTS, checkpointing=False):
+    """The role in fp64 on ``build_mesh(**sizes)``, and the mesh."""
+    mesh = build_mesh(**sizes, heads=ARCHITECTURE["num_attention_heads"])
+    plan = plan_role("student", checkpoint=str(folder), sharding=ShardSettings(activation_checkpointing=checkpointing))
+    role = build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), precision="fp64", trainable=True,
+        latent_shape=latents, condition_shapes={"text": TEXT},
+    )  # fmt: skip
+    return role, mesh
+
+
+def plain_wan(folder):
+    """diffusers' own network in fp64."""
+    return nn.Module.to(WanTransformer3DModel.from_pretrained(folder), torch.float64)
+
+
+def sample(latents, seed=0):
+    """x, t, text and a target of a global batch, fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (torch.randn(BATCH, *latents, generator=generator, dtype=torch.float64) for _ in range(2))
+    t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
+    return x, t, torch.randn(BATCH, *TEXT, generator=generator, dtype=torch.float64), target
+
+
+def relative(ours, truth):
+    """Norm of the difference, relative to the truth's."""
+    return ((ours - truth).norm() / truth.norm()).item()

@@ -1,0 +1,29 @@
+"""Ranks that the tests of a file share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_cp.local_ranks import RankPool
+
+TIMEOUT = 240.0
+"""Seconds for one function on the ranks."""
+
+
+class Pools(dict[int, RankPool]):
+    """``pools[size]`` are ``size`` ranks, started when they are first used. Use it as a context manager."""
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        super().__init__()
+        self.timeout = timeout
+
+    def __missing__(self, size: int) -> RankPool:
+        self[size] = RankPool(size, timeout=self.timeout)
+        return self[size]
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for pool in self.values():
+            pool.close()

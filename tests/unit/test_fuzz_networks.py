@@ -1,0 +1,238 @@
+"""Generated damage to networks, runs and checkpoints, through the doors that a user's command takes.
+
+Each example must give what it would have given, or one line (``UserError``): no other exception, no hang, and no change
+outside the folder that the command writes. The examples are the same in every run.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.config import load_config
+from distill.sample import main as sample_command
+from fsdp_cp import build_mesh
+from fsdp_cp.checkpoint import Checkpoints
+from fsdp_cp.launch import process_group
+from models.export import main as export_command
+from models.load import build_role, plan_role
+from tests.unit.damage import BYTES, CHANGES, changed_json, command, damaged, examples, refusal, snapshot
+from tests.unit.test_checkpoint_files import SMALL
+from tests.unit.test_sample_command import TEACHER, write_run
+
+CPU = torch.device("cpu")
+LATENTS, TEXT = (2, 2, 4, 4), {"text": (3, 6)}
+
+
+# ---------------------------------------------------------------- networks
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    from diffusers import WanTransformer3DModel
+
+    folder = tmp_path_factory.mktemp("network")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        WanTransformer3DModel(**SMALL).save_pretrained(folder, max_shard_size="8KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def networks_are_built_or_refused(tmp_path: Path, network: Path, around: Path, count: int) -> None:
+    folder, before = tmp_path / "network", snapshot(around, network)
+    files = sorted(p.name for p in network.iterdir())
+    texts = [name for name in files if name.endswith(".json")]
+    built = []
+
+    def build():
+        plan = plan_role("student", checkpoint=str(folder))
+        role = build_role(
+            plan, mesh=build_mesh(cp=1, heads=2), device=CPU, trainable=False, 
+            latent_shape=LATENTS, condition_shapes=TEXT,
+        )  # fmt: skip
+        assert all(weight.to_local().isfinite().all() for weight in role.weights().values())
+        built.append(role)
+
+    @examples(count)
+    @given(name=st.sampled_from(files), steps=BYTES, changes=CHANGES, text=st.booleans())
+    def run(name, steps, changes, text):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(network, folder)
+        file = folder / name
+        if text and name in texts:
+            file.write_text(changed_json(file.read_text(), changes))
+        else:
+            size = int.from_bytes(file.read_bytes()[:8], "little") if name not in texts else 0
+            file.write_bytes(damaged(file.read_bytes(), steps, head=8 + min(size, 4096)))
+        inside = snapshot(folder)
+        refusal(build)
+        assert snapshot(folder) == inside and snapshot(around, network) == before
+
+    with process_group(CPU):
+        run()
+    assert built, "damage that leaves the numbers finite cannot be seen without a hash"
+
+
+def test_networks_are_built_or_refused(tmp_path, network, around):
+    networks_are_built_or_refused(tmp_path, network, around, 15)
+
+
+@pytest.mark.slow
+def test_many_networks_are_built_or_refused(tmp_path, network, around):
+    networks_are_built_or_refused(tmp_path, network, around, 60)
+
+
+def test_architectures_are_planned_or_refused():
+    @examples(120)
+    @given(changes=CHANGES)
+    def run(changes):
+        architecture = json.loads(changed_json(json.dumps(SMALL), changes))
+        refusal(lambda: plan_role("student", checkpoint=None, architecture=architecture).tokens(LATENTS, TEXT))
+
+    run()
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "run", TEACHER)
+
+
+VALUES = (
+    "null|true|-1|0|1e9|.nan|.inf|x|[]|{}|[1, a]|{a: 1}|'|!!python/name:os.system|${seed}|${nowhere}|${oc.env:HOME}"
+    "|&a [*a]|2001-01-01|\udcff|???|99999999999999999999999"
+)
+LINE = st.tuples(
+    st.integers(0, 10**6), st.sampled_from(["cut", "drop", "value", "key"]), st.sampled_from(VALUES.split("|"))
+)
+
+
+def changed_yaml(text: str, lines) -> bytes:
+    rows = text.splitlines()
+    for number, what, value in lines:
+        at = number % len(rows)
+        key, _, _ = rows[at].partition(":")
+        rows[at] = {"cut": rows[at][: len(value)], "drop": "", "value": f"{key}: {value}", "key": f"{key}x: {value}"}[
+            what
+        ]
+    return "\n".join(rows).encode("utf-8", "surrogateescape")
+
+
+def test_configurations_are_loaded_or_refused(tmp_path, run_dir):
+    text = (run_dir / "config.yaml").read_text()
+
+    @examples(60)
+    @given(lines=st.lists(LINE, min_size=1, max_size=3), steps=st.none() | BYTES)
+    def run(lines, steps):
+        content = changed_yaml(text, lines)
+        (tmp_path / "config.yaml").write_bytes(content if steps is None else damaged(content, steps))
+        refusal(lambda: load_config(tmp_path / "config.yaml"))
+
+    run()
+
+
+def samplings_are_made_or_refused(tmp_path: Path, run_dir: Path, around: Path, count: int) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_dir, folder)
+    text, before = (run_dir / "config.yaml").read_text(), snapshot(around, run_dir)
+    outs = ["OUT", "OUT", f"{around}", f"{around}/0.mp4", f"{around}/x/y", ".", ""]
+
+    @examples(count)
+    @given(
+        lines=st.just([]) | st.lists(LINE, min_size=1, max_size=2),
+        steps=st.sampled_from(["0", "-1", "1", "5", "99999999999"]),
+        captions=st.lists(st.sampled_from(["a red circle growing", "a bird", "", "\udcff", "red " * 9]), max_size=2),
+        clips=st.sampled_from(["1", "0", "-4", "100000000"]),
+        seed=st.sampled_from(["0", "-1", "99999999999999999999"]),
+        out=st.sampled_from(outs),
+    )
+    def run(lines, steps, captions, clips, seed, out):
+        (folder / "config.yaml").write_bytes(changed_yaml(text, lines))
+        arguments = [
+            "--steps",
+            steps,
+            "--count",
+            clips,
+            "--seed",
+            seed,
+            "--out",
+            out.replace("OUT", str(tmp_path / "out")),
+        ]
+        for caption in captions:
+            arguments += ["--caption", caption]
+        command(sample_command, folder, *arguments)
+        assert snapshot(around, run_dir) == before
+        assert {p.name for p in tmp_path.iterdir()} <= {"run", "out"}
+        assert {p.name for p in folder.iterdir()} <= {"config.yaml", "export", "samples"}
+
+    run()
+
+
+def test_samplings_are_made_or_refused(tmp_path, run_dir, around, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
+    samplings_are_made_or_refused(tmp_path, run_dir, around, 8)
+
+
+@pytest.mark.slow
+def test_many_samplings_are_made_or_refused(tmp_path, run_dir, around, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
+    samplings_are_made_or_refused(tmp_path, run_dir, around, 60)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A run's folder with a checkpoint, as the trainer writes it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with process_group(CPU):
+        plan = plan_role("student", checkpoint=None, architecture=SMALL)
+        role = build_role(
+            plan, mesh=build_mesh(cp=1, heads=2), device=CPU, trainable=True, 
+            latent_shape=LATENTS, condition_shapes=TEXT,
+        )  # fmt: skip
+        tensors = {"student": {"weights": role.weights()}}
+        numbers = {"step": 7, "configs": {"student": role.config}}
+        Checkpoints(folder / "checkpoints", keep=1).save(7, tensors, numbers)
+    return folder
+
+
+def exports_are_made_or_refused(tmp_path: Path, checkpoints: Path, around: Path, count: int) -> None:
+    folder, out, before = tmp_path / "run", tmp_path / "out", snapshot(around, checkpoints)
+    step = checkpoints / "checkpoints" / "step_00000007"
+    files = sorted(p.name for p in step.iterdir())
+    made = []
+
+    @examples(count)
+    @given(name=st.sampled_from(files), steps=BYTES, changes=CHANGES, text=st.booleans())
+    def run(name, steps, changes, text):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(checkpoints, folder)
+        file = folder / "checkpoints" / step.name / name
+        if text and name == "state.json":
+            file.write_text(changed_json(file.read_text(), changes))
+        else:
+            file.write_bytes(damaged(file.read_bytes(), steps))
+        inside, earlier = snapshot(folder), snapshot(out)
+        said = command(export_command, folder, out)
+        made.append(said is None)
+        assert snapshot(folder) == inside and snapshot(around, checkpoints) == before
+        assert said is None or snapshot(out) == earlier, "a refused export leaves the earlier one"
+        assert {p.name for p in tmp_path.iterdir()} <= {"run", "out"}
+
+    run()
+    assert not all(made)
+
+
+def test_exports_are_made_or_refused(tmp_path, checkpoints, around):
+    exports_are_made_or_refused(tmp_path, checkpoints, around, 10)
+
+
+@pytest.mark.slow
+def test_many_exports_are_made_or_refused(tmp_path, checkpoints, around):
+    exports_are_made_or_refused(tmp_path, checkpoints, around, 100)

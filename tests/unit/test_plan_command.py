@@ -1,0 +1,219 @@
+"""``train.py plan=true``: what it writes, what it adds up to, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from distill.config import compose_config
+from distill.planning import coding, command, depth
+from distill.planning.command import as_planned, planned_shapes
+from distill.planning.hardware import hardware_names, load_hardware
+from distill.planning.prediction import predict
+from distill.planning.simulation import Simulation, StepCost
+from distill.setup import plan_run
+from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.measure.memory import LiveStorages
+from train import main
+
+GIB = 2**30
+
+
+def simulation(config, plan, shapes, **arguments):
+    """What a simulation would have found."""
+    resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 8 * GIB, ("fake", "optimizer"): 2 * GIB}
+    peak = {**resting, ("student", "activations"): 16 * GIB, ("teacher", "gathered"): GIB}
+    sent = {("all_gather", "default_pg"): 9 * 10**9, ("all_to_all", "mesh_ulysses"): 45 * 10**9}
+    steps = {"student": StepCost(flops=8e15, recomputed=2e15, sent=sent), "fake": StepCost(flops=4e15)}
+    return Simulation(
+        resting=resting,
+        peaks={"": Peak(14 * GIB, resting), "student/dmd/backward": Peak(31 * GIB, peak)},
+        steps=steps,
+        host=Peak(3 * GIB, {("student", "host"): 3 * GIB}),
+    )
+
+
+CODING = {
+    "encode/captions": Peak(20 * GIB, {("encoders", "parameters"): 20 * GIB}),
+    "decode": Peak(10 * GIB, {("encoders", "parameters"): GIB, ("encoders", "activations"): 9 * GIB}),
+}
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "simulate_any_depth", simulation)
+    monkeypatch.setattr(command, "coding_peaks", lambda config, latents: CODING)
+
+    def run(*words, run_dir=tmp_path / "run"):
+        return main(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=16", f"run_dir={run_dir}", *words])
+
+    return run
+
+
+def test_what_plan_json_holds(plan, tmp_path):
+    """Without weights, clips or encoders; 8 ranks share the tokens of a clip, two such groups hold different ones."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".plan.json").write_text("a user's")
+    for _ in range(2):  # over its own
+        assert plan() == 0
+    theirs, page, file, picture = sorted((tmp_path / "run").iterdir())
+    assert theirs.read_text() == "a user's" and picture.read_bytes().startswith(b"\x89PNG")
+    assert "It fits: " in page.read_text() and "experiment=wan2_1_t2v_14b_dmd2 plan=true world=16" in page.read_text()
+    found = json.loads(file.read_text())
+    assert found["world"] == 16 and found["tokens"] == 32760 and found["hardware"] == "h20"
+    kernel = 4 * 32760 * 5120 / 8 / GIB
+    assert found["allocated_gib"] == pytest.approx(31 + kernel)
+    assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 2 * 0.3)  # two groups send
+    assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
+    assert found["phases"]["decode"]["gib"] == 24, "beside what is held between steps"
+    assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
+    # The student's parameters and the fake's optimizer, in the copy of a checkpoint.
+    assert found["host_gib_of"] == {"offloaded": 3, "checkpoint_staging": 10} and found["host_gib"] == 13
+    assert found["roles"]["student"]["activations_gib"] == 16 and found["roles"]["fake"]["optimizer_gib"] == 2
+    rate = 0.8 * 148e12
+    # all-gathers beyond the node take 9 / 50 s, less than what computes; the exchange inside waits for NVLink.
+    student, fake = 1e16 / 8 / rate + 45 / 450, 4e15 / 8 / rate
+    config = compose_config(["experiment=wan2_1_t2v_14b_dmd2"])
+    every = config.method.fake_updates_per_student_update + 1
+    seconds = (student + (every - 1) * fake) / every
+    assert found["seconds_per_step"] == pytest.approx(seconds)
+    assert found["mfu"] == pytest.approx(2 * (8e15 + (every - 1) * 4e15) / every / seconds / 16 / 148e12)
+    assert found["gpu_hours"] == pytest.approx(seconds * config.steps * 16 / 3600)
+
+
+def seconds_of(sent, *words, world=16):
+    """Of a student's step that computes next to nothing, and what is sent in it."""
+    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", f"world={world}", *words]))
+    shapes = planned_shapes(config)
+    run = plan_run(config, shapes=shapes)
+    found = simulation(config, run, shapes)
+    found.steps["student"] = StepCost(flops=1.0, sent=sent)
+    return predict(config, run, found, 32760, load_hardware("h20"), {}).seconds["student"]
+
+
+def test_what_is_sent_takes_the_link_of_its_group():
+    """9e9 bytes: .02 s inside a node, .18 s between nodes; what attention exchanges comes on top."""
+    gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
+    assert seconds_of({gather: 9e9}) == pytest.approx(0.18)
+    assert seconds_of({gather: 9e9}, world=8) == pytest.approx(0.02)
+    assert seconds_of({gather: 9e9, exchange: 9e9}) == pytest.approx(0.18 + 0.02)
+    # Where the tokens' ranks are the whole world, their group is the default one.
+    assert seconds_of({gather: 9e9, ("all_to_all", "default_pg"): 9e9}, world=8) == pytest.approx(0.02 + 0.02)
+    shards = ("reduce_scatter", "mesh_dp_shard_cp")
+    assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"
+
+
+def test_no_seconds_for_products_that_are_not_in_bf16(plan, tmp_path):
+    assert plan("teacher.precision=fp32") == 0
+    found = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert found["fits"] is True and found["seconds_per_step"] is None and found["mfu"] is None
+
+
+def test_an_architecture_may_leave_open_what_the_class_fills_in(plan):
+    assert plan(*(f"{role}.architecture={{num_layers: 7}}" for role in ("teacher", "student", "fake"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ((), [(4, 4, 4), (5, 5, 5)]),
+        (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
+        (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
+        (("teacher.architecture={num_layers: 5}",), [(5, 40, 40)]),
+    ],
+)
+def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
+    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8", *words]))
+    shapes = planned_shapes(config)
+    plan, seen = plan_run(config, shapes=shapes), []
+
+    def recorded(config, plan, shapes):
+        seen.append(tuple(role.config["num_layers"] for role in plan.roles))
+        return simulation(config, plan, shapes)
+
+    monkeypatch.setattr(depth, "simulate", recorded)
+    told = depth.simulate_any_depth(config, plan, shapes)
+    assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_hardware_has_all_its_numbers(name):
+    hardware = load_hardware(name)
+    assert 70 < hardware.memory_gib < 200 and 100 < hardware.bf16_tflops < 3000 and 0 < hardware.sustained < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["planning.hardware=h21"], "planning.hardware=h21 is unknown; use a100, b200, h100, h20, h200"),
+        (["planning.model=wan9"], "planning.model=wan9 is no published network of teacher.family=wan"),
+        (["planning.model=null"], "data.path is not set"),
+        (["dry_run=true"], "dry_run=true and plan=true are two things"),
+        (["world=12"], "does not divide"),
+        (["data.num_frames=80"], "Wan's VAE takes 4k + 1 frames"),
+        (["plan=maybe"], "plan=maybe is unknown; use true, false or suggest"),
+        (["plan=suggest", "planning.hardware=null"], "plan=suggest must know the GPU; use planning.hardware=h20"),
+        (["plan=suggest", "run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
+        (["data.image=first_frame"], "plan=true of an image-to-video network needs data.encoders"),
+        (["run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
+    ],
+)
+def test_refusals_are_one_line(plan, capsys, words, message, tmp_path):
+    assert plan(*words) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("plan.json", []), ("plan.html", []), ("plan.png", []), ("suggestions.json", ["plan=suggest"])],
+)
+def test_files_of_somebody_else_stay(plan, tmp_path, capsys, name, words):
+    for text in ("mine", "[1]", '{"made_by": "me"}'):
+        (tmp_path / name).write_text(text)
+        assert plan(*words, run_dir=tmp_path) == 2 and (tmp_path / name).read_text() == text
+        assert f"{name} was written by no plan" in capsys.readouterr().err
+        assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_encoders_take_what_real_ones_do():
+    """Tiny ones, on fake tensors and on real ones."""
+    text = {
+        "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    vae = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True],
+           "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # fmt: skip
+    for network, call in (
+        (lambda: coding._text_encoder(text), lambda model: model(*coding._caption(24))),
+        (lambda: coding._vae(vae), lambda model: model.encode(torch.zeros(1, 3, 9, 32, 32))),
+        (lambda: coding._vae(vae), lambda model: model.decode(torch.zeros(1, 4, 5, 16, 16))),
+    ):
+        told = coding._peak(network, call)
+        with LiveStorages() as live, torch.no_grad():
+            real = network().eval()
+            held = live.bytes
+            live.reset_peak()
+            call(real)
+        assert told.by[("encoders", "parameters")] == pytest.approx(held, rel=1e-3)  # literals of a few bytes
+        assert told.bytes == pytest.approx(live.peak_bytes, rel=0.01)
+
+
+def test_what_is_encoded_and_decoded(monkeypatch):
+    """No clips for DMD2, whose data are captions alone; no samples where none are asked for."""
+    monkeypatch.setattr(coding, "_peak", lambda build, call: Peak(1, {}))
+    words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
+
+    def phases(*more):
+        return list(coding.coding_peaks(as_planned(compose_config([*words, *more])), (16, 21, 60, 104)))
+
+    assert phases() == ["encode/captions", "decode"] or phases() == ["encode/captions", "encode/clips", "decode"]
+    assert "encode/clips" not in phases("data=captions") and "encode/clips" in phases("data=video_folder_480p")
+    assert "decode" not in phases("sample.at_end=false", "sample.every=0")
+    assert not coding.coding_peaks(compose_config(["experiment=quickstart"]), (3, 8, 16, 16))
+
+
+def test_torchrun_around_it_is_refused(plan, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert plan() == 2
+    assert "plan=true is one process; start it without torchrun, with world=2" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""A run's folder, killed in between; and what a restart of torchrun's means by its settings."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from distill.config import compose_config
+from distill.run_folder import OUTPUTS, STARTS, _move_aside, refuse_foreign, resume_setting
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_killed_while_files_are_moved_aside_it_is_still_a_runs_folder(tmp_path, monkeypatch, renames):
+    files = ("config.yaml", STARTS, "log.txt", "metrics.jsonl")
+    for name in files:
+        (tmp_path / name).write_text("of a run")
+    rename, done = Path.rename, []
+
+    def until_killed(path, target):
+        if len(done) == renames:
+            raise Killed
+        done.append(path.name)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", until_killed)
+        _move_aside(tmp_path)
+    assert len(done) == renames
+    refuse_foreign(tmp_path)
+    _move_aside(tmp_path)
+    assert not any((tmp_path / name).exists() for name in OUTPUTS)
+    kept = [path.name for path in (tmp_path / "previous").rglob("*") if path.is_file()]
+    assert sorted(kept) == sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("resume", "restarts", "job", "expected"),
+    [
+        ("never", "0", "mine", "never"),
+        ("never", "1", "mine", "auto"),
+        ("never", "1", "an older", "never"),  # killed before it had a start of its own: the earlier run is moved aside
+        ("auto", "1", "mine", "auto"),
+    ],
+)
+def test_never_is_meant_for_a_jobs_first_start(tmp_path, monkeypatch, resume, restarts, job, expected):
+    config = compose_config(["experiment=quickstart", f"checkpoint.resume={resume}", f"run_dir={tmp_path}"])
+    # An id may be the same every time; pytest's own parent stands for torchrun.
+    now = "2020-01-01T00:00:00+00:00" if job == "an older" else datetime.now().astimezone().isoformat()
+    records = ({"job": None, "started": now}, {"job": job, "started": now})
+    (tmp_path / STARTS).write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    assert resume_setting(config, tmp_path) == expected
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another's")
+    assert resume_setting(config, tmp_path) == resume
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    (tmp_path / STARTS).write_text("{")
+    assert resume_setting(config, tmp_path) == resume

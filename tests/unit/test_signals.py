@@ -1,0 +1,121 @@
+"""One signal is heeded, a second ends the process; real signals to real processes."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fsdp_cp.signals import SIGNALS
+
+PROGRAM = """
+import sys, time
+from fsdp_cp.launch import exit_code
+from fsdp_cp.signals import StopSignal, Stopped
+
+def work():
+    with StopSignal() as stop:
+        if sys.argv[1] == "store":
+            import datetime
+            import torch.distributed as dist
+            store = dist.TCPStore("localhost", 0, 1, True, timeout=datetime.timedelta(seconds=60))
+            import threading
+            threading.Timer(2, lambda: print("ready", flush=True)).start()  # when the wait has begun
+            store.wait(["never"])
+        if sys.argv[1] == "deferred":
+            with stop.deferred():
+                print("ready", flush=True)
+                while stop.received is None:
+                    time.sleep(0.02)
+                print("saving", flush=True)
+                time.sleep(float(sys.argv[2]))
+                print("saved", flush=True)
+        print("ready", flush=True)
+        time.sleep(60)
+
+sys.exit(exit_code(work))
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=-1, stderr=-1, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_outside_the_loop_it_ends_at_once(number):
+    process = start("now", "0")
+    process.send_signal(number)
+    assert end(process) == (75, "", f"stopped by {number.name}\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_in_the_loop_it_is_kept_until_the_loop_ends(number):
+    process = start("deferred", "0.3")
+    process.send_signal(number)
+    assert end(process) == (75, "saving\nsaved\n", f"stopped by {number.name}\n")
+
+
+def test_the_same_one_again_within_a_moment_is_the_first_one():
+    """From the terminal and from torchrun."""
+    process = start("deferred", "1")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (75, "saved\n", "stopped by SIGINT\n")
+
+
+def test_a_second_one_ends_it_at_once():
+    process = start("deferred", "60")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "saving\n"
+    time.sleep(2.1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = end(process)
+    assert (code, out) == (128 + signal.SIGINT, "") and err == "a second signal (SIGINT): ended at once\n"
+
+
+def test_a_second_one_ends_a_process_that_waits_in_a_collective():
+    """Python calls no handler before the wait returns."""
+    process = start("store", "60")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process)
+    assert (code, out) == (128 + signal.SIGTERM, "") and "a second signal (SIGTERM): ended at once\n" in err
+
+
+WORKER = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", '''
+import os, time
+from fsdp_cp.launch import exit_code
+from fsdp_cp.signals import StopSignal, end_with_torchrun
+def work():
+    end_with_torchrun()
+    with StopSignal():
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+raise SystemExit(exit_code(work))
+'''], env=os.environ | {"TORCHELASTIC_RUN_ID": "x"})
+child.wait()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's")
+def test_a_worker_ends_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", WORKER], stdout=-1, stderr=-1, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    # Its ends of the pipes close when the worker has ended.
+    out, err = parent.communicate(timeout=30)
+    assert err == "stopped by SIGTERM\n", (worker, out, err)

@@ -1,0 +1,103 @@
+"""``plan=suggest``: what is tried, and which of it is best, against all that could have been."""
+
+import itertools
+import random
+
+import pytest
+
+from distill.config import compose_config
+from distill.planning.suggest import MARGIN, Axes, Outcome, in_words, ranked, search
+
+CHECKPOINTING = ("none", "selective", "full")
+
+
+def axes(**changes):
+    found = {
+        "cp": (1, 2, 4, 8), "checkpointing": CHECKPOINTING, "trained": ("student", "fake"),
+        "roles": ("teacher", "student", "fake"), "micro_batches": (2, 4), "mesh": True, "strategy": True,
+        "offload": True,
+    }  # fmt: skip
+    return Axes(**{**found, **changes})
+
+
+def world(seed):
+    """Plans of a world of random costs: more checkpointing and more ranks of a sample hold less and take longer."""
+    draws = random.Random(seed)
+    states, activations, seconds = draws.uniform(20, 400), draws.uniform(20, 900), draws.uniform(1, 9)
+    held, slower, offloaded = (1.0, draws.uniform(0.3, 0.7), draws.uniform(0.02, 0.2)), (1.0, 1.2, 1.33), 0.3
+
+    def evaluate(candidates):
+        outcomes = []
+        for words in candidates:
+            settings = dict(word.split("=") for word in words)
+            cp = int(settings["mesh.cp"])
+            how = CHECKPOINTING.index(settings.get("student.activation_checkpointing", "none"))
+            size = states * (offloaded if "student.offload" in settings else 1)
+            size += activations * held[how] / cp * int(settings.get("micro_batch_size", 1))
+            outcomes.append(
+                Outcome(words=words, device_gib=size, memory_gib=95.6, seconds_per_step=seconds * slower[how] * cp**0.2)
+            )
+        return outcomes
+
+    return evaluate
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_of_mesh_and_checkpointing_is_found(seed):
+    evaluate, varied = world(seed), axes(micro_batches=(), strategy=False)
+    every = evaluate(
+        [(*varied.split(cp), *varied.checkpointed(how)) for cp, how in itertools.product(varied.cp, CHECKPOINTING)]
+    )
+    best, found = ranked(every)[0], ranked(search(varied, evaluate))
+    if best.fits:
+        assert found[0].words == best.words
+    else:
+        assert any("student.offload=cpu" in outcome.words for outcome in found), "the host's memory is tried"
+    assert len(found) == len({outcome.words for outcome in found}) <= len(every) + 2, "nothing is planned twice"
+
+
+def test_all_kinds_of_worlds_were_met():
+    kinds = {(ranked(search(axes(), world(seed)))[0].fits, len(search(axes(), world(seed)))) for seed in range(30)}
+    assert {fits for fits, _ in kinds} == {True, False} and len(kinds) > 4
+
+
+def test_what_the_words_set_stays():
+    words = ["experiment=wan2_1_t2v_14b_dmd2", "world=8"]
+    config = compose_config([*words, "plan=suggest"])
+    free = Axes.of(config, words)
+    assert free.cp == (1, 2, 4, 8) and free.checkpointing == CHECKPOINTING and free.micro_batches == (2, 4)
+    for word, axis, left in (
+        ("mesh.cp=8", "cp", (8,)),
+        ("fake.activation_checkpointing=full", "checkpointing", ()),
+        ("micro_batch_size=1", "micro_batches", ()),
+        ("teacher.strategy=no_shard", "strategy", False),
+        ("student.offload=none", "offload", False),
+    ):
+        given = [*words, word]
+        assert getattr(Axes.of(compose_config([*given, "plan=suggest"]), given), axis) == left
+    fixed = Axes.of(compose_config([*words, "mesh.cp=8", "plan=suggest"]), [*words, "mesh.cp=8"])
+    assert not any(word.startswith("mesh.") for outcome in search(fixed, _all_fit) for word in outcome.words)
+
+
+def _all_fit(candidates):
+    return [Outcome(words=words, device_gib=1, memory_gib=9, seconds_per_step=1) for words in candidates]
+
+
+def test_what_is_printed():
+    margin = 100 * (1 - MARGIN)
+    outcomes = [
+        Outcome(words=("mesh.cp=1",), device_gib=140, memory_gib=100, peak_phase="student/dmd/backward",
+                largest="student activations 90.0 GiB"),
+        Outcome(words=("mesh.cp=2",), device_gib=margin + 1, memory_gib=100, seconds_per_step=1, largest="x"),
+        Outcome(words=("mesh.cp=4",), device_gib=margin - 1, memory_gib=100, seconds_per_step=4, mfu=0.5),
+        Outcome(words=("mesh.cp=8",), device_gib=50, memory_gib=100, seconds_per_step=3, mfu=0.6),
+        Outcome(words=("mesh.cp=16",), refused="mesh.cp=16 does not divide"),
+    ]  # fmt: skip
+    lines = in_words(outcomes, ["experiment=e x", "world=8"])
+    assert lines[0].startswith("2 of 5 fit")
+    assert "3 s a step" in lines[1] and lines[2].strip() == "'experiment=e x' mesh.cp=8" and "4 s a step" in lines[3]
+    assert lines[-3:] == [
+        f"  mesh.cp=2: {margin + 1:.1f} GiB in between phases, most of it x",
+        "  mesh.cp=1: 140.0 GiB in student/dmd/backward, most of it student activations 90.0 GiB",
+        "  mesh.cp=16: mesh.cp=16 does not divide",
+    ]
