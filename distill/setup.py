@@ -58,7 +58,8 @@ def plan_run(
     """
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
-    if shapes is None:
+    runs_here = shapes is None
+    if runs_here:
         method.check_files(config)
     needed = method.roles_needed(config.method)
     for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read}:
@@ -67,6 +68,9 @@ def plan_run(
     device = choose_device(config.device)
     check_profile(config, world=world_of(config), device=device)
     sharding = {name: _sharding(config, name, method, device) for name in needed}
+    if runs_here and device.type == "cpu" and rank() == 0:
+        for name in [name for name, settings in sharding.items() if settings.offload == "cpu"]:
+            log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
     roles = []
     for name in needed:
         settings = getattr(config, name)
@@ -133,8 +137,6 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
             f"{name}.master_dtype=bf16 with {name}.ema.enabled=true: an average in bf16 stands still, since it moves"
             f" by less than bf16 can tell; use {name}.master_dtype=keep"
         )
-    if settings.offload == "cpu" and device.type == "cpu" and rank() == 0:
-        log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
     return settings
 
 

@@ -31,31 +31,47 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     """
     if not isinstance(config.data, VideoFolderSettings):
         return {}
-    text, vae = encoder_settings(config)
+    text, vae, image = encoder_settings(config)
     tokens, data = config.data.max_text_tokens, config.data
     peaks = {"encode/captions": _peak(lambda: _text_encoder(text), lambda model: model(*_caption(tokens)))}
     if data.has_clips or data.image is not None:
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(lambda: _vae(vae), lambda model: model.encode(torch.zeros(pixels)))
+    if data.image is not None:
+        size = image["image_size"]
+        peaks["encode/images"] = _peak(
+            lambda: _image_encoder(image),
+            lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=True),
+        )
     if config.sample.at_end or config.sample.every:
         peaks["decode"] = _peak(lambda: _vae(vae), lambda model: model.decode(torch.zeros(1, *latent_shape)))
     return peaks
 
 
-def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``config.json`` of the text encoder and of the VAE; without ``data.encoders``, the family's published ones."""
+def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """``config.json`` of the text encoder, the VAE and the image encoder, which is read where ``data.image`` is set.
+
+    Without ``data.encoders``, the family's published ones.
+    """
     if config.data.encoders is None:
         family = family_of(config.student.family, "student")
-        return dict(family.text_encoder), {}  # the VAE's class has the published one for its defaults
+        return dict(family.text_encoder), {}, dict(family.image_encoder)  # the VAE's class has its own for its defaults
     folder = Path(find_shipped(config.data.encoders))
-    text, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("text_encoder", "vae"))
-    return text, vae
+    parts = ["text_encoder", "vae"] if config.data.image is None else ["text_encoder", "vae", "image_encoder"]
+    found = {part: json.loads((folder / part / "config.json").read_text()) for part in parts}
+    return found["text_encoder"], found["vae"], found.get("image_encoder", {})
 
 
 def _text_encoder(settings: Mapping[str, Any]) -> nn.Module:
     from transformers import UMT5Config, UMT5EncoderModel
 
     return UMT5EncoderModel(UMT5Config(**settings))
+
+
+def _image_encoder(settings: Mapping[str, Any]) -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return CLIPVisionModel(CLIPVisionConfig(**settings))
 
 
 def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

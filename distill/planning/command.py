@@ -132,6 +132,8 @@ def planned_shapes(config: Config) -> Shapes:
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
     latents = family.clip_latents(config.data.num_frames, config.data.height, config.data.width)
     shapes = family.condition_shapes(network, latents, config.data.max_text_tokens)
-    if config.data.image is not None or shapes.keys() != {"text"}:
-        raise UserError("plan=true of an image-to-video network needs data.encoders, for the size of its features")
-    return latents, shapes
+    # As the data give it, so that what does not go together is refused as in a run.
+    shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
+    if config.data.image is None:
+        return latents, {"text": shapes["text"]}
+    return latents, {"image_latents": latents, **shapes}

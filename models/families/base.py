@@ -165,6 +165,9 @@ class Family(ABC):
     text_encoder: ClassVar[Mapping[str, Any]] = {}
     """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
 
+    image_encoder: ClassVar[Mapping[str, Any]] = {}
+    """The same of their image encoder, CLIP's vision transformer; empty where none takes an image."""
+
     def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any] | None:
         """``config`` with another number of blocks; ``None`` where blocks differ, so that few tell nothing of many."""
         return None

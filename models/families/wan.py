@@ -111,12 +111,21 @@ class Wan(Family):
         "wan2_1_t2v_14b": {
             **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
         },
+        "wan2_1_i2v_14b": {
+            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
+            "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120,
+        },
     }  # fmt: skip
     text_encoder = {
         "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     }  # fmt: skip
     """umT5-XXL's, 5.7e9 parameters."""
+    image_encoder = {
+        "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "image_size": 224, "patch_size": 14,
+    }  # fmt: skip
+    """CLIP ViT-H/14's, .63e9 parameters."""
 
     def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {**config, "num_layers": layers}

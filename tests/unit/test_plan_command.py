@@ -12,6 +12,7 @@ from distill.planning.hardware import hardware_names, load_hardware
 from distill.planning.prediction import predict
 from distill.planning.simulation import Simulation, StepCost
 from distill.setup import plan_run
+from fsdp_cp.errors import UserError
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.measure.memory import LiveStorages
 from train import main
@@ -134,6 +135,27 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
     monkeypatch.setattr(depth, "simulate", recorded)
     told = depth.simulate_any_depth(config, plan, shapes)
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
+
+
+def test_image_to_video_without_encoders():
+    """Shapes of the published CLIP's features, what that encoder takes, and the refusals of a run."""
+    words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
+    image, model = "data.image=first_frame", "planning.model=wan2_1_i2v_14b"
+    config = as_planned(compose_config([*words, image, model, "sample.at_end=false", "sample.every=0"]))
+    latents, shapes = planned_shapes(config)
+    assert shapes == {
+        "text": (512, 4096), "image_latents": latents, "image_mask": (4, *latents[1:]), "image_embeds": (257, 1280),
+    }  # fmt: skip
+    assert plan_run(config, shapes=(latents, shapes)).roles[0].config["in_channels"] == 36
+    config.data.height, config.data.width, config.data.num_frames = 16, 16, 1
+    peak = coding.coding_peaks(config, (16, 1, 2, 2))["encode/images"]
+    parameters, width = 4 * 630_766_080, 1280
+    assert peak.by["encoders", "parameters"] == pytest.approx(parameters, rel=0.01)
+    assert 32 * 257 * width * 4 < peak.by["encoders", "activations"] < 0.2 * parameters, "a state of each block"
+    for alone, says in ((image, "a text-to-video Wan, which takes no image"), (model, "the data give it no image")):
+        config = as_planned(compose_config([*words, alone]))
+        with pytest.raises(UserError, match=says):
+            plan_run(config, shapes=planned_shapes(config))
 
 
 @pytest.mark.parametrize("name", hardware_names())
