@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.e2e.forked import run_forked
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,13 +24,19 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
 
 
-def train(ranks: int, *overrides: str, timeout: float = 600, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run to the end; on failure the output is in the assertion."""
-    done = subprocess.run(
+def train(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """A run to its end, on ranks that are forked and not started by torchrun; on failure the output is in the assertion."""
+    words = ["device=cpu", *overrides]
+    done = run_forked(ranks, "train", words, cwd=ROOT, environment=environment(), timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run_command(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """The command line itself, under torchrun, or plain ``python`` for ``ranks=0``, whatever it ends with."""
+    return subprocess.run(
         command(ranks, *overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
     )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def losses(run_dir: Path) -> list[dict[str, float]]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.e2e.launch import ROOT, environment, losses, train
+from tests.e2e.launch import ROOT, environment, losses, run_command, train
 
 QUICK = (
     "experiment=quickstart", "mesh.cp=1", "batch_size=2", "checkpoint.every=1", "sample.at_end=false", "device=cpu",
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_one(tmp_path):
 @pytest.mark.slow
 def test_under_torchrun_the_line_comes_last(tmp_path):
     """On two ranks; torchrun's own summary is some forty lines, and ends with its root cause."""
-    done = train(2, *QUICK, "steps=1", "mesh.cp=3", f"run_dir={tmp_path}/run", check=False)
+    done = run_command(2, *QUICK, "steps=1", "mesh.cp=3", f"run_dir={tmp_path}/run")
     assert done.returncode == 1
     summary = done.stderr[done.stderr.rindex("Root Cause") :]
     assert "error: mesh.dp_replicate=1 x mesh.cp=3 does not divide the world of 2 ranks" in summary

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from distill.config import load_config
 from tests.e2e import mistakes
-from tests.e2e.launch import ROOT, train
+from tests.e2e.launch import ROOT, run_command
 from tests.e2e.mistakes_table import ACCEPTED
 from tests.oracles.tiny_wan import ARCHITECTURE
 from train import main
@@ -130,7 +130,7 @@ def test_a_folder_that_is_read_only(tmp_path, capsys):
 def test_under_torchrun_the_line_ends_its_summary(tmp_path, words, says):
     (tmp_path / "file").write_text("mine")
     words = [word.replace("{base}", str(tmp_path)) for word in words]
-    done = train(2, "experiment=quickstart", f"run_dir={tmp_path}/run", *words, check=False)
+    done = run_command(2, "experiment=quickstart", f"run_dir={tmp_path}/run", *words)
     assert done.returncode == 1, "torchrun's own"
     assert says in "".join(done.stderr.splitlines()[-6:]), done.stderr[-3000:]
     ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -189,7 +189,7 @@ def test_mesh_degrees_that_do_not_fit(capsys, tmp_path, monkeypatch):
 
 def test_the_process_itself_exits_with_2_and_soon(tmp_path):
     started = time.monotonic()
-    done = train(0, "experiment=quickstart", "mesh.cp=1", "sed=1", f"run_dir={tmp_path}/run", check=False)
+    done = run_command(0, "experiment=quickstart", "mesh.cp=1", "sed=1", f"run_dir={tmp_path}/run")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "did you mean seed?" in done.stderr and "Traceback" not in done.stderr
     assert time.monotonic() - started < 60
