@@ -49,8 +49,9 @@ def run_forked(
             given = dict(environment)
             if ranks:
                 given |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1]),
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port.getsockname()[1]),
                 }  # fmt: skip
             process = context.Process(target=_rank, args=(module, words, str(cwd), given, f"{folder}/{rank}"))
             process.start()

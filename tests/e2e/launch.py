@@ -25,7 +25,7 @@ def environment() -> dict[str, str]:
 
 
 def train(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """A run to its end, on ranks that are forked and not started by torchrun; on failure the output is in the assertion."""
+    """A run to its end, on ranks that no torchrun starts; on failure the output is in the assertion."""
     words = ["device=cpu", *overrides]
     done = run_forked(ranks, "train", words, cwd=ROOT, environment=environment(), timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
