@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.methods, args.seeds, args.out = ["dmd2", "rcm"], 1, args.out.with_name(args.out.name + "_quick")
     out = args.out.resolve()
-    changes, count = (("steps=10", "batch_size=8"), CLIPS // 4) if args.quick else ((), CLIPS)
+    changes, count = (("steps=10", "batch_size=8"), CLIPS // 8) if args.quick else ((), CLIPS)
     runs = [
         Run(method=method, seed=seed, folder=out / method / str(seed), changes=changes)
         for seed in range(args.seeds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,13 @@ from distill.setup import plan_run
 from distill.trainer import Trainer
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.measure.memory import peak_gib
+from fsdp_cp.measure.overlap import union
 from fsdp_cp.mesh import mesh_of_shape
 from models.load import build_roles
+
+
+MESHES = ((1, 2), (2, 1), (1, 1))
+"""``dp_shard`` and ``cp`` of each row."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +103,13 @@ def _in_flight(profiler: profile, seconds: float) -> dict[str, float]:
             span = (event.time_range.start, event.time_range.end)
             intervals.setdefault(event.name.split(":")[1], []).append(span)
             intervals.setdefault("all", []).append(span)
-    return {kind: _union(spans) / 1e6 / seconds for kind, spans in sorted(intervals.items())}
+    return {
+        kind: sum(end - start for start, end in union(spans)) / 1e6 / seconds
+        for kind, spans in sorted(intervals.items())
+    }
 
 
-def _union(spans: list[tuple[float, float]]) -> float:
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart_step", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--cycles", type=at_least_1, default=6, help="rounds of one student update and its fake-score updates"
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for dp, cp in ((1, 1), (2, 1), (1, 2)):
+        for dp, cp in MESHES:
             overrides = [f"mesh.dp_shard={dp}", f"mesh.cp={cp}", f"run_dir={Path(folder) / 'run'}", "steps=100000"]
             ranks = run_ranks(dp * cp, run, overrides, args.cycles, timeout=900, preload=("torch",))
             r = ranks[0]
@@ -132,7 +133,8 @@ def main(argv: list[str] | None = None) -> None:
                 + " |",
                 flush=True,
             )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """The real trainer (DMD2: teacher, student, fake) under every strategy and switch equals one plain process, in fp32.
 
-Losses, norms and all gradients of five steps, and the weights after them, over a table of settings in which every two
+Losses, norms and all gradients of three steps, and the weights after them, over a table of settings in which every two
 values that go together meet.
 """
 
@@ -14,7 +14,7 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup
 from tests.oracles.sharded_run import sharded_trace
 
-STEPS, BOUND = 5, 1e-5
+STEPS, BOUND = 3, 1e-5
 COLUMNS = {
     "strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp"),
     "mesh": ("dp", "cp", "dp_cp"),
@@ -139,7 +139,7 @@ def _trace(setup, folder):
 def _check(setup, pools, checkpoints, oracles):
     traces = pools[setup.world_size].run(_trace, setup, checkpoints)
     assert all(t.losses == traces[0].losses and t.norms == traces[0].norms for t in traces), "ranks disagree"
-    assert traces[0].roles == ["student", "fake", "student", "fake", "student"]
+    assert traces[0].roles == ["student", "fake", "student"]
     difference = compare(traces[0], oracles[setup.batch_size])
     assert difference.largest < BOUND, difference
 

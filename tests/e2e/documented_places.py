@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from tests.e2e.documented import taken_apart
+from tests.e2e.forked import run_forked
 from tests.e2e.launch import ROOT, environment
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 from tests.unit.test_recipes import ARCHITECTURES
@@ -135,17 +136,33 @@ def _write_hollow_shards(folder: Path, shapes: dict[str, list[int]]) -> None:
         (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def start(command: str, places: Places, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command line of torchrun or python as a user in another folder would."""
+def start(
+    command: str, places: Places, *more: str, check: bool = True, typed: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line of torchrun or python as a user in another folder would.
+
+    Args:
+        command: the line.
+        places: what it names.
+        more: further words.
+        check: it must end well.
+        typed: with torchrun, and in interpreters of its own; else those of train.py and of its packages are forked.
+    """
     launch = taken_apart(command)
     env = environment()
-    if launch.module and launch.target.split(".")[0] in ("benchmarks", "tests"):
-        env["PYTHONPATH"] = str(ROOT)  # these are in the checkout and not installed
-    target = ["-m", launch.target] if launch.module else [str(ROOT / launch.target)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.world)]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if launch.world else []), *target, *map(places.put, launch.words), *more],
-        cwd=places.elsewhere, env=env, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    words = [*map(places.put, launch.words), *more]
+    package = launch.target.split(".")[0]
+    if not typed and package in ("train", "distill", "models"):
+        name = launch.target.removesuffix(".py")
+        done = run_forked(launch.world, name, words, cwd=places.elsewhere, environment=env, timeout=500)
+    else:
+        if launch.module and package in ("benchmarks", "tests"):
+            env["PYTHONPATH"] = str(ROOT)  # these are in the checkout and not installed
+        target = ["-m", launch.target] if launch.module else [str(ROOT / launch.target)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.world)]
+        done = subprocess.run(
+            [sys.executable, *(torchrun if launch.world else []), *target, *words],
+            cwd=places.elsewhere, env=env, capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done

@@ -36,14 +36,18 @@ MODULES = {
     "benchmarks.sharding": ["--world", "2", "--rounds", "1"],
 }
 """What makes a benchmark small."""
-FEWER = {"benchmarks.parity": ("MESHES", 2), "benchmarks.sharding": ("CASES", 4)}
+FEWER = {
+    "benchmarks.parity": ("MESHES", 2),
+    "benchmarks.quickstart_step": ("MESHES", 1),
+    "benchmarks.sharding": ("CASES", 4),
+}
 """Benchmarks that take minutes at their smallest: how many of their cases are run here, in this process."""
 
 
 # How a command is run. Each is called with the command, the places and pytest's capsys, and fails by an assertion.
 
 
-def quickstart(command: str, places: Places, capsys) -> None:
+def quickstart(command: str, places: Places, capsys, *, typed: bool = False) -> None:
     """Two steps, with what the command sets; commands that are the same at this size run once."""
     launch = taken_apart(command)
     words = {"experiment=quickstart", *launch.words} if "experiment=" not in command else set(launch.words)
@@ -58,7 +62,7 @@ def quickstart(command: str, places: Places, capsys) -> None:
             assert "4 trajectories in" in start(command, places, *more).stdout
             return
         start(command.replace("train.py", "-m distill.trajectories"), places, *more)
-    start(command, places, *more)
+    start(command, places, *more, typed=typed)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert (run_dir / "export" / "student" / "config.json").is_file()
@@ -231,7 +235,7 @@ def make_tests(command: str, places: Places, capsys) -> None:
 
 def make_quickstart(command: str, places: Places, capsys) -> None:
     """``make quickstart``'s own command line, at test size."""
-    quickstart(documented._bare(_make("quickstart", places)[-1]), places, capsys)
+    quickstart(documented._bare(_make("quickstart", places)[-1]), places, capsys, typed=True)
 
 
 def _make(target: str, places: Places, *more: str) -> list[str]:
