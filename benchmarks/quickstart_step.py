@@ -29,7 +29,6 @@ from fsdp_cp.measure.overlap import union
 from fsdp_cp.mesh import mesh_of_shape
 from models.load import build_roles
 
-
 MESHES = ((1, 2), (2, 1), (1, 1))
 """``dp_shard`` and ``cp`` of each row."""
 
