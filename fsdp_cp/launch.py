@@ -25,6 +25,9 @@ from fsdp_cp.signals import STOPPED, Stopped
 
 log = logging.getLogger(__name__)
 
+_OF_WORKERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+               "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")  # fmt: skip
+
 
 def rank() -> int:
     """Rank in the process group; before there is one, as torchrun gave it (0 under plain ``python``)."""
@@ -43,6 +46,15 @@ def world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def outside_of_torchrun() -> dict[str, str]:
+    """The environment without what torchrun gives its workers, for a process that is to be none of them."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_WORKERS and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def report_error(error: UserError) -> int:

@@ -19,6 +19,10 @@ STOPPED = 75
 _SAME = 2.0
 """Seconds within which a signal is the first one again: Ctrl-C reaches a worker from the terminal and from torchrun."""
 _PR_SET_PDEATHSIG = 1
+try:
+    _LIBC: Any = ctypes.CDLL(None)  # before any fork, behind which nothing may be loaded
+except OSError:
+    _LIBC = None
 
 
 class Stopped(BaseException):
@@ -98,8 +102,9 @@ def end_with_torchrun() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies. Linux alone; elsewhere nothing is done."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    except (OSError, AttributeError):
-        return
+    """Have the kernel send SIGTERM to this process when its parent dies. Linux alone; elsewhere nothing is done.
+
+    May be called between fork and exec.
+    """
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

@@ -19,7 +19,7 @@ import torch
 from distill.config import Config, compose_config
 from distill.planning.command import plan_command
 from distill.planning.files import PAGE, read_plan
-from fsdp_cp.launch import exit_code, rank, world_size
+from fsdp_cp.launch import exit_code, outside_of_torchrun, rank, world_size
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.signals import end_with_parent
 
@@ -97,8 +97,7 @@ def plan_line(plan: Mapping[str, Any], memory_gib: float | None) -> tuple[str, b
 
 def _make(overrides: Sequence[str], seconds: float) -> str | None:
     """Plan in another process, which sees neither torchrun nor GPUs; why it could not in so long, or ``None``."""
-    ours = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env = outside_of_torchrun()
     root = str(Path(__file__).resolve().parents[2])
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))}
     words = [*overrides, "plan=true", f"world={world_size()}", "device=cpu", "planning.before_run=false"]

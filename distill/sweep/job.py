@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -31,6 +30,8 @@ from distill.sweep.outcome import (
 )
 from distill.sweep.table import in_a_line, write_csv
 from fsdp_cp.errors import UserError
+from fsdp_cp.launch import outside_of_torchrun
+from fsdp_cp.signals import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ FINISHED = (DONE, OUT_OF_MEMORY)
 """States of points that are not run again."""
 _PATIENCE = 30.0
 """Seconds that torchrun has to clean up behind its workers."""
-_OF_A_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
     Raises:
         UserError: a program that is not there, or a file that cannot be written.
     """
-    environment = {key: value for key, value in os.environ.items() if key not in _OF_A_LAUNCH}
+    environment = outside_of_torchrun()
     started = time.monotonic()
     try:
         with output.open("wb") as stream:
@@ -140,7 +140,8 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
                 stderr=subprocess.STDOUT,
                 env=environment | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C comes to the sweep alone, which ends its point in order
-                preexec_fn=_end_with_parent,
+                # A sweep that is killed leaves no torchrun behind, in a folder that the next start wants.
+                preexec_fn=end_with_parent,
             )
     except OSError as error:
         raise UserError(
@@ -151,16 +152,6 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
     except BaseException:
         end_processes(process)
         raise
-
-
-_LIBC = ctypes.CDLL(None)
-"""Loaded before a fork, behind which nothing may be."""
-
-
-def _end_with_parent() -> None:
-    """A sweep that is killed leaves no torchrun behind, in a folder that the next start wants. Linux alone."""
-    if hasattr(_LIBC, "prctl"):
-        _LIBC.prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
 def end_processes(process: subprocess.Popen) -> None:

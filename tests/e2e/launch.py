@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fsdp_cp.launch import outside_of_torchrun
 from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +21,7 @@ def command(ranks: int, *overrides: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's, without a torchrun's around it."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in names} | {"OMP_NUM_THREADS": "1"}
+    return outside_of_torchrun() | {"OMP_NUM_THREADS": "1"}
 
 
 def train(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
