@@ -176,7 +176,7 @@ def test_every_hardware_has_all_its_numbers(name):
         (["plan=maybe"], "plan=maybe is unknown; use true, false or suggest"),
         (["plan=suggest", "planning.hardware=null"], "plan=suggest must know the GPU; use planning.hardware=h20"),
         (["plan=suggest", "run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
-        (["data.image=first_frame"], "plan=true of an image-to-video network needs data.encoders"),
+        (["data.image=first_frame"], "is a text-to-video Wan, which takes no image"),
         (["run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
     ],
 )
