@@ -90,6 +90,7 @@ def _rank(module: str, words: list[str], cwd: str, environment: dict[str, str], 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    sys.path[:0] = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.argv = [f"{module}.py", *words]
     main = importlib.import_module(module).main
     from fsdp_cp.launch import end_process
