@@ -20,6 +20,7 @@ from fsdp_cp.sharding.state import gathered_units
 from models.condition import text_condition
 from models.load import build_role, plan_role
 from tests.counted import Counted
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
@@ -151,14 +152,14 @@ def _train(sizes, settings, backend="aot_eager"):
 
         gathers = [_all_gathers(step)] if not settings.get("compile") else [step()]
         graphs = counted.graphs
-        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        gradients.append(full_tensors({name: p.grad for name, p in model.named_parameters()}))
         model.zero_grad()
         model.eval()
         with torch.no_grad():
             model(x[mine[0]])
         model.train()
         step()
-        gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        gradients.append(full_tensors({name: p.grad for name, p in model.named_parameters()}))
         assert not gathered_units(model)
     return {
         "loss": loss, "gradients": gradients, "names": names, "rings": dict(rings), "gathers": gathers[0],

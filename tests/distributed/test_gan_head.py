@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from distill.methods.dmd2 import Dmd2Settings
 from distill.saved_state import saved_tensors
@@ -15,6 +14,7 @@ from fsdp_cp.measure.sharding_memory import ShardingMemory
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from models.condition import text_condition
 from tests.oracles.difference import compare
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import MESHES, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
@@ -120,12 +120,12 @@ def _student_step(folder, setup):
     fake = trainer.roles["fake"]
     for _ in range(2):  # the fake score's own step too: its gradients are seen where they are
         trainer._train_step(data)
-    before = {name: w.full_tensor().clone() for name, w in fake.weights().items()}
+    before = full_tensors(fake.weights())
     with ShardingMemory(fake.network) as memory:
         assert trainer.method.trained_role(trainer.step) == "student"
         trainer._train_step(data)
         frozen = memory.peak_gradients
-        after = {name: w.full_tensor().clone() for name, w in fake.weights().items()}
+        after = full_tensors(fake.weights())
         state = (
             has_gradients(fake.network),
             any(p.grad is not None for p in fake.parameters()),
@@ -235,7 +235,7 @@ def _logits(folder, setup):
     with torch.no_grad():
         d, v = role.logits(x, t, condition), role.velocity(x, t, condition)
     weights = {n.removeprefix("additions.gan_head."): w for n, w in role.weights().items() if "gan_head" in n}
-    full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
+    full = full_tensors(weights)
     written_out = []
     for k, h in enumerate(kept[:2]):
         h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()

@@ -11,6 +11,7 @@ from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.local_ranks import run_ranks
+from tests.oracles.full_tensors import full_tensors
 
 PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
 TOKENS, DIM, HEADS, BATCH = 12, 18, 6, 4
@@ -68,7 +69,7 @@ def _sharded(sizes, checkpointing):
             loss = (model(x[i : i + 1]) - target[i : i + 1]).square().mean() / BATCH
             loss.backward()
         losses += loss.item()
-    return losses, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return losses, full_tensors({name: p.grad for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

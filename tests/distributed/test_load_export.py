@@ -18,6 +18,7 @@ from models.condition import text_condition
 from models.ema import Ema
 from models.export import export_weights
 from models.load import build_role, plan_role
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 
@@ -36,7 +37,7 @@ def _weights_and_output(path):
     x, text = torch.randn(1, *LATENT_SHAPE, generator=generator), torch.randn(1, *TEXT_SHAPE, generator=generator)
     with torch.no_grad():
         out = role.velocity(x, torch.tensor([0.7]), text_condition(text))
-    return {name: w.full_tensor() for name, w in role.weights().items()}, (x, text, out)
+    return full_tensors(role.weights()), (x, text, out)
 
 
 @pytest.mark.parametrize("kind", ["one_file", "several_files", "bf16", "pipeline"])

@@ -11,6 +11,7 @@ from fsdp_cp import build_mesh, discard_step, microbatch, shard_module
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups, reshard
 from tests.distributed.test_library import TOKENS, Transformer
+from tests.oracles.full_tensors import full_tensors
 
 KINDS = {
     "no_shard": ({"dp_shard": 4}, {"strategy": "no_shard"}),
@@ -91,7 +92,7 @@ def _truth():
 
 
 def _error(model):
-    ours, truth = {n: p.grad.full_tensor() for n, p in model.named_parameters()}, _truth()
+    ours, truth = full_tensors({n: p.grad for n, p in model.named_parameters()}), _truth()
     assert ours.keys() == truth.keys()
     return max(((ours[n] - g).norm() / g.norm()).item() for n, g in truth.items())
 

@@ -24,6 +24,7 @@ from models.ema import Ema
 from models.export import export_weights
 from models.load import build_role, plan_role
 from tests.oracles.difference import compare
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
@@ -43,7 +44,7 @@ def _run(setup, folder, run_dir, first, last):
     trace = trainer.record()
     trainer._save()
     trainer.checkpoints.wait()
-    average = {name: w.full_tensor().clone() for name, w in trainer.averages["student"].weights.items()}
+    average = full_tensors(trainer.averages["student"].weights)
     trace.weights["ema"] = average
     return trace if dist.get_rank() == 0 else (trace.losses, trace.norms)
 

@@ -15,6 +15,7 @@ from fsdp_cp.sequence import local_token_range
 from models.condition import text_condition
 from models.families.wan import Wan
 from models.families.wan_attention import WanSelfAttention, own_rotary_tables
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.wan64 import ARCHITECTURE, BATCH, LATENTS, plain_wan, relative, sample, sharded_role
 
 DIM = 72
@@ -40,7 +41,7 @@ def _sharded_gradients(folder, sizes, shapes, checkpointing):
         x, t, text, target = (each[mine] for each in sample(latents, seed))
         losses.append((role.velocity(x, t, text_condition(text)) - target).square().mean() * samples / BATCH)
     sum(losses).backward()
-    gradients = {name: p.grad.full_tensor() for name, p in role.network.named_parameters()}
+    gradients = full_tensors({name: p.grad for name, p in role.network.named_parameters()})
     return [loss.item() for loss in losses], gradients, mesh.dp_rank
 
 

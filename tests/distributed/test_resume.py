@@ -12,6 +12,7 @@ from fsdp_cp.checkpoint import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.clips import RandomClips
 from tests.oracles.difference import compare
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 
@@ -29,13 +30,15 @@ def _run(setup, folder, run_dir, first, last):
     trace = trainer.record()
     trainer._save()
     trainer.checkpoints.wait()
-    trace.weights["ema"] = {name: w.full_tensor().clone() for name, w in trainer.averages["student"].weights.items()}
-    trace.weights["adam"] = {
-        f"{role}.{name}.{key}": value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
-        for role, optimizer in trainer.optimizers.items()
-        for name, state in optimizer.state().items()
-        for key, value in state.items()
-    }
+    trace.weights["ema"] = full_tensors(trainer.averages["student"].weights)
+    trace.weights["adam"] = full_tensors(
+        {
+            f"{role}.{name}.{key}": value
+            for role, optimizer in trainer.optimizers.items()
+            for name, state in optimizer.state().items()
+            for key, value in state.items()
+        }
+    )
     return trace
 
 

@@ -27,6 +27,7 @@ from fsdp_cp.errors import UserError
 from models.condition import text_condition
 from models.export import export_weights
 from models.load import build_role, plan_role
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 from tests.oracles.written_out import WrittenOut
 
@@ -208,7 +209,7 @@ def _gradients(trained, dp_shard, cp):
     x, t, r, condition = (each[_mine(mesh)] for each in _sample())
     target = _normal(BATCH, *LATENT_SHAPE, seed=5).float()[_mine(mesh)]
     ((role.velocity(x, t, condition, r) - target).square().mean() * len(x) / BATCH).backward()
-    return {name: p.grad.full_tensor() for name, p in role.network.named_parameters()}
+    return full_tensors({name: p.grad for name, p in role.network.named_parameters()})
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)

@@ -14,6 +14,7 @@ from distill.trainer import Trainer
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
 from models.load import build_role, plan_role
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config, random_clips
 
 
@@ -26,7 +27,7 @@ class RecordingTrainer(Trainer):
 
     def _update(self, name: str, norm: float, lr: float) -> None:
         named = self.roles[name].network.named_parameters()
-        self.trace.gradients.append({n: p.grad.full_tensor().clone() for n, p in named if p.grad is not None})
+        self.trace.gradients.append(full_tensors({n: p.grad for n, p in named if p.grad is not None}))
         super()._update(name, norm, lr)
 
     def record(self) -> Trace:
@@ -39,7 +40,7 @@ class RecordingTrainer(Trainer):
             self.trace.losses.append(metrics[f"{name}/loss"])
             self.trace.norms.append(metrics[f"{name}/grad_norm"])
         for name, role in self.roles.items():
-            self.trace.weights[name] = {n: w.full_tensor().clone() for n, w in role.weights().items()}
+            self.trace.weights[name] = full_tensors(role.weights())
         return self.trace
 
 

@@ -1,0 +1,39 @@
+"""Whole tensors of sharded ones: all of them by one exchange, where ``full_tensor`` takes a collective for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``x.full_tensor()``, or a copy of a plain tensor, by name. All ranks of the default group call it alike.
+
+    Where a shard begins says torch's ``compute_local_shape_and_global_offset`` (private, torch 2.13).
+    """
+    mine = {name: _shard(x) for name, x in named.items() if isinstance(x, DTensor)}
+    shards: list[dict[str, tuple[tuple[int, ...], Tensor]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shards, mine)
+    full = {}
+    for name, x in named.items():
+        if name not in mine:
+            full[name] = x.detach().clone()
+            continue
+        whole = full[name] = torch.full(x.shape, torch.nan, dtype=x.dtype)
+        for begin, shard in (each[name] for each in shards):
+            whole[tuple(slice(i, i + n) for i, n in zip(begin, shard.shape, strict=True))] = shard
+    return full
+
+
+def _shard(x: DTensor) -> tuple[tuple[int, ...], Tensor]:
+    """Where this rank's shard begins, and the shard."""
+    assert all(type(placement) in (Shard, Replicate) for placement in x.placements), x.placements
+    local = x.to_local().detach()
+    shape, begin = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    assert local.shape == shape or not local.numel(), (local.shape, shape)
+    return tuple(begin), local.clone()
