@@ -1,5 +1,6 @@
 """A stopped and resumed run is the run that was never stopped, on the same mesh bit by bit, on another to rounding."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,14 +161,23 @@ def _clips(answers):
     return {step: sorted(clips) for step, clips in together.items()}
 
 
+@pytest.fixture(scope="module")
+def watched(pools, checkpoints, tmp_path_factory):
+    """A run at (2, 2) that is never stopped; and the first two steps of one, with their folder."""
+    own, folder = Setup(dp_shard=2, cp=2), tmp_path_factory.mktemp("watched")
+    straight = pools[4].run(_watched, own, checkpoints, folder / "straight", 0, STEPS)
+    return straight, pools[4].run(_watched, own, checkpoints, folder / "begun", 0, 2), folder / "begun"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [Setup(dp_shard=4), Setup(cp=2), Setup()], ids=["4x1", "1x2", "1x1"])
-def test_there_and_back(pools, checkpoints, tmp_path, other):
+def test_there_and_back(pools, checkpoints, tmp_path, watched, other):
     """From (2, 2) to another mesh for two steps and back: the losses to 1e-6, and each sample once, in its step."""
     own = Setup(dp_shard=2, cp=2)
-    straight = pools[4].run(_watched, own, checkpoints, tmp_path / "straight", 0, STEPS)
+    straight, begun, folder = watched
+    shutil.copytree(folder, tmp_path / "run")
     parts = [
-        pools[4].run(_watched, own, checkpoints, tmp_path / "run", 0, 2),
+        begun,
         pools[other.world_size].run(_watched, other, checkpoints, tmp_path / "run", 2, 4),
         pools[4].run(_watched, own, checkpoints, tmp_path / "run", 4, STEPS),
     ]

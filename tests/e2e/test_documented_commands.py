@@ -138,8 +138,13 @@ def test_command(item, places, capsys, monkeypatch):
     assert not (places.elsewhere / "runs").exists(), "a dry run writes nothing"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("item", _cases(slow=True), ids=_name)
+def _in_small() -> list:
+    """With the slow tests, or with those of the benchmarks."""
+    marks = {True: pytest.mark.benchmark, False: pytest.mark.slow}
+    return [pytest.param(item, marks=marks["-m benchmarks." in item.command]) for item in _cases(slow=True)]
+
+
+@pytest.mark.parametrize("item", _in_small(), ids=_name)
 def test_command_in_small(item, places, capsys, monkeypatch):
     monkeypatch.chdir(places.elsewhere)
     rule_of(item.command).how(item.command, places, capsys)
