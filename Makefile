@@ -43,17 +43,17 @@ quickstart: $(STAMP)  ## distil the shipped teacher on two CPU processes, afresh
 
 .PHONY: test
 test: $(STAMP)  ## all tests but the slow ones
-	$(PYTEST) -m "not slow and not benchmark" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
 # pytest exits 5 when it selected nothing
 .PHONY: test-slow
 test-slow: $(STAMP)  ## the tests marked slow
-	$(PYTEST) -m "slow and not benchmark" $(PYTEST_ARGS) || \
+	$(PYTEST) -m "slow and not long" $(PYTEST_ARGS) || \
 	  { code=$$?; [ $$code -eq 5 ] && echo "no test is marked slow"; }
 
-.PHONY: test-benchmarks
-test-benchmarks: $(STAMP)  ## the programs of benchmarks/ in small, when one of them has changed
-	$(PYTEST) -m benchmark $(PYTEST_ARGS)
+.PHONY: test-long
+test-long: $(STAMP)  ## programs of benchmarks/ in small, a whole sweep, inductor: when one of them has changed
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP)  ## ruff, and the types of fsdp_cp and models by mypy

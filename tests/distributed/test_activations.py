@@ -218,7 +218,7 @@ def test_compiled(pools, truth, settings):
     assert {rank["graphs"] for rank in ranks} == {1}, "all blocks share one"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [COMPILED[0], COMPILED[2], QUICK], ids=str)
 def test_compiled_by_inductor(pools, truth, settings):
     _check(pools[4].run(_train, {"dp_shard": 2, "cp": 2}, settings, "inductor"), truth, settings, 2)

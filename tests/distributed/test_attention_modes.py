@@ -77,7 +77,7 @@ def _compiled(ulysses, head_groups, backend):
     ("ulysses", "head_groups", "backend"),
     [
         (1, 1, "aot_eager"),
-        pytest.param(2, 2, "inductor", marks=pytest.mark.slow),
+        pytest.param(2, 2, "inductor", marks=pytest.mark.long),
         pytest.param(4, 1, "aot_eager", marks=pytest.mark.slow),
     ],
 )

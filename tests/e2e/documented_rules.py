@@ -343,7 +343,7 @@ RULES = [
     # make, pip and what comes with the installation.
     Rule(r"make quickstart", make_quickstart, slow=True),
     Rule(r"make test", make_tests, slow=True),
-    Rule(r"make (help|install|test-slow|test-benchmarks|lint|constraints|clean|distclean)", make_target),
+    Rule(r"make (help|install|test-slow|test-long|lint|constraints|clean|distclean)", make_target),
     Rule(r"python3 -m venv \.venv", virtual_environment),
     Rule(r"hf download .*", help_knows, why="no network"),
     Rule(r"torchfrtrace .*", help_knows, why="traces are NCCL's, on GPUs"),

@@ -16,7 +16,7 @@ from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.mesh import MeshShape
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_distillation_in_small(tmp_path, capsys):
     out = tmp_path / "students"
     assert distillation.main(["--quick", "--out", str(out)]) == 0
@@ -45,7 +45,7 @@ def test_distillation_in_small(tmp_path, capsys):
         settings.write_text(kept)
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_modes_in_small(tmp_path, capsys):
     out = tmp_path / "modes"
     assert modes.main(["--quick", "--out", str(out)]) == 0
@@ -74,7 +74,7 @@ def test_what_became_of_modes_is_measured():
     assert line.startswith("| both | 0.650 ± 0.350 | ") and line.endswith(" | 0.500 ± 0.500 |")
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_stability_in_small(tmp_path, capsys):
     arguments = ["--steps", "4", "--out", str(tmp_path), "--methods", "meanflow", "dmd2 with a GAN"]
     assert stability.main(arguments) == 0 and "all finite" in capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_stability_in_small(tmp_path, capsys):
     assert stability.main(arguments) == 1 and "| meanflow | bf16 | 4 | 3 | 1 |" in capsys.readouterr().out
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_planning_in_small(capsys):
     assert planning.main(["--quick"]) == 0
     printed = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_plan_that_is_wrong_is_said_to_be(change, kept):
         planning.compare({**plan, "phases": {"": {"gib": 0.0, "of": {}}}}, measured)
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_overhead_in_small(capsys):
     flush = torch.set_flush_denormal(False)
     try:
@@ -151,7 +151,7 @@ def _first_ranks(world, ranks, distance):
     return [rank for rank in range(world) if rank % (ranks * distance) < distance]
 
 
-@pytest.mark.benchmark
+@pytest.mark.long
 def test_weak_scaling_in_small(tmp_path, capsys):
     """What is told from two replicas, and from another clip, is what is simulated; and the page is printed."""
     assert weak_scaling.main(["--quick", "--out", str(tmp_path / "picture.png")]) == 0

@@ -140,7 +140,7 @@ def test_command(item, places, capsys, monkeypatch):
 
 def _in_small() -> list:
     """With the slow tests, or with those of the benchmarks."""
-    marks = {True: pytest.mark.benchmark, False: pytest.mark.slow}
+    marks = {True: pytest.mark.long, False: pytest.mark.slow}
     return [pytest.param(item, marks=marks["-m benchmarks." in item.command]) for item in _cases(slow=True)]
 
 

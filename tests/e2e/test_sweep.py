@@ -36,7 +36,7 @@ def processes(marker: str) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_lengths_on_two_meshes(tmp_path):
     """The sweep ends within its second point by SIGTERM, and goes on by the same command."""
     folder, prefix = tmp_path / "sweep", tmp_path / "prefix.sh"

@@ -62,7 +62,7 @@ def accuracy(features, lr, updates):
     return torch.cat([on_real > 0, on_fake < 0]).double().mean().item()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_head_learns_at_its_default_rate_where_the_fake_scores_leaves_it_at_chance(features):
     optim = compose_config(["experiment=wan2_1_t2v_1_3b_dmd2"]).optim.fake
     assert (optim.lr, optim.additions_lr) == (4e-7, 1e-5)
