@@ -66,8 +66,10 @@ def resident_gib() -> float:
         return peak_gib(torch.device("cpu"))
 
 
-_DENSE_BF16_TFLOPS = {"H20": 148, "H100": 989, "H200": 989, "A100": 312, "A800": 312, "H800": 989, "L40S": 362}
-"""Published dense bf16 rates by a word of the device's name."""
+_DENSE_BF16_TFLOPS = {
+    "H20": 148, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "A800": 312, "H800": 989, "L40S": 362,
+}  # fmt: skip
+"""Published dense bf16 rates by a word of the device's name, of Hopper as SXM modules."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -75,6 +77,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    if {"H100", "H800"} & {*words} and {"PCIe", "PCIE", "NVL"} & {*words}:
+        return None  # slower ones of the same name
     return next((rate * 1e12 for name, rate in _DENSE_BF16_TFLOPS.items() if name in words), None)
 
 

@@ -8,6 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from distill.planning.hardware import load_hardware
+from fsdp_cp.measure.memory import peak_flops
 from models.families.wan import Wan
 from tests.oracles.tiny_wan import ARCHITECTURE
 
@@ -83,3 +85,19 @@ def test_those_of_a_tangent_too(changes, sizes, text_tokens):
     tokens = Wan().tokens(config, (4, *sizes))
     forward, tangent = (f(config, tokens, condition) for f in (Wan().forward_flops, Wan().tangent_flops))
     assert forward + tangent == pytest.approx(counter.flops, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H20", 148), ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA L4", None),
+    ],
+)  # fmt: skip
+def test_rates_by_the_device_s_name(monkeypatch, name, tflops):
+    """Those of planning.hardware, where both know the device."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == (None if tflops is None else tflops * 1e12)
+    known = {"NVIDIA H20": "h20", "NVIDIA H200": "h200", "NVIDIA B200": "b200", "NVIDIA H100 80GB HBM3": "h100"}
+    if name in known:
+        assert load_hardware(known[name]).bf16_tflops == pytest.approx(tflops, rel=1e-3)
