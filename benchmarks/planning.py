@@ -42,8 +42,6 @@ from fsdp_cp.local_ranks import run_ranks
 BASE = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
 METHODS = {"dmd2": (), "rcm": ("experiment=quickstart_rcm",)}
 ROLES = ("teacher", "student", "fake")
-STEPS_OF_A_ROLE = 2
-"""As many as ``plan=true`` averages over."""
 SIZES: dict[str, dict[str, Any]] = {
     "one block": {"num_layers": 1, "num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 2048},
     "tiny": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 48},
@@ -135,8 +133,7 @@ def measure(case: Case, tensors: AbstractContextManager | None = None) -> Measur
     config = as_planned(compose_config(words_of(case)))
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
-    steps = 1 if set(ONE_LENGTH) <= set(case.words) else STEPS_OF_A_ROLE
-    made = run_steps(config, plan, shapes, tensors or nullcontext(), steps_of_a_role=steps, every_micro_batch=True)
+    made = run_steps(config, plan, shapes, tensors or nullcontext(), every_micro_batch=True)
     return Measured(made, predict_from(config, plan, made, plan.roles[0].tokens(*shapes), None).flops_per_step)
 
 

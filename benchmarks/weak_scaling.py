@@ -61,7 +61,7 @@ def planned(world: int, shard: int | None, clip: str, more: Sequence[str] = ()) 
     config = as_planned(compose_config(words))
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
-    simulation = simulate_any_depth(config, plan, shapes, steps_of_a_role=len(config.method.step_list))
+    simulation = simulate_any_depth(config, plan, shapes)
     return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), None)
 
 

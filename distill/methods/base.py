@@ -113,6 +113,20 @@ class Method(ABC):
         """The role whose forward is the first of ``step``; by the settings alone."""
         return "student"
 
+    def representative_steps(self, role: str, steps: int) -> dict[int, float]:
+        """Steps that cost together, each by its share, what the mean of a role's steps costs; the largest first.
+
+        Args:
+            role: of :attr:`trained_roles`.
+            steps: of the run.
+
+        Returns:
+            Shares, of sum 1, by step; empty where the role never trains. By default the last step alone: all are alike,
+            but for the whole numbers that they draw.
+        """
+        last = next((step for step in reversed(range(steps)) if self.trained_role(step) == role), None)
+        return {} if last is None else {last: 1.0}
+
     def frozen_roles(self, step: int) -> tuple[str, ...]:
         """Trained roles that a gradient passes through at ``step`` and must not stay in."""
         return ()

@@ -8,6 +8,7 @@ sharpens them. Where the paper's ``p_D`` draws a time, ``u`` uniform is shifted 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,6 +91,29 @@ class Rcm(Scm):
         turns, turn = divmod(step - self.settings.consistency_steps, self.settings.student_every)
         updates = turns if turn == 0 else turns * (self.settings.student_every - 1) + turn - 1
         return updates % len(self.settings.student_times()) + 1
+
+    def representative_steps(self, role: str, steps: int) -> dict[int, float]:
+        """One with the longest rollout, one with the shortest, one with none: their cost grows evenly with their steps."""
+        latest: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for step in range(steps):
+            if self.trained_role(step) == role:
+                length = self.rollout_steps(step) if step >= self.settings.consistency_steps else 0
+                latest[length] = step
+                counts[length] += 1
+        total = counts.total()
+        shares = {latest[0]: counts[0] / total} if 0 in counts else {}
+        lengths = sorted(counts.keys() - {0})
+        if not lengths:
+            return shares
+        shortest, longest = lengths[0], lengths[-1]
+        of_rollouts = total - counts[0]
+        mean = sum(length * counts[length] for length in lengths) / of_rollouts
+        upper = (mean - shortest) / (longest - shortest) if longest > shortest else 1.0
+        rollouts = {latest[longest]: upper * of_rollouts / total}
+        if upper < 1:
+            rollouts[latest[shortest]] = (1 - upper) * of_rollouts / total
+        return rollouts | shares
 
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         if self.trained_role(step) == "fake":

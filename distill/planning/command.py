@@ -29,9 +29,7 @@ from models.load import defining
 
 log = logging.getLogger(__name__)
 
-_STEPS_OF_A_ROLE = 2
-"""Steps that are averaged: with the longest and with the shortest rollout of a few-step student."""
-_OF_THE_GPU = ("compile", "communication_buffers", "gather_stream")
+_OF_THE_GPU = ("compile", "communication_buffers")
 """Settings of roles that a CPU has not, and that change nothing of what is simulated."""
 
 
@@ -88,7 +86,7 @@ def require_plannable(config: Config) -> None:
 def make_prediction(config: Config, plan: RunPlan, shapes: Shapes) -> Prediction:
     """The prediction for a configuration of :func:`as_planned`; there must be no process group."""
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
-    simulation = simulate_any_depth(config, plan, shapes, steps_of_a_role=_STEPS_OF_A_ROLE, stands_for="cuda")
+    simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda")
     coding = coding_peaks(config, shapes[0])
     return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, coding)
 

@@ -17,13 +17,9 @@ from models.additions.registry import build_additions
 from models.families.base import config_of
 from models.load import RolePlan, defining
 
-SHALLOW = (4, 5)
-"""Blocks that are simulated for deeper networks. With fewer, what FSDP2 has under way at the first and at the last
-one would meet."""
-
 
 def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **arguments: Any) -> Simulation:
-    """:func:`simulate`; of deeper networks than :data:`SHALLOW`, from two simulations with so few blocks.
+    """:func:`simulate`; of deeper networks than :func:`shallow_depths`, from two simulations with so few blocks.
 
     Whole where blocks differ: where the family says so, where a GAN's heads hang on some, where roles have not equally
     many.
@@ -32,8 +28,9 @@ def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **argument
     it with whole simulations.
     """
     depths = [role.family.layers(role.config) for role in plan.roles]
+    known = shallow_depths(plan)
     whole = (
-        min(depths) <= SHALLOW[1]
+        min(depths) <= known[1]
         or len(set(depths)) > 1
         or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
     )
@@ -41,9 +38,9 @@ def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **argument
         return simulate(config, plan, shapes, **arguments)
     few, more = (
         simulate(config, replace(plan, roles=[shallow(role, layers) for role in plan.roles]), shapes, **arguments)
-        for layers in SHALLOW
+        for layers in known
     )
-    at = _Line(SHALLOW, depths[0])
+    at = _Line(known, depths[0])
     peaks = {}
     for name in few.peaks:
         by = at.each(few.peaks[name].by, more.peaks[name].by)
@@ -53,13 +50,31 @@ def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **argument
             flops=at(cost.flops, more.steps[name].flops),
             recomputed=at(cost.recomputed, more.steps[name].recomputed),
             sent=Counter(at.each(cost.sent, more.steps[name].sent)),
+            copied=at(cost.copied, more.steps[name].copied),
         )
         for name, cost in few.steps.items()
     }
     host = at.each(few.host.by, more.host.by)
     return Simulation(
-        resting=at.each(few.resting, more.resting), peaks=peaks, steps=steps, host=Peak(sum(host.values()), host)
+        resting=at.each(few.resting, more.resting),
+        peaks=peaks,
+        steps=steps,
+        host=Peak(sum(host.values()), host),
+        queries=few.queries,
     )
+
+
+def shallow_depths(plan: RunPlan) -> tuple[int, int]:
+    """Blocks that are simulated for deeper networks.
+
+    With fewer, what FSDP2 has under way at the first and at the last one would meet: the units that are gathered ahead,
+    and the gradients that wait for their reduction.
+    """
+    under_way = max(
+        max(role.sharding.forward_prefetch, role.sharding.backward_prefetch, role.sharding.gradient_buffers)
+        for role in plan.roles
+    )
+    return 2 + under_way, 3 + under_way
 
 
 class _Line:

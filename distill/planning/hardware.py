@@ -15,7 +15,7 @@ class Hardware:
     """One GPU, its node, and the network between nodes."""
 
     memory_gib: float
-    """Of the device, as its driver shows it."""
+    """Of the device, as torch shows it: a few hundred MiB below what nvidia-smi does."""
     bf16_tflops: float
     """Published dense rate."""
     gpus_per_node: int
@@ -23,6 +23,8 @@ class Hardware:
     """From a GPU to the others of its node, one way, 1e9 bytes."""
     network_gb_per_s: float
     """From a GPU to other nodes, one way."""
+    host_gb_per_s: float
+    """From a GPU to its host's memory, one way."""
     sustained: float
     """Share of ``bf16_tflops`` that matrix products and attention reach together; assumed until it is measured."""
 

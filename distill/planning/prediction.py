@@ -21,6 +21,8 @@ CONTEXT_GIB = 0.6
 """What CUDA and its libraries take before the first tensor; assumed."""
 NCCL_GIB = 0.3
 """Buffers of a communicator of NCCL; assumed."""
+WORLD = "default_pg"
+"""What torch calls the group of all ranks, which is also that of an axis of the mesh that is the whole world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,14 @@ class Prediction:
     """Of the host's memory: a rank's copy of a checkpoint that is written while training goes on."""
     hardware: Hardware | None
     seconds: dict[str, float]
-    """Of a step at which a role trains, by role; empty without hardware, or where products are not in bf16."""
+    """Of a step at which a role trains, by role; empty where :attr:`why_no_seconds` says so."""
+    why_no_seconds: str | None
+    """Why nothing is known of times; ``None`` where it is."""
     shares: dict[str, float]
     """Of the run's steps at which a role trains, by role."""
     steps: int
+    samples_between_steps: bool
+    """Are some made before the last step (``sample.every``)?"""
 
     @property
     def roles(self) -> list[str]:
@@ -50,8 +56,10 @@ class Prediction:
 
     @property
     def allocated_gib(self) -> float:
-        """What ``torch.cuda.max_memory_allocated`` is to say of training, in which nothing is encoded any more."""
-        return max(peak.bytes for name, peak in self.peaks.items() if not name.startswith("encode/")) / GIB
+        """What ``torch.cuda.max_memory_allocated`` is to say at the end of training: nothing is encoded any more, and
+        samples that are made after it do not count."""
+        beside = ("encode/",) if self.samples_between_steps else ("encode/", "sample/", "decode")
+        return max(peak.bytes for name, peak in self.peaks.items() if not name.startswith(beside)) / GIB
 
     @property
     def offloaded_gib(self) -> float:
@@ -75,8 +83,13 @@ class Prediction:
 
     @property
     def nccl_gib(self) -> float:
-        """Buffers of the communicators that a step sends over."""
-        return NCCL_GIB * len({group for cost in self.simulation.steps.values() for _, group in cost.sent})
+        """Buffers of the communicators that a step sends over, and of those of its numbers: ``dp`` and the world."""
+        groups = {group for cost in self.simulation.steps.values() for (_, group), size in cost.sent.items() if size}
+        if self.mesh.world > 1:
+            groups.add(WORLD)
+        if 1 < self.mesh.dp < self.mesh.world:
+            groups.add("mesh_dp")
+        return NCCL_GIB * len(groups)
 
     @property
     def device_gib(self) -> float:
@@ -90,7 +103,7 @@ class Prediction:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the run's steps; ``None`` without hardware, or where products are not in bf16."""
+        """Mean over the run's steps; ``None`` where :attr:`why_no_seconds` says so."""
         if not self.seconds:
             return None
         return sum(self.shares[name] * seconds for name, seconds in self.seconds.items())
@@ -172,39 +185,53 @@ def predict(
         hardware: of each rank; ``None`` leaves time and cost out.
         coding: of :func:`distill.planning.coding.coding_peaks`; ``None`` leaves the encoders out.
     """
-    role = next(role for role in plan.roles if role.name in plan.method.trained_roles)
     method, counts = plan.method(config.method, {}), dict.fromkeys(plan.method.trained_roles, 0)
     for step in range(config.steps):
         counts[method.trained_role(step)] += 1
-    kernel = 4 * plan.micro_batch_size * tokens * role.family.width(role.config) // plan.mesh.cp
+    why_not = _why_no_seconds(plan, hardware)
     return Prediction(
         mesh=plan.mesh,
         tokens=tokens,
         simulation=simulation,
-        peaks=_all_peaks(simulation, kernel, coding or {}),
+        peaks=_all_peaks(simulation, plan.mesh.cp, coding or {}),
         staging_gib=_staging(config, plan, simulation) / GIB,
         hardware=hardware,
         seconds={}
-        if hardware is None or any(each.sharding.precision != "bf16" for each in plan.roles)
+        if hardware is None or why_not is not None
         else {name: _seconds(simulation, name, plan.mesh, hardware) for name in simulation.steps},
+        why_no_seconds=why_not,
         shares={name: count / config.steps for name, count in counts.items() if name in simulation.steps},
         steps=config.steps,
+        samples_between_steps=bool(config.sample.every),
     )
 
 
-def _all_peaks(simulation: Simulation, kernel: int, coding: Mapping[str, Peak]) -> dict[str, Peak]:
+def _why_no_seconds(plan: RunPlan, hardware: Hardware | None) -> str | None:
+    if hardware is None:
+        return "planning.hardware says whose rates to take"
+    if any(role.sharding.precision != "bf16" for role in plan.roles):
+        return "the rates that are known are of bf16, and a role has another precision"
+    if any(role.sharding.offload == "cpu" for role in plan.roles):
+        return "what copies of offloaded states and an optimizer on the host take is not known"
+    return None
+
+
+def _all_peaks(simulation: Simulation, cp: int, coding: Mapping[str, Peak]) -> dict[str, Peak]:
     """The simulation's, with what no operation of it shows.
+
+    An attention kernel takes memory for itself in backward, by formula: fp32 gradients of the queries, which
+    FlashAttention 2 and 3 and cuDNN sum there before they are cast.
 
     Args:
         simulation: of the steps.
-        kernel: bytes that an attention kernel takes for itself in backward, by formula: fp32 gradients of the queries,
-            which FlashAttention 2 and 3 and cuDNN sum there before they are cast.
+        cp: ranks that share a sample's tokens.
         coding: of the encoders; clips are decoded beside what is held between steps.
     """
     peaks = {}
     for name, peak in simulation.peaks.items():
         peaks[name] = peak
-        if name.endswith("/backward"):
+        kernel = 4 * simulation.queries.get(name.removesuffix("/backward") + "/forward", 0) // cp
+        if name.endswith("/backward") and kernel:
             peaks[name] = Peak(peak.bytes + kernel, {**peak.by, (name.split("/")[0], "workspace"): kernel})
     for name, peak in coding.items():
         resting = {label: size for label, size in simulation.resting.items() if label[1] != HOST}
@@ -225,8 +252,8 @@ def _staging(config: Config, plan: RunPlan, simulation: Simulation) -> int:
 
 
 def _seconds(simulation: Simulation, role: str, mesh: MeshShape, hardware: Hardware) -> float:
-    """Of a step: its products at the sustained rate, or the weights' gathers and reductions where these take longer,
-    and what attention sends.
+    """Of a step: its products at the sustained rate, or the weights' gathers and reductions, or the copies of
+    activations to the host and back, where these take longer; and what attention sends.
 
     FSDP2 gathers ahead of what computes, while attention waits for the tokens that it exchanges (all-to-all and send).
     A group that reaches beyond a node sends at the rate of the network between nodes; where an axis of the mesh is the
@@ -248,4 +275,5 @@ def _seconds(simulation: Simulation, role: str, mesh: MeshShape, hardware: Hardw
             waited_for += seconds
         else:
             beside += seconds
-    return max(compute, beside) + waited_for
+    copies = 2 * cost.copied / (1e9 * hardware.host_gb_per_s)
+    return max(compute, beside, copies) + waited_for

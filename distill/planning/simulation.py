@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -66,6 +65,8 @@ class StepCost:
     """Of forwards that activation checkpointing runs again; a ``selective`` one counts whole."""
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes by kind of collective and group; see :class:`CollectiveCounter`."""
+    copied: float = 0.0
+    """Bytes of activations that go to the host's memory, and come back (``activation_offload``)."""
 
 
 @dataclass
@@ -77,9 +78,12 @@ class Simulation:
     peaks: dict[str, Peak]
     """By phase of a step, e.g. ``"student/dmd/backward"``; labels are of role and kind."""
     steps: dict[str, StepCost]
-    """Mean over the simulated steps at which a role trains, by role."""
+    """Mean over the run's steps at which a role trains, by role."""
     host: Peak = field(default_factory=lambda: Peak(0, {}))
     """The most in host memory; labels are of role and :data:`HOST`."""
+    queries: dict[str, int] = field(default_factory=dict)
+    """Elements of the largest attention layer's queries, of all samples and ranks of ``cp``, by phase of a forward that
+    has a backward."""
 
     @property
     def peak_phase(self) -> str:
@@ -92,8 +96,21 @@ class Simulation:
         return self.peaks[self.peak_phase]
 
 
+@dataclass
+class _Lengths:
+    """How the whole numbers of a step come out, which say how many forwards it runs."""
+
+    shortest: bool = False
+    """All at their lower end; else at the upper one."""
+    differ: bool = False
+    """Was one drawn whose ends differ?"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Draws(StepRandom):
-    """Draws without values; lengths in turn, those at the ends first."""
+    """Draws without values; whole numbers as ``lengths`` has them."""
+
+    lengths: _Lengths
 
     def normal(self, purpose: str, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(len(self.positions), *shape, dtype=dtype)
@@ -102,9 +119,8 @@ class _Draws(StepRandom):
         return torch.rand(len(self.positions), dtype=dtype)
 
     def shared_integer(self, purpose: str, low: int, high: int) -> int:
-        # ``step`` counts those that are tried of a role. The longest first: it may be the only one. Two are the longest
-        # and the shortest, whose mean is that of all: what a rollout costs grows evenly with its steps.
-        return [high, low, *range(low + 1, high)][self.step % (high - low + 1)]
+        self.lengths.differ |= low < high
+        return low if self.lengths.shortest else high
 
 
 class _WatchedRole(Role):
@@ -112,11 +128,16 @@ class _WatchedRole(Role):
 
     storages: AttributedStorages
     recomputed: float = 0.0
+    queries: dict[str, int]
+    """As :attr:`Simulation.queries`; of all roles the same one."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)
-        if torch.is_grad_enabled() and self.trainable and settings.activation_checkpointing != "none":
-            self.recomputed += depth * x.shape[0] * network.forward_flops
+        if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
+            if settings.activation_checkpointing != "none":
+                self.recomputed += depth * x.shape[0] * network.forward_flops
+            size = x.shape[0] * network.tokens * network.family.width(network.config)
+            self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
         with self.storages.labelled((self.name, "activations")):
             return super()._outputs(network, x, t, condition, depth)
 
@@ -145,37 +166,42 @@ def _is_offloaded(role: Role) -> bool:
     return settings_of(role.networks[0].module).offload == "cpu"
 
 
-@contextmanager
-def _host_buffers(storages: AttributedStorages) -> Iterator[None]:
-    """What activations are moved to has the kind :data:`HOST`, and the role for which they are made."""
-    allocate = activations.host_buffer
+@dataclass
+class _HostBuffers:
+    """Where activations are moved to, while :meth:`watched`."""
 
-    def labelled(size: int, pinned: bool) -> Tensor:
-        assert isinstance(storages.label, tuple)
-        with storages.labelled((storages.label[0], HOST)):
-            return allocate(size, pinned)
+    bytes: int = 0
+    """Moved since this was last set to 0."""
 
-    with mock.patch.object(activations, "host_buffer", labelled):
-        yield
+    @contextmanager
+    def watched(self, storages: AttributedStorages) -> Iterator[None]:
+        """They have the kind :data:`HOST`, and the role for which they are made."""
+        allocate = activations.host_buffer
+
+        def labelled(size: int, pinned: bool) -> Tensor:
+            assert isinstance(storages.label, tuple)
+            self.bytes += size
+            with storages.labelled((storages.label[0], HOST)):
+                return allocate(size, pinned)
+
+        with mock.patch.object(activations, "host_buffer", labelled):
+            yield
 
 
-def simulate(
-    config: Config, plan: RunPlan, shapes: Shapes, *, steps_of_a_role: int = 1, stands_for: str = "cpu"
-) -> Simulation:
+def simulate(config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu") -> Simulation:
     """Run some steps of ``config`` on fake tensors; takes no GPU, weights, clips or process group.
 
     Args:
         config: the checked configuration.
         plan: of it, for the world that is asked about.
         shapes: of a sample's latents and condition.
-        steps_of_a_role: how many of its steps are run for each role, from the last of the run.
         stands_for: device type whose tiles attention's forward-mode derivative takes.
 
     Raises:
         RuntimeError: there is a process group.
     """
     with fake_world(plan.mesh.world, stands_for) as fakes:
-        return run_steps(config, plan, shapes, fakes, steps_of_a_role=steps_of_a_role)
+        return run_steps(config, plan, shapes, fakes)
 
 
 def run_steps(
@@ -184,13 +210,12 @@ def run_steps(
     shapes: Shapes,
     tensors: AbstractContextManager,
     *,
-    steps_of_a_role: int = 1,
     every_micro_batch: bool = False,
 ) -> Simulation:
     """:func:`simulate`'s steps in the process group that there is.
 
     Args:
-        config, plan, shapes, steps_of_a_role: as of :func:`simulate`.
+        config, plan, shapes: as of :func:`simulate`.
         tensors: a ``FakeTensorMode``; or a context of nothing, and they are real, of random weights, and measured.
         every_micro_batch: run all of a step's, where its cost is else told from one and two.
     """
@@ -198,14 +223,14 @@ def run_steps(
     storages = AttributedStorages(
         place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True
     )
-    sent = CollectiveCounter()
-    method = build_method(config.method, _build(plan, shapes, mesh, storages, tensors))
-    with tensors, sent, storages, _host_buffers(storages):
-        run = _Run(config, plan, shapes, method, storages, sent)
-        chosen = {name: run.steps_of(name, steps_of_a_role) for name in plan.method.trained_roles}
+    sent, host_buffers, queries = CollectiveCounter(), _HostBuffers(), {}
+    method = build_method(config.method, _build(plan, shapes, mesh, storages, tensors, queries))
+    with tensors, sent, storages, host_buffers.watched(storages):
+        run = _Run(config, plan, shapes, method, storages, sent, host_buffers)
+        chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         for steps in chosen.values():  # a first forward gathers nothing ahead, and FSDP2 allocates what it keeps
-            run.step(steps[0], 0, run.batches[:1])
+            run.step(next(iter(steps)), run.batches[:1])
         with ExitStack() as stack:
             for role in method.roles.values():  # without a first forward there is nothing to watch
                 if any(True for _ in gathered_outputs([role.network])):
@@ -214,13 +239,18 @@ def run_steps(
             resting = {label: size for label, size in storages.by.items() if size}
             costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
             run.sample()
-    return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away)
+    return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=queries)
 
 
 def _build(
-    plan: RunPlan, shapes: Shapes, mesh: Mesh, storages: AttributedStorages, tensors: AbstractContextManager
+    plan: RunPlan,
+    shapes: Shapes,
+    mesh: Mesh,
+    storages: AttributedStorages,
+    tensors: AbstractContextManager,
+    queries: dict[str, int],
 ) -> dict[str, Role]:
-    """The roles, with memory for their weights and nothing in it."""
+    """The roles, with memory for their weights and nothing in it; they fill ``queries``."""
     latent_shape, condition_shapes = shapes
     roles: dict[str, Role] = {}
     for each in plan.roles:
@@ -243,7 +273,7 @@ def _build(
                 storages.relabel(buffer, (each.name, "parameters"))
             network.family.restore_buffers(network.module, torch.device("cpu"))
         role = _WatchedRole(name=each.name, networks=(network,), trainable=trainable)
-        role.storages = storages
+        role.storages, role.queries = storages, queries
         roles[each.name] = role
     return roles
 
@@ -259,9 +289,11 @@ class _Run:
         method: Method,
         storages: AttributedStorages,
         sent: CollectiveCounter,
+        host_buffers: _HostBuffers,
     ):
         self.config, self.plan, self.shapes, self.method = config, plan, shapes, method
-        self.storages, self.sent = storages, sent
+        self.storages, self.sent, self.host_buffers = storages, sent, host_buffers
+        self.lengths = _Lengths()
         self.optimizers: dict[str, RoleOptimizer] = {}
         self.averages: dict[str, Ema] = {}
         for name in plan.method.trained_roles:
@@ -292,18 +324,13 @@ class _Run:
             trajectory=trajectory,
         )
 
-    def steps_of(self, name: str, count: int) -> list[int]:
-        """The last steps of the run at which role ``name`` trains."""
-        steps = (step for step in reversed(range(self.config.steps)) if self.method.trained_role(step) == name)
-        return list(islice(steps, count))
-
-    def step(self, step: int, index: int, batches: list[Batch]) -> None:
-        """One step of the run, the ``index``-th that is tried of its role, on the ``batches`` alone."""
+    def step(self, step: int, batches: list[Batch]) -> None:
+        """One step of the run, on the ``batches`` alone."""
         name = self.method.trained_role(step)
         role = self.method.roles[name]
 
         def random(i: int) -> StepRandom:
-            return _Draws(seed=0, step=index, positions=range(self.plan.micro_batch_size))
+            return self._draws(step, self.plan.micro_batch_size)
 
         with self.storages.labelled((name, "activations")):
             share = self.plan.micro_batch_size / self.config.batch_size
@@ -329,7 +356,7 @@ class _Run:
             return
         clips = max(len(chosen.captions) or chosen.prompts, chosen.report_clips)
         count = min(self.plan.micro_batch_size, -(-clips // self.plan.mesh.dp))
-        random = _Draws(seed=0, step=0, positions=range(count))
+        random = self._draws(0, count)
         for name, steps in (("student", chosen.student_steps), ("teacher", chosen.teacher_steps)):
             if not steps or name not in self.method.roles:
                 continue
@@ -339,36 +366,57 @@ class _Run:
                     noise = random.normal("sample/noise", batch.latent_shape)
                     self.method.generate(name, noise, batch.condition, min(2, *steps), random)
 
-    def cost(self, steps: list[int], every_micro_batch: bool) -> StepCost:
-        """The mean over ``steps``, of as many micro-batches as a step has.
+    def cost(self, steps: Mapping[int, float], every_micro_batch: bool) -> StepCost:
+        """The mean over ``steps`` by their shares, of as many micro-batches as a step has."""
+        mean = StepCost()
+        sent: dict[tuple[str, str], float] = {}
+        for step, share in steps.items():
+            # What a rollout costs grows evenly with its steps, so the longest and the shortest have the mean of all.
+            self.lengths.shortest = self.lengths.differ = False
+            made = [self._whole(step, every_micro_batch)]
+            if self.lengths.differ:
+                self.lengths.shortest = True
+                made.append(self._whole(step, every_micro_batch))
+            for each in made:
+                mean.flops += share / len(made) * each.flops
+                mean.recomputed += share / len(made) * each.recomputed
+                mean.copied += share / len(made) * each.copied
+                for key, size in each.sent.items():
+                    sent[key] = sent.get(key, 0.0) + share / len(made) * size
+        mean.sent = Counter({key: round(size) for key, size in sent.items()})
+        return mean
+
+    def _whole(self, step: int, every_micro_batch: bool) -> StepCost:
+        """Of all micro-batches of a step.
 
         What one micro-batch more computes and sends is the difference of two and one: gradients may be reduced, and
         weights gathered, once a step.
         """
         if every_micro_batch:
-            whole, count = self._summed(steps, self.batches), len(steps)
-            sent = Counter({key: round(size / count) for key, size in whole.sent.items()})
-            return StepCost(flops=whole.flops / count, recomputed=whole.recomputed / count, sent=sent)
-        one = self._summed(steps, self.batches[:1])
-        two = self._summed(steps, self.batches[:2]) if self.accumulation > 1 else one
-        more, count = self.accumulation - 1, len(steps)
+            return self._summed(step, self.batches)
+        one = self._summed(step, self.batches[:1])
+        two = self._summed(step, self.batches[:2]) if self.accumulation > 1 else one
+        more = self.accumulation - 1
         return StepCost(
-            flops=(one.flops + more * (two.flops - one.flops)) / count,
-            recomputed=(one.recomputed + more * (two.recomputed - one.recomputed)) / count,
-            sent=Counter(
-                {key: round((one.sent[key] + more * (two.sent[key] - one.sent[key])) / count) for key in two.sent}
-            ),
+            flops=one.flops + more * (two.flops - one.flops),
+            recomputed=one.recomputed + more * (two.recomputed - one.recomputed),
+            sent=Counter({key: one.sent[key] + more * (two.sent[key] - one.sent[key]) for key in two.sent}),
+            copied=one.copied + more * (two.copied - one.copied),
         )
 
-    def _summed(self, steps: list[int], batches: list[Batch]) -> StepCost:
+    def _summed(self, step: int, batches: list[Batch]) -> StepCost:
         roles = self.method.roles.values()
         for role in roles:
             role.flops, role.recomputed = 0, 0.0
         self.sent.by_group.clear()
-        for index, step in enumerate(steps):
-            self.step(step, index, batches)
+        self.host_buffers.bytes = 0
+        self.step(step, batches)
         return StepCost(
             flops=sum(role.flops for role in roles),
             recomputed=sum(role.recomputed for role in roles),
             sent=Counter(self.sent.by_group),
+            copied=self.host_buffers.bytes,
         )
+
+    def _draws(self, step: int, count: int) -> StepRandom:
+        return _Draws(seed=0, step=step, positions=range(count), lengths=self.lengths)

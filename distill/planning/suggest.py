@@ -55,6 +55,8 @@ class Outcome:
     peak_phase: str = ""
     largest: str = ""
     """Role and kind of which most is held at the peak."""
+    host_gib: float = 0.0
+    """Of the host's memory for a rank: what is offloaded, and the copy of a checkpoint."""
 
     @property
     def fits(self) -> bool:
@@ -122,6 +124,8 @@ class Axes:
     roles: tuple[str, ...]
     micro_batches: tuple[int, ...]
     """Larger than the configured one; smallest first."""
+    crowded: tuple[int, ...]
+    """Those of :attr:`cp` with which a forward takes several samples, where it need not."""
     mesh: bool
     """May ``mesh`` be?"""
     strategy: bool
@@ -139,8 +143,9 @@ class Axes:
 
         mesh_is_free = free("mesh.cp", "mesh.dp_shard", "mesh.ulysses", "mesh.ring")
         first = config.micro_batch_size  # without one, a step's samples are one already
+        cp = tuple(n for n in range(1, world + 1) if world % n == 0) if mesh_is_free else (config.mesh.cp,)
         return cls(
-            cp=tuple(n for n in range(1, world + 1) if world % n == 0) if mesh_is_free else (config.mesh.cp,),
+            cp=cp,
             checkpointing=("none", "selective", "full")
             if free(*(f"{name}.activation_checkpointing" for name in trained))
             else (),
@@ -148,6 +153,9 @@ class Axes:
             roles=tuple(roles),
             micro_batches=tuple(n for n in (2 * first, 4 * first) if config.batch_size % n == 0)
             if first is not None and free("micro_batch_size")
+            else (),
+            crowded=tuple(n for n in cp if (first or config.batch_size * n // world) > 1)
+            if free("micro_batch_size")
             else (),
             mesh=mesh_is_free,
             strategy=free(*(f"{name}.strategy" for name in roles)),
@@ -167,8 +175,8 @@ def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list
     """All that was tried.
 
     For every ``mesh.cp`` the least checkpointing that fits: more of it only costs time. From the fastest two of these,
-    larger micro-batches, ring attention within the same ``cp``, and parameters that stay gathered. Where none fits, the
-    smallest with the trained roles' states in the host's memory.
+    larger micro-batches, ring attention within the same ``cp``, and parameters that stay gathered. Where none fits, one
+    sample a forward; and if that does not either, the smallest with the trained roles' states in the host's memory.
 
     Args:
         axes: what may be varied.
@@ -176,16 +184,23 @@ def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list
     """
     tried: list[Outcome] = []
     left = list(axes.cp)
-    for how in axes.checkpointing or ("",):
+    ways = axes.checkpointing or ("",)
+    for how in ways:
         outcomes = evaluate([(*axes.split(cp), *(axes.checkpointed(how) if how else ())) for cp in left])
-        tried += outcomes
-        left = [cp for cp, outcome in zip(left, outcomes, strict=True) if not outcome.fits and outcome.refused is None]
+        # Which keep_operators go with "selective" alone: what one way is refused for, another need not be.
+        tried += [outcome for outcome in outcomes if outcome.refused is None or how == ways[-1]]
+        left = [cp for cp, outcome in zip(left, outcomes, strict=True) if not outcome.fits]
         if not left:
             break
     best = [outcome for outcome in ranked(tried) if outcome.fits][:2]
     if best:
         more = list(dict.fromkeys(words for outcome in best for words in _variations(axes, outcome.words)))
         return tried + evaluate(more)
+    if axes.crowded:
+        least = axes.checkpointed(ways[-1]) if ways[-1] else ()
+        tried += evaluate([(*axes.split(cp), *least, "micro_batch_size=1") for cp in axes.crowded])
+        if any(outcome.fits for outcome in tried):
+            return tried
     whole = [outcome for outcome in tried if outcome.refused is None]
     if whole and axes.offload:
         smallest = min(whole, key=lambda outcome: outcome.device_gib).words
@@ -243,6 +258,7 @@ class _Evaluate:
             mfu=prediction.mfu,
             peak_phase=prediction.peak_phase,
             largest=f"{role} {kind} {size / GIB:.1f} GiB",
+            host_gib=prediction.host_gib,
         )
 
 
@@ -265,7 +281,8 @@ def in_words(outcomes: Sequence[Outcome], own: Sequence[str]) -> list[str]:
     for outcome in fitting[:_SHOWN]:
         seconds = "unknown" if outcome.seconds_per_step is None else f"{outcome.seconds_per_step:.3g} s a step"
         mfu = "" if outcome.mfu is None else f", MFU {outcome.mfu:.2f}"
-        lines.append(f"  {seconds}{mfu}, {outcome.device_gib:.1f} of {outcome.memory_gib:g} GiB; {outcome.mesh}")
+        host = f" and {outcome.host_gib:.1f} of the host's" if outcome.host_gib else ""
+        lines.append(f"  {seconds}{mfu}, {outcome.device_gib:.1f} of {outcome.memory_gib:g} GiB{host}; {outcome.mesh}")
         lines.append(f"    {shlex.join([*kept, *outcome.words])}")
     if len(fitting) > _SHOWN:
         lines.append(f"  and {len(fitting) - _SHOWN} slower ones")

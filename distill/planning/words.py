@@ -47,7 +47,7 @@ def verdict(config: Config, prediction: Prediction) -> str:
     words = f"It {fits}: {prediction.device_gib:.1f} GiB of the {hardware.memory_gib:g} GiB of each {name}"
     seconds, mfu = prediction.seconds_per_step, prediction.mfu
     if seconds is None or mfu is None:
-        return f"{words}; no seconds: the rates that are known are of bf16, and a role has another precision."
+        return f"{words}; no seconds: {prediction.why_no_seconds}."
     steps, world = config.steps, prediction.mesh.world
     return (
         f"{words}; by arithmetic {seconds:.3g} s a step (MFU {mfu:.2f}, products at {hardware.sustained:g} of"

@@ -31,6 +31,7 @@ def simulation(config, plan, shapes, **arguments):
         peaks={"": Peak(14 * GIB, resting), "student/dmd/backward": Peak(31 * GIB, peak)},
         steps=steps,
         host=Peak(3 * GIB, {("student", "host"): 3 * GIB}),
+        queries={"student/dmd/forward": 2 * 32760 * 5120, "fake/fake_score/forward": 1},
     )
 
 
@@ -62,9 +63,10 @@ def test_what_plan_json_holds(plan, tmp_path):
     assert "It fits: " in page.read_text() and "experiment=wan2_1_t2v_14b_dmd2 plan=true world=16" in page.read_text()
     found = json.loads(file.read_text())
     assert found["world"] == 16 and found["tokens"] == 32760 and found["hardware"] == "h20"
-    kernel = 4 * 32760 * 5120 / 8 / GIB
+    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, of both inputs of a guided student, say
     assert found["allocated_gib"] == pytest.approx(31 + kernel)
-    assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 2 * 0.3)  # two groups send
+    # Two groups send, and dp's numbers take one more.
+    assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 3 * 0.3)
     assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
     assert found["phases"]["decode"]["gib"] == 24, "beside what is held between steps"
     assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
@@ -82,14 +84,19 @@ def test_what_plan_json_holds(plan, tmp_path):
     assert found["gpu_hours"] == pytest.approx(seconds * config.steps * 16 / 3600)
 
 
-def seconds_of(sent, *words, world=16):
-    """Of a student's step that computes next to nothing, and what is sent in it."""
+def seconds_of(sent, *words, world=16, copied=0.0):
+    """Of a student's step that computes next to nothing, and what is sent and copied to the host in it."""
     config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", f"world={world}", *words]))
     shapes = planned_shapes(config)
     run = plan_run(config, shapes=shapes)
     found = simulation(config, run, shapes)
-    found.steps["student"] = StepCost(flops=1.0, sent=sent)
+    found.steps["student"] = StepCost(flops=1.0, sent=sent, copied=copied)
     return predict(config, run, found, 32760, load_hardware("h20"), {}).seconds["student"]
+
+
+def test_activations_go_to_the_host_and_back_beside_the_gathers():
+    assert seconds_of({}, copied=16e9) == pytest.approx(2 * 16 / 64)
+    assert seconds_of({("all_gather", "default_pg"): 50e9}, copied=16e9) == pytest.approx(1)
 
 
 def test_what_is_sent_takes_the_link_of_its_group():
@@ -110,14 +117,44 @@ def test_no_seconds_for_products_that_are_not_in_bf16(plan, tmp_path):
     assert found["fits"] is True and found["seconds_per_step"] is None and found["mfu"] is None
 
 
+def test_no_seconds_for_what_the_host_computes(plan, caplog):
+    caplog.set_level("INFO")
+    assert plan("student.offload=cpu") == 0
+    assert "no seconds: what copies of offloaded states and an optimizer on the host take" in caplog.text
+
+
+def test_samples_after_the_last_step_are_not_the_trainings():
+    """``allocated_gib`` stands beside what is measured when training ends."""
+    words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
+    found = {}
+    for every in (0, 10):
+        config = as_planned(compose_config([*words, f"sample.every={every}"]))
+        shapes = planned_shapes(config)
+        run = plan_run(config, shapes=shapes)
+        made = simulation(config, run, shapes)
+        made.peaks["sample/student"] = Peak(50 * GIB, {("student", "activations"): 50 * GIB})
+        found[every] = predict(config, run, made, 32760, load_hardware("h20"), CODING)
+    assert found[10].allocated_gib == 50 > found[0].allocated_gib
+    assert found[0].most_gib == found[10].most_gib == 50, "the device must hold them all the same"
+
+
 def test_an_architecture_may_leave_open_what_the_class_fills_in(plan):
     assert plan(*(f"{role}.architecture={{num_layers: 7}}" for role in ("teacher", "student", "fake"))) == 0
+
+
+def test_where_weights_are_gathered_is_planned_as_it_is_set():
+    """It says how many blocks are held at once, on a CPU too; what only a GPU has is left out."""
+    words = ("student.gather_stream=compute", "fake.compile=true")
+    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8", *words]))
+    assert config.student.gather_stream == "compute" and config.fake.compile is False
 
 
 @pytest.mark.parametrize(
     ("words", "layers"),
     [
         ((), [(4, 4, 4), (5, 5, 5)]),
+        (("student.forward_prefetch=3",), [(5, 5, 5), (6, 6, 6)]),
+        (("fake.gradient_buffers=4",), [(6, 6, 6), (7, 7, 7)]),
         (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
         (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
         (("teacher.architecture={num_layers: 5}",), [(5, 40, 40)]),

@@ -326,3 +326,24 @@ def test_a_student_converges_to_the_flow_map(problem, tolerance):
 def test_refused_settings(settings, message):
     with pytest.raises(UserError, match=message):
         RcmSettings(**settings)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 30, 61, 1000])
+@pytest.mark.parametrize(("alone", "every", "mids"), [(0, 2, 1), (10, 5, 3), (100, 3, 0), (25, 4, 2)])
+def test_representative_steps_have_the_mean_rollout_of_all(steps, alone, every, mids):
+    """What a planner simulates of a role: the mean of a cost that grows evenly with a rollout's steps."""
+    settings = RcmSettings(consistency_steps=alone, student_every=every, mid_times=[1.5, 1.4, 1.0][:mids])
+    method = METHODS["rcm"][0](settings, {})
+
+    def cost(step):
+        return 3.0 if step < alone else 10.0 + 7.0 * method.rollout_steps(step)
+
+    for role in ("student", "fake"):
+        all_steps = [step for step in range(steps) if method.trained_role(step) == role]
+        shares = method.representative_steps(role, steps)
+        assert set(shares) <= set(all_steps) and bool(shares) == bool(all_steps) and len(shares) <= 3
+        if all_steps:
+            mean = sum(map(cost, all_steps)) / len(all_steps)
+            assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
+            assert sum(share * cost(step) for step, share in shares.items()) == pytest.approx(mean)
+            assert cost(next(iter(shares))) == max(map(cost, all_steps)), "the largest first"

@@ -14,8 +14,8 @@ CHECKPOINTING = ("none", "selective", "full")
 def axes(**changes):
     found = {
         "cp": (1, 2, 4, 8), "checkpointing": CHECKPOINTING, "trained": ("student", "fake"),
-        "roles": ("teacher", "student", "fake"), "micro_batches": (2, 4), "mesh": True, "strategy": True,
-        "offload": True,
+        "roles": ("teacher", "student", "fake"), "micro_batches": (2, 4), "crowded": (), "mesh": True,
+        "strategy": True, "offload": True,
     }  # fmt: skip
     return Axes(**{**found, **changes})
 
@@ -79,6 +79,40 @@ def test_what_the_words_set_stays():
     assert not any(word.startswith("mesh.") for outcome in search(fixed, _all_fit) for word in outcome.words)
 
 
+def test_one_sample_a_forward_comes_before_the_hosts_memory():
+    """Eight samples a forward where nobody said how many: nothing fits until it is one."""
+    words = ["experiment=quickstart", "world=2", "batch_size=16"]
+    varied = Axes.of(compose_config([*words, "plan=suggest"]), words)
+    assert varied.cp == (1, 2) and varied.crowded == (1, 2)
+
+    def evaluate(candidates):
+        return [
+            Outcome(words=each, device_gib=1 if "micro_batch_size=1" in each else 99, memory_gib=9)
+            for each in candidates
+        ]
+
+    found = search(varied, evaluate)
+    assert {outcome.words[-1] for outcome in found if outcome.fits} == {"micro_batch_size=1"}
+    assert not any("offload" in word for outcome in found for word in outcome.words)
+    given = [*words, "micro_batch_size=8"]
+    assert Axes.of(compose_config([*given, "plan=suggest"]), given).crowded == ()
+
+
+def test_what_one_way_of_checkpointing_is_refused_for_another_is_tried():
+    """``keep_operators`` go with ``selective`` alone."""
+
+    def evaluate(candidates):
+        return [
+            Outcome(words=each, refused="with keep_operators")
+            if "student.activation_checkpointing=selective" not in each
+            else Outcome(words=each, device_gib=1, memory_gib=9, seconds_per_step=1)
+            for each in candidates
+        ]
+
+    found = search(axes(cp=(1, 3), micro_batches=(), strategy=False), evaluate)
+    assert [outcome.fits for outcome in found] == [True, True], "and of the refusals nothing is said"
+
+
 def _all_fit(candidates):
     return [Outcome(words=words, device_gib=1, memory_gib=9, seconds_per_step=1) for words in candidates]
 
@@ -90,12 +124,13 @@ def test_what_is_printed():
                 largest="student activations 90.0 GiB"),
         Outcome(words=("mesh.cp=2",), device_gib=margin + 1, memory_gib=100, seconds_per_step=1, largest="x"),
         Outcome(words=("mesh.cp=4",), device_gib=margin - 1, memory_gib=100, seconds_per_step=4, mfu=0.5),
-        Outcome(words=("mesh.cp=8",), device_gib=50, memory_gib=100, seconds_per_step=3, mfu=0.6),
+        Outcome(words=("mesh.cp=8",), device_gib=50, memory_gib=100, seconds_per_step=3, mfu=0.6, host_gib=7),
         Outcome(words=("mesh.cp=16",), refused="mesh.cp=16 does not divide"),
     ]  # fmt: skip
     lines = in_words(outcomes, ["experiment=e x", "world=8"])
     assert lines[0].startswith("2 of 5 fit")
-    assert "3 s a step" in lines[1] and lines[2].strip() == "'experiment=e x' mesh.cp=8" and "4 s a step" in lines[3]
+    assert "3 s a step" in lines[1] and "50.0 of 100 GiB and 7.0 of the host's" in lines[1]
+    assert lines[2].strip() == "'experiment=e x' mesh.cp=8" and "4 s a step" in lines[3]
     assert lines[-3:] == [
         f"  mesh.cp=2: {margin + 1:.1f} GiB in between phases, most of it x",
         "  mesh.cp=1: 140.0 GiB in student/dmd/backward, most of it student activations 90.0 GiB",
