@@ -93,7 +93,7 @@ class Rcm(Scm):
         return updates % len(self.settings.student_times()) + 1
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
-        """One with the longest rollout, one with the shortest, one with none: cost grows evenly with a rollout's steps."""
+        """One with the longest rollout, one with the shortest, one with none: cost is linear in a rollout's steps."""
         latest: dict[int, int] = {}
         counts: Counter[int] = Counter()
         for step in range(steps):

@@ -4,6 +4,7 @@ import logging
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,6 +76,7 @@ def _verified(folder):
     return find_resume("auto", folder, verify=True)
 
 
+@pytest.mark.slow
 def test_collectives_of_the_training_go_on_beside_a_save(pools, tmp_path):
     for exact, steps, whole, kept, during in pools[4].run(_beside_the_training, tmp_path):
         assert exact and steps == [1, 2, 3] and whole == [True] * 3

@@ -99,6 +99,7 @@ def test_whatever_the_sharding(pools, checkpoints, oracle, changes):
     assert difference.largest < 1e-5, difference
 
 
+@pytest.mark.slow
 def test_replicas(pools, checkpoints, oracle):
     setup = gan(dp_replicate=2, cp=2, changes={"fake": {"reduce_unused": True}})
     assert compare(trace_on_ranks(setup, checkpoints, pools[4]), oracle).largest < 1e-5

@@ -41,7 +41,9 @@ def setup_of(method, dp_shard=1, cp=1):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module", params=[name if name == "rcm" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def method(request):
     return request.param
 

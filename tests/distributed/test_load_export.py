@@ -93,6 +93,7 @@ def _save_checkpoint(path, out):
     return True
 
 
+@pytest.mark.slow
 def test_export_command_reads_a_checkpoint_in_one_process(checkpoints, tmp_path):
     run_ranks(3, _save_checkpoint, checkpoints / "student", tmp_path)
     truth = dict(WanTransformer3DModel.from_pretrained(checkpoints / "student").named_parameters())

@@ -37,11 +37,12 @@ METHODS = {
     "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=FEW),
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),
 }  # fmt: skip
+FAST = ("flow_matching", "rcm", "dmd2, last step, GAN", "meanflow", "dcm")
 slow = pytest.mark.slow
 MESHES = (*(pytest.param(*sizes, marks=slow) for sizes in ((1, 1), (2, 1), (1, 2))), (2, 2))
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[name if name in FAST else pytest.param(name, marks=slow) for name in METHODS])
 def method(request):
     return request.param
 

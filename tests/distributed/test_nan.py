@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,6 +67,7 @@ def test_one_bad_step_is_skipped_on_all_ranks(checkpoints, tmp_path):
         assert error is None and not leftover and not saved
 
 
+@pytest.mark.slow
 def test_bad_steps_in_a_row_stop_the_run(checkpoints, tmp_path):
     for skipped, updates, _, error, leftover, saved in run_ranks(4, _poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
         # The student's good update at step 4 does not count for the fake score.

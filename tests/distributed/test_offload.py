@@ -55,7 +55,8 @@ def straight(pools, checkpoints, tmp_path_factory):
     return pools[WORLD].run(_run, Setup(**MESH), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
-@pytest.mark.parametrize("roles", [("all",), pytest.param(("teacher",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", [("all",), ("teacher",)])
 def test_a_run_with_offloaded_roles_is_the_same_run(pools, checkpoints, straight, tmp_path, roles):
     setup = Setup(**MESH, changes={role: {"offload": "cpu"} for role in roles})
     trace, *others = pools[WORLD].run(_run, setup, checkpoints, tmp_path, 0, STEPS)

@@ -57,7 +57,7 @@ CASES = {
         "fake.activation_checkpointing=full",
     ),
 }
-FAST = ("ring", "derivative, offloaded")  # fmt: skip
+FAST = ("ring",)
 
 
 def _planned(world, words, layers=2):

@@ -151,7 +151,14 @@ CALLS = [(0, 11), (1, 12), (0, 5), (1, 10), (0, 2)]  # 11, 12 and 10 make 4 on e
 
 
 @pytest.mark.parametrize(
-    ("mode", "named"), [("plain", False), ("plain", True), ("ours", False), ("ours", True), ("compile", False)]
+    ("mode", "named"),
+    [
+        ("plain", False),
+        ("plain", True),
+        ("ours", False),
+        ("ours", True),
+        pytest.param("compile", False, marks=pytest.mark.slow),
+    ],
 )
 def test_each_forward_has_its_own_count(pools, mode, named):
     """Two networks and five lengths before one backward, which runs the blocks again."""

@@ -136,6 +136,7 @@ def _every_case():
     return [_held(replicas, {"strategy": strategy, **settings}) for strategy, replicas, settings in CASES]
 
 
+@pytest.mark.slow
 def test_each_strategy_holds_its_share(pools):
     ranks = pools[WORLD].run(_every_case)
     for rank, found in enumerate(ranks):
@@ -276,6 +277,7 @@ def _all_released():
     return [_released(s) for s in settings]
 
 
+@pytest.mark.slow
 def test_no_full_parameter_survives_sharding_and_deleting_a_model_frees_it(pools):
     _, padded, *_ = _sizes(WORLD)
     for found in pools[WORLD].run(_all_released):

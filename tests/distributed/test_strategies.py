@@ -164,7 +164,7 @@ def test_the_table_covers_every_pair():
 
 # One of each strategy, and the switches that reorder gathers; the others are slow tests.
 QUICK = {PAIRWISE[i] for i in (0, 4, 6, 10, 13)}
-QUICK_SWITCHES = {"mixed strategies", "keep_gathered", "one stream", "gather_early"}
+QUICK_SWITCHES = {"mixed strategies", "keep_gathered"}
 
 
 def _marked(values, quick):

@@ -211,6 +211,7 @@ with process_group(torch.device("cpu"), timeout=timedelta(seconds=300)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["timeout", pytest.param("bug", marks=pytest.mark.slow)])
 def test_a_process_with_collectives_on_their_way_ends(kind, tmp_path):
     """An interpreter that ends would wait 300 s for the all-reduce in which rank 1 is not."""

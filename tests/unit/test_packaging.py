@@ -126,6 +126,7 @@ def test_importing_the_packages_leaves_optional_ones_alone():
     assert run_python(code).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_the_optional_packages():
     modules = []
     for package in PACKAGES:

@@ -258,7 +258,11 @@ def test_the_gradient_does_not_vanish_at_the_teacher(tangent):
     assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
 
 
-@pytest.mark.parametrize(("problem", "tolerance"), list(zip(TO_LEARN, (0.05, 0.15), strict=True)), ids=PROBLEM_NAMES)
+@pytest.mark.parametrize(
+    ("problem", "tolerance"),
+    [(TO_LEARN[0], 0.05), pytest.param(TO_LEARN[1], 0.15, marks=pytest.mark.slow)],
+    ids=PROBLEM_NAMES,
+)
 def test_a_student_converges_to_the_flow_map(problem, tolerance):
     """From the teacher's own prediction, which is off by most of the data's deviation."""
     student = SmallNet(problem, width=32)
