@@ -63,10 +63,19 @@ class StepCost:
     """Of the networks, backward and tangents counted, recomputation not; of the samples of one data-parallel rank."""
     recomputed: float = 0.0
     """Of forwards that activation checkpointing runs again; a ``selective`` one counts whole."""
-    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    sent: Mapping[tuple[str, str], float] = field(default_factory=Counter)
     """Bytes by kind of collective and group; see :class:`CollectiveCounter`."""
     copied: float = 0.0
     """Bytes of activations that go to the host's memory, and come back (``activation_offload``)."""
+
+    def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
+        """The sum with ``times`` as much as ``other``."""
+        return StepCost(
+            flops=self.flops + times * other.flops,
+            recomputed=self.recomputed + times * other.recomputed,
+            sent={key: self.sent.get(key, 0) + times * other.sent.get(key, 0) for key in {**self.sent, **other.sent}},
+            copied=self.copied + times * other.copied,
+        )
 
 
 @dataclass
@@ -369,40 +378,30 @@ class _Run:
     def cost(self, steps: Mapping[int, float], every_micro_batch: bool) -> StepCost:
         """The mean over ``steps`` by their shares, of as many micro-batches as a step has."""
         mean = StepCost()
-        sent: dict[tuple[str, str], float] = {}
         for step, share in steps.items():
-            # What a rollout costs grows evenly with its steps, so the longest and the shortest have the mean of all.
-            self.lengths.shortest = self.lengths.differ = False
-            made = [self._whole(step, every_micro_batch)]
-            if self.lengths.differ:
-                self.lengths.shortest = True
-                made.append(self._whole(step, every_micro_batch))
-            for each in made:
-                mean.flops += share / len(made) * each.flops
-                mean.recomputed += share / len(made) * each.recomputed
-                mean.copied += share / len(made) * each.copied
-                for key, size in each.sent.items():
-                    sent[key] = sent.get(key, 0.0) + share / len(made) * size
-        mean.sent = Counter({key: round(size) for key, size in sent.items()})
+            mean = mean.plus(self._mean_of_lengths(step, every_micro_batch), share)
+        mean.sent = Counter({key: round(size) for key, size in mean.sent.items()})
         return mean
 
-    def _whole(self, step: int, every_micro_batch: bool) -> StepCost:
-        """Of all micro-batches of a step.
+    def _mean_of_lengths(self, step: int, every_micro_batch: bool) -> StepCost:
+        """Of one step, over the whole numbers that it draws: what a rollout costs grows evenly with its steps.
 
         What one micro-batch more computes and sends is the difference of two and one: gradients may be reduced, and
-        weights gathered, once a step.
+        weights gathered, once a step, however long its rollouts.
         """
-        if every_micro_batch:
-            return self._summed(step, self.batches)
-        one = self._summed(step, self.batches[:1])
-        two = self._summed(step, self.batches[:2]) if self.accumulation > 1 else one
-        more = self.accumulation - 1
-        return StepCost(
-            flops=one.flops + more * (two.flops - one.flops),
-            recomputed=one.recomputed + more * (two.recomputed - one.recomputed),
-            sent=Counter({key: one.sent[key] + more * (two.sent[key] - one.sent[key]) for key in two.sent}),
-            copied=one.copied + more * (two.copied - one.copied),
-        )
+        self.lengths.shortest = self.lengths.differ = False
+        few = self.batches if every_micro_batch else self.batches[:1]
+        longest = self._summed(step, few)
+        more = self.accumulation - len(few)
+        another = self._summed(step, self.batches[:2]).plus(longest, -1) if more else StepCost()
+        mean = longest
+        if self.lengths.differ:
+            self.lengths.shortest = True
+            shortest = self._summed(step, few)
+            mean = longest.plus(shortest.plus(longest, -1), 0.5)
+            # It is shorter by as much in every micro-batch.
+            another = another.plus(shortest.plus(longest, -1), 0.5)
+        return mean.plus(another, more)
 
     def _summed(self, step: int, batches: list[Batch]) -> StepCost:
         roles = self.method.roles.values()
