@@ -52,7 +52,7 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
     plan = plan_run(config, shapes=shapes)
     refuse_foreign(plan.run_dir)
     make_writable(plan.run_dir)
-    prediction = make_prediction(config, plan, shapes)
+    prediction = make_prediction(config, plan, shapes, at_once=True)
     for line in in_words(config, prediction):
         log.info(line)
     from distill.planning.page import page, picture  # lazily: they load matplotlib
@@ -83,10 +83,15 @@ def require_plannable(config: Config) -> None:
         load_hardware(config.planning.hardware)  # refused at once, not after minutes
 
 
-def make_prediction(config: Config, plan: RunPlan, shapes: Shapes) -> Prediction:
-    """The prediction for a configuration of :func:`as_planned`; there must be no process group."""
+def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: bool = False) -> Prediction:
+    """The prediction for a configuration of :func:`as_planned`; there must be no process group.
+
+    Args:
+        config, plan, shapes: of the run.
+        at_once: use a second process where that is quicker, which imports the main module again.
+    """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
-    simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda")
+    simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda", at_once=at_once)
     coding = coding_peaks(config, shapes[0])
     return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, coding)
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from distill.config import Config
 from distill.planning.simulation import Shapes, Simulation, StepCost, simulate
-from distill.setup import RunPlan
+from distill.setup import RunPlan, plan_run
 from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.signals import end_with_parent
 from models.additions.registry import build_additions
 from models.families.base import config_of
 from models.load import RolePlan, defining
 
 
-def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **arguments: Any) -> Simulation:
+def simulate_any_depth(
+    config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu", at_once: bool = False
+) -> Simulation:
     """:func:`simulate`; of deeper networks than :func:`shallow_depths`, from two simulations with so few blocks.
 
     Whole where blocks differ: where the family says so, where a GAN's heads hang on some, where roles have not equally
@@ -26,6 +31,10 @@ def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **argument
 
     Peaks of a phase are taken for the same moment at both depths, which blocks that are alike make true: tests compare
     it with whole simulations.
+
+    Args:
+        config, plan, shapes, stands_for: as of :func:`simulate`.
+        at_once: simulate the second depth in a process of its own meanwhile, which imports the main module again.
     """
     depths = [role.family.layers(role.config) for role in plan.roles]
     known = shallow_depths(plan)
@@ -35,11 +44,15 @@ def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **argument
         or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
     )
     if whole:
-        return simulate(config, plan, shapes, **arguments)
-    few, more = (
-        simulate(config, replace(plan, roles=[shallow(role, layers) for role in plan.roles]), shapes, **arguments)
-        for layers in known
-    )
+        return simulate(config, plan, shapes, stands_for=stands_for)
+    first, second = ((config, shapes, layers, stands_for) for layers in known)
+    if at_once:
+        # A fork would take torch's threads along in a state of their own.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
+            made = pool.submit(_simulate_shallow, *second)
+            few, more = _simulate_shallow(*first, plan), made.result()
+    else:
+        few, more = _simulate_shallow(*first, plan), _simulate_shallow(*second, plan)
     at = _Line(known, depths[0])
     peaks = {}
     for name in few.peaks:
@@ -61,6 +74,15 @@ def simulate_any_depth(config: Config, plan: RunPlan, shapes: Shapes, **argument
         steps=steps,
         host=Peak(sum(host.values()), host),
         queries=few.queries,
+    )
+
+
+def _simulate_shallow(
+    config: Config, shapes: Shapes, layers: int, stands_for: str, plan: RunPlan | None = None
+) -> Simulation:
+    plan = plan or plan_run(config, shapes=shapes)
+    return simulate(
+        config, replace(plan, roles=[shallow(role, layers) for role in plan.roles]), shapes, stands_for=stands_for
     )
 
 

@@ -116,7 +116,7 @@ def test_recomputation_through_a_frozen_fake_score_counts():
 def test_a_deep_network_is_told_from_two_shallow_ones(layers, words):
     """Six blocks, by simulations of four and five; nine by six and seven, where four units are gathered ahead."""
     planned = _planned(8, ("mesh.cp=2", "precision=bf16", "sample.at_end=false", *words), layers=layers)
-    whole, told = simulate(*planned), simulate_any_depth(*planned)
+    whole, told = simulate(*planned), simulate_any_depth(*planned, at_once=True)
     assert told.peak_phase == whole.peak_phase and told.peaks.keys() == whole.peaks.keys()
     for name, peak in whole.peaks.items():
         assert told.peaks[name].bytes == pytest.approx(peak.bytes, rel=1e-3), name

@@ -165,7 +165,7 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
     shapes = planned_shapes(config)
     plan, seen = plan_run(config, shapes=shapes), []
 
-    def recorded(config, plan, shapes):
+    def recorded(config, plan, shapes, stands_for):
         seen.append(tuple(role.config["num_layers"] for role in plan.roles))
         return simulation(config, plan, shapes)
 
