@@ -68,7 +68,9 @@ def write_picture(file: Path, rows: Sequence[Mapping[str, Any]], *, title: str) 
         return False
     figure = Figure(figsize=(4.9 * len(known) + 0.4, 4.9), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, color=_INK, fontsize=12, x=0.01, ha="left")
+    absent = [name for name, *_ in _PANELS if name not in {panel[0] for panel in known}]
+    unknown = f" (not known here: {', '.join(absent)})" if absent else ""
+    figure.suptitle(f"{title}{unknown}", color=_INK, fontsize=12, x=0.01, ha="left")
     tokens = sorted({row["tokens"] for line in lines for row in line.rows})
     for axes, (label, measured, predicted) in zip(figure.subplots(1, len(known), squeeze=False)[0], known, strict=True):
         axes.tick_params(which="both", colors=_MUTED)
@@ -97,9 +99,6 @@ def write_picture(file: Path, rows: Sequence[Mapping[str, Any]], *, title: str) 
         handles.append(Line2D([], [], **style, ls=(0, (4, 3)), marker="o", mfc="white", ms=5, label="predicted"))
     if any(row.get("status") == OUT_OF_MEMORY for row in rows):
         handles.append(Line2D([], [], color=_MUTED, marker="X", ms=8, ls="none", label="out of memory"))
-    absent = [name for name, *_ in _PANELS if name not in {panel[0] for panel in known}]
-    if absent:
-        figure.supxlabel(f"not known here: {', '.join(absent)}", color=_MUTED, fontsize=8.5, x=0.01, ha="left")
     figure.legend(
         handles=handles,
         frameon=False,

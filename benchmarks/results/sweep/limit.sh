@@ -1,3 +1,3 @@
 #!/bin/sh
-ulimit -v 1740800  # kB: 1700 MiB of addresses a process
+ulimit -v 1589248  # kB: 1552 MiB of addresses a process
 exec "$@"
