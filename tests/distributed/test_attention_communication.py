@@ -371,7 +371,9 @@ def _train_block(case):
     return found
 
 
-@pytest.mark.parametrize(("ring_size", "ulysses"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.parametrize(
+    ("ring_size", "ulysses"), [(3, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (1, 2)))]
+)
 def test_what_checkpointing_sends_again(pools, ring_size, ulysses):
     """Full checkpointing runs the ring forward again in backward; with the output kept, only what leads to it."""
     case = Case(ring=ring_size, ulysses=ulysses, tokens=(23,))

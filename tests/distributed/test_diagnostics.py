@@ -267,7 +267,8 @@ def _run_with_norms(folder, every):
 
 
 # 2 is the period of the roles: counted by steps, one of them would never have a line.
-@pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [2, 3])
 def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(pools, checkpoints, every):
     for written, roles, total in pools[4].run(_run_with_norms, checkpoints, every):
         expected = []

@@ -78,17 +78,15 @@ def stopped(pools, checkpoints, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setup",
     [
-        pytest.param(Setup(**MESH, changes={"all": {"strategy": "no_shard"}}), marks=pytest.mark.slow),
+        Setup(**MESH, changes={"all": {"strategy": "no_shard"}}),
         Setup(cp=4, changes={"all": {"strategy": "optim"}, "student": {"strategy": "optim_grads"}}),
-        pytest.param(Setup(**MESH, changes={"all": {"offload": "cpu"}}), marks=pytest.mark.slow),
-        pytest.param(Setup(dp_replicate=2, cp=2), marks=pytest.mark.slow),
-        pytest.param(
-            Setup(dp_replicate=2, dp_shard=2, changes={"all": {"offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
-            marks=pytest.mark.slow,
-        ),
+        Setup(**MESH, changes={"all": {"offload": "cpu"}}),
+        Setup(dp_replicate=2, cp=2),
+        Setup(dp_replicate=2, dp_shard=2, changes={"all": {"offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
     ],
 )
 def test_a_run_goes_on_under_another_strategy(pools, checkpoints, straight, stopped, setup):
@@ -171,6 +169,7 @@ def _same_export(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(p, theirs[name]) for name, p in ours.items())
 
 
+@pytest.mark.slow
 def test_every_piece_works_on_offloaded_shards(pools, checkpoints, tmp_path):
     plain = pools[WORLD].run(_pieces, checkpoints, tmp_path / "plain", "none")
     offloaded = pools[WORLD].run(_pieces, checkpoints, tmp_path / "cpu", "cpu")

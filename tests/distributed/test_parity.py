@@ -40,7 +40,7 @@ def test_replicas(pools, checkpoints, oracle, sizes):
     assert compare(trace_on_ranks(Setup(**sizes), checkpoints, pools[4]), oracle).largest < 1e-5
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_accumulation(pools, checkpoints, oracle, micro_batch_size):
     """1 x 4 micro-batches equal 4 x 1."""
     setup = Setup(cp=2, micro_batch_size=micro_batch_size)

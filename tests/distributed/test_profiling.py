@@ -197,6 +197,7 @@ def test_only_the_chosen_ranks_are_profiled_and_an_earlier_start_s_files_stay(po
     assert all(torch.equal(weights[key], value) for key, value in plain[1][2].items()), "resumed in the profile, too"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_writes_the_steps_that_it_has(pools, checkpoints, tmp_path):
     settings = ProfileSettings(steps=[1, 4], ranks="all")
     for _, error, _ in _on_ranks(pools, checkpoints, tmp_path, 4, profile=settings, stopped=True):

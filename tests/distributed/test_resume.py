@@ -65,16 +65,8 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, stopped):
             assert torch.equal(resumed.weights[group][name], value), (group, name)
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(cp=2),
-        *(
-            pytest.param(setup, marks=pytest.mark.slow)
-            for setup in (Setup(), Setup(dp_shard=2), Setup(dp_replicate=2, cp=2))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", [Setup(cp=2), Setup(), Setup(dp_shard=2), Setup(dp_replicate=2, cp=2)])
 def test_another_mesh(pools, checkpoints, straight, stopped, setup):
     resumed = pools[setup.world_size].run(_run, setup, checkpoints, stopped, STOP, STEPS)[0]
     rest = Trace(

@@ -67,7 +67,9 @@ def _experts(dp_shard, cp):
     return messages
 
 
-@pytest.mark.parametrize(("dp_shard", "cp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp_shard", "cp"), [*(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (1, 2))), (2, 2)]
+)
 def test_each_expert_serves_its_times_and_trains_alone(pools, dp_shard, cp):
     for messages in pools[dp_shard * cp].run(_experts, dp_shard, cp):
         assert messages[0].startswith("student: times from 0.7 to 0.9 are of several experts (boundaries 0.8, 0.4)")

@@ -299,6 +299,7 @@ def _export(trained, out):
     return {name: (w.full_tensor(), again.weights()[name].full_tensor()) for name, w in role.weights().items()}
 
 
+@pytest.mark.slow
 def test_export_loads_in_diffusers_and_round_trips(pools, trained, tmp_path):
     for weights in pools[2].run(_export, trained, tmp_path):
         assert W1 in weights and all(torch.equal(*pair) for pair in weights.values())

@@ -237,6 +237,7 @@ def _three(folder):
     return [measure_three(s, folder) for s in (dict.fromkeys(mixed, "optim_grads_params"), mixed)]
 
 
+@pytest.mark.slow
 def test_idle_roles_hold_their_shards_alone(pools):
     with tempfile.TemporaryDirectory() as name:
         write_checkpoints(Path(name))

@@ -32,10 +32,10 @@ def alone(pools, checkpoints):
     ("dp_shard", "cp", "settings"),
     [
         (2, 1, {}),
-        (1, 2, {"strategy": "optim"}),
+        pytest.param(1, 2, {"strategy": "optim"}, marks=pytest.mark.slow),
         (2, 2, {"strategy": "optim_grads"}),
-        (2, 1, {"strategy": "no_shard"}),
-        (2, 1, {"keep_gathered": True}),
+        pytest.param(2, 1, {"strategy": "no_shard"}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"keep_gathered": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -76,6 +76,7 @@ def _without_the_last_barrier(*arguments):
     return found
 
 
+@pytest.mark.slow
 def test_a_timeout_that_is_set_later_strikes_in_every_group():
     found = run_ranks(4, _without_the_last_barrier, 0, HSDP, timeout=POOL)
     assert [sorted(rank) for rank in found] == [[], ["cp", "fsdp1", "replicas"], ["fsdp0", "replicas"], ["replicas"]]

@@ -161,6 +161,7 @@ def _train(checkpoints, folder, dp_shard, cp):
     return trainer.record(), [batch for step in batches for batch in step]
 
 
+@pytest.mark.slow
 def test_training_reads_them_and_is_the_same_on_every_mesh(pools, checkpoints, truth, tmp_path):
     pools[1].run(_write, checkpoints, tmp_path, 1, 1)
     ((alone, batches),) = pools[1].run(_train, checkpoints, tmp_path, 1, 1)

@@ -161,6 +161,7 @@ def test_one_run_at_a_time(capsys, finished, tmp_path):
     assert run(run_dir, "steps=3") == 0, "the lock went with its holder"
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_broken_says_so(capsys, tmp_path):
     message = refused(capsys, *QUICK, f"run_dir={tmp_path}/run", "steps=3", "optim.student.lr=1e10", "optim.clip=null")
     assert "not finite" in message and "optim." in message and "Traceback" not in message

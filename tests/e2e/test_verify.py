@@ -11,6 +11,7 @@ from models.families.wan_attention import WanCrossAttention
 from tests.e2e.launch import ROOT
 
 
+@pytest.mark.slow
 def test_a_folder_and_the_errors_it_prints(capsys):
     assert verify.main([str(ROOT / "assets" / "quickstart_teacher"), "--ranks", "1"]) == 0
     printed = capsys.readouterr().out

@@ -140,6 +140,7 @@ def test_there_is_nothing_to_report_against():
         compose_config(["data=captions", "sample.report_clips=8"])
 
 
+@pytest.mark.slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
     """train.py from the file to clips of its captions; no video is anywhere."""
     train.run(

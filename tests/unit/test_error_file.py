@@ -41,6 +41,7 @@ def test_torch_reads_what_an_exception_left(tmp_path):
     assert abs(failure.timestamp - time.time()) < 120 and os.listdir(tmp_path) == ["error.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
 def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path, kill):
     """As torchrun ends the others when one has died; it read the half file and ended too, without the restart."""

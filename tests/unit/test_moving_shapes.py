@@ -233,6 +233,7 @@ def test_broken_word_tables_are_user_errors(tmp_path):
         WordTable.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     out = tmp_path / "new" / "words.safetensors"
     command = [sys.executable, "-m", "distill.data.word_table"]

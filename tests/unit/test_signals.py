@@ -63,6 +63,7 @@ def test_in_the_loop_it_is_kept_until_the_loop_ends(number):
     assert end(process) == (75, "saving\nsaved\n", f"stopped by {number.name}\n")
 
 
+@pytest.mark.slow
 def test_the_same_one_again_within_a_moment_is_the_first_one():
     """From the terminal and from torchrun."""
     process = start("deferred", "1")

@@ -230,9 +230,10 @@ def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, vid
     ("change", "clips", "captions"),
     [
         ({"num_frames": 5}, 3, 0),
-        ({"height": 48}, 3, 0),
-        ({"width": 32}, 3, 0),
-        ({"fps": 10}, 3, 0),
+        *(
+            pytest.param(change, 3, 0, marks=pytest.mark.slow)
+            for change in ({"height": 48}, {"width": 32}, {"fps": 10})
+        ),
         ({"dtype": torch.bfloat16}, 3, 4),
         ({"max_text_tokens": 16}, 0, 4),
         ({"negative_prompt": "blurred"}, 0, 1),
