@@ -270,8 +270,11 @@ def _wan_steps(settings):
     return worst, graphs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, QUICK | {"compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.long), pytest.param(QUICK | {"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_wan_compiles_once_for_all_blocks_and_steps(pools, settings):
     """One graph to train, one without gradients, one for any batch size; in fp32, against the same role uncompiled."""
     settings = {name: value for name, value in settings.items() if name != "compile"}

@@ -105,12 +105,19 @@ def test_recomputation_through_a_frozen_fake_score_counts():
     assert checkpointed.steps["student"].recomputed == pytest.approx(8 * forward, rel=0.05), "of eight samples"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        (6, ("experiment=quickstart_scm", "student.activation_checkpointing=full", "student.offload=cpu")),
-        (9, ("student.forward_prefetch=4", "fake.backward_prefetch=4", "fake.gradient_buffers=3")),
+        pytest.param(
+            6,
+            ("experiment=quickstart_scm", "student.activation_checkpointing=full", "student.offload=cpu"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            9,
+            ("student.forward_prefetch=4", "fake.backward_prefetch=4", "fake.gradient_buffers=3"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_deep_network_is_told_from_two_shallow_ones(layers, words):

@@ -161,8 +161,14 @@ def watched(pools, checkpoints, tmp_path_factory):
     return straight, pools[4].run(_watched, own, checkpoints, folder / "begun", 0, 2), folder / "begun"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("other", [Setup(dp_shard=4), Setup(cp=2), Setup()], ids=["4x1", "1x2", "1x1"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Setup(dp_shard=4), id="4x1", marks=pytest.mark.slow),
+        pytest.param(Setup(cp=2), id="1x2", marks=pytest.mark.long),
+        pytest.param(Setup(), id="1x1", marks=pytest.mark.slow),
+    ],
+)
 def test_there_and_back(pools, checkpoints, tmp_path, watched, other):
     """From (2, 2) to another mesh for two steps and back: the losses to 1e-6, and each sample once, in its step."""
     own = Setup(dp_shard=2, cp=2)

@@ -31,7 +31,7 @@ def run(*words):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_is_verified_on_every_mesh_as_our_own_are(installed):
     code, out, err = run("-m", "models.verify", "outside", "--ranks", "2")
     assert code == 0, out + err
