@@ -46,6 +46,7 @@ def accumulate_gradients(
     roots = [each.network for each in method.roles.values()]
     losses, first = Losses({}, {}), True
     with phase(f"{name}/gradients", roots), ExitStack() as frozen:
+        frozen.enter_context(role.training())
         for other in method.frozen_roles(step):
             frozen.enter_context(method.roles[other].frozen())
         for i, batch in enumerate(micro_batches):

@@ -85,8 +85,7 @@ class RoleOptimizer:
 
     def __init__(self, role: Role, settings: OptimizerSettings):
         self.role, self.settings = role, settings
-        role.rest()  # named_parameters of a gathered network are not what the optimizer has to update
-        named = dict(role.network.named_parameters())
+        named = role.named_parameters()
         groups = parameter_groups(named, settings, f"optim.{role.name}")
         # betas as floats: an integer 0 raises in torch 2.13.
         betas = (float(settings.betas[0]), float(settings.betas[1]))
@@ -121,5 +120,5 @@ class RoleOptimizer:
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Adam's state by parameter name; the tensors are the live ones, so loading into them restores it."""
-        names: dict[Any, str] = {p: name for name, p in self.role.network.named_parameters()}
+        names: dict[Any, str] = {p: name for name, p in self.role.named_parameters().items()}
         return {names[p]: dict(state) for p, state in self.adamw.state.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from distill.optimizers import parameter_groups
 from distill.profiling import check_profile
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.checkpoint import read_state
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings
 from models.families.base import LatentShape, Shape
-from models.load import RolePlan, defining, plan_role
+from models.load import RolePlan, defining, plan_role, sharing
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,10 @@ def plan_run(
                 attention_backend=config.attention.backend,
                 head_groups=config.attention.head_groups,
                 additions=method.additions(config.method).get(name, ()),
+                lora=settings.lora if name in method.trained_roles else None,
             )
         )
+    _check_sharing(roles, method.trained_roles)
     _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
     patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
@@ -132,6 +134,11 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
                     f"{name}.{setting}={getattr(settings, setting)} is for a role that trains, and with"
                     f" method={config.method.name} the {name} does not; leave it out"
                 )
+    elif settings.master_dtype != "keep" and given.lora.enabled:
+        raise UserError(
+            f"{name}.master_dtype={settings.master_dtype} with {name}.lora.rank={given.lora.rank}: adapters have fp32"
+            f" masters, and a base is stored as it computes; use {name}.master_dtype=keep"
+        )
     elif settings.master_dtype == "bf16" and given.ema.enabled:
         raise UserError(
             f"{name}.master_dtype=bf16 with {name}.ema.enabled=true: an average in bf16 stands still, since it moves"
@@ -140,12 +147,46 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     return settings
 
 
+def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
+    """Roles on one base have one network, which is sharded and compiled in one way.
+
+    Raises:
+        UserError: settings that differ, by name; modules that one role trains and another adapts.
+    """
+    for first, *others in sharing(roles, trained):
+        for other in others:
+            frozen = {first.name, other.name} - set(trained)
+            for name in (item.name for item in fields(ShardSettings)):
+                if name == "gather_early" or (frozen and name in ("master_dtype", *TRAINED_ONLY)):
+                    continue
+                one, two = (getattr(role.sharding, name) for role in (first, other))
+                if one != two:
+                    raise UserError(
+                        f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}: these roles share one"
+                        f" network ({other.name}.lora), which can have one {name}; set them equal"
+                    )
+        adapters = [role for role in (first, *others) if role.lora is not None]
+        for role in adapters:
+            for other in adapters:
+                both = [
+                    (name, target)
+                    for name in role.lora.train
+                    for target in other.lora.targets
+                    if target == name or target.startswith(f"{name}.")
+                ]
+                if both:
+                    raise UserError(
+                        f"{role.name}.lora.train: {both[0][0]} would be trained whole by the {role.name}, and"
+                        f" {both[0][1]} of the shared base has an adapter of the {other.name}; leave one of them out"
+                    )
+
+
 def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
     """``optim.ROLE.no_decay`` and ``lr_scale`` against the names of the role's parameters."""
     for role in roles:
         settings = getattr(config.optim, role.name)
         if settings.no_decay or settings.lr_scale:
-            parameter_groups([name for name, _ in role.network.named_parameters()], settings, f"optim.{role.name}")
+            parameter_groups(role.own_shapes, settings, f"optim.{role.name}")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device) -> None:

@@ -294,7 +294,7 @@ class Trainer:
         if any(self.method.trained_role(earlier - 1) == name for earlier in before):
             return
         with phase(f"{name}/norms"):
-            norms = parameter_norms(self.roles[name].network)
+            norms = parameter_norms(self.roles[name].named_parameters())
         if self.norms is not None:
             self.norms.write(step, name, norms)
 
@@ -321,7 +321,7 @@ class Trainer:
         """
         self.skipped[name] += 1
         self.skipped_in_a_row[name] += 1
-        where = first_non_finite(self.roles[name].network, self.mesh.world)
+        where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
             self.first_skipped[name] = f"step {self.step + 1} in {where}"
         self.optimizers[name].clear_gradients()

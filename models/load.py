@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import local_shard, on_all_ranks
 from fsdp_cp.sharding import materialise, shard_module
-from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from models.additions.base import PREFIX, Chosen, named_additions
 from models.additions.registry import additions_of, attach_additions, build_additions
-from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer, one_line
+from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
 from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
+from models.fill import fill
+from models.lora.plan import LoraPlan, plan_lora
+from models.lora.serving import Serving
+from models.lora.settings import LoraSettings
+from models.names import owner
 from models.network import Network
 from models.role import Role
 
@@ -47,8 +48,12 @@ class RolePlan:
     head_groups: int = 1
     additions: Chosen = ()
     """What is attached to the network; see models/additions/."""
+    added: nn.ModuleDict
+    """These, on the meta device; never changed."""
+    lora: LoraPlan | None = None
+    """The role's adapters; without any it has the whole network."""
     network: nn.Module
-    """On the meta device, with its additions, which are not attached yet; never changed."""
+    """On the meta device, without adapters and additions; never changed."""
 
     def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
         """Tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
@@ -59,6 +64,25 @@ class RolePlan:
         setting = f"{self.name}.{'architecture' if self.folder is None else 'checkpoint'}"
         self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
         return self.family.tokens(self.config, latent_shape)
+
+    @property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is the role's own, by public name: its adapters or the network, and its additions."""
+        if self.lora is not None:
+            own = self.lora.shapes(self.network)
+        else:
+            own = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
+
+    def of(self, network: nn.Module, folder: TransformerFolder | None) -> RolePlan:
+        """The same role of another network of its family, on the meta device, with its weights in ``folder``."""
+        config = {"_class_name": self.family.class_name} | defining(config_of(network))
+        with torch.device("meta"):
+            added = build_additions(self.additions, self.family, config_of(network))
+        lora = None
+        if self.lora is not None:
+            lora = plan_lora(network, self.family, self.lora.settings, f"{self.name}.lora.")
+        return replace(self, config=config, folder=folder, network=network, added=added, lora=lora)
 
 
 def plan_role(
@@ -71,6 +95,7 @@ def plan_role(
     attention_backend: str = "auto",
     head_groups: int = 1,
     additions: Chosen = (),
+    lora: LoraSettings | None = None,
 ) -> RolePlan:
     """Check a role's settings; reads headers, builds nothing but a network on the meta device.
 
@@ -82,9 +107,11 @@ def plan_role(
         sharding: how it will be sharded; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
         additions: what is attached to the network.
+        lora: the adapters that the role trains, on a frozen network.
 
     Raises:
-        UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture.
+        UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture, adapters
+            that the network cannot have.
     """
     chosen = family_of(family, name)
     setting = f"{name}.checkpoint"
@@ -109,8 +136,9 @@ def plan_role(
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
         shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
         _check_additions(folder, shapes, setting)
-    if additions:
-        network.additions = extra
+    adapters = None
+    if lora is not None and lora.enabled:
+        adapters = plan_lora(network, chosen, lora, f"{name}.lora.")
     return RolePlan(
         name=name,
         family=chosen,
@@ -120,6 +148,8 @@ def plan_role(
         attention_backend=attention_backend,
         head_groups=head_groups,
         additions=additions,
+        added=extra,
+        lora=adapters,
         network=network,
     )
 
@@ -145,6 +175,41 @@ def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, .
     check_tensors(replace(folder, shapes=found), wanted, setting)
     if saved - chosen and rank() == 0:
         log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
+
+
+def base_of(plan: RolePlan) -> tuple[str, str]:
+    """What tells its base from others: roles of equal ones can share it."""
+    where = json.dumps(plan.config, sort_keys=True) if plan.folder is None else str(plan.folder.path.resolve())
+    return plan.family.name, where
+
+
+def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[RolePlan]]:
+    """``plans`` by the network that they will have, in the order of their first.
+
+    Roles with adapters on one base share it, and so does a frozen role that is this base: a teacher is the base without
+    any adapters. A role that trains its whole network has it alone.
+
+    Args:
+        plans: of the roles.
+        trained: names of those that train.
+    """
+    adapted = {base_of(plan) for plan in plans if plan.lora is not None}
+    groups: dict[object, list[RolePlan]] = {}
+    for plan in plans:
+        shares = plan.lora is not None or (plan.name not in trained and not plan.additions and base_of(plan) in adapted)
+        groups.setdefault(base_of(plan) if shares else plan.name, []).append(plan)
+    return list(groups.values())
+
+
+def _sharding_of(plans: Sequence[RolePlan], trained: Collection[str], precision: str | None) -> ShardSettings:
+    """How a network of these roles is sharded; they agree in what counts (:func:`distill.setup.plan_run`)."""
+    adapted = [plan for plan in plans if plan.lora is not None]
+    of = (adapted or plans)[0]
+    settings = replace(of.sharding, precision=precision or of.sharding.precision)
+    if adapted:  # adapters keep fp32 masters; the base is stored as it computes
+        early = any(plan.sharding.gather_early for plan in plans)
+        return replace(settings, master_dtype="keep", gather_early=early)
+    return settings if of.name in trained else settings.frozen()
 
 
 def build_role(
@@ -174,132 +239,130 @@ def build_role(
         UserError: data whose shapes the network cannot take; on every rank, files that have become unreadable since,
             or that hold weights that are not finite.
     """
-    network = build_network(
-        plan,
+    roles = build_roles(
+        [plan],
+        trained=(plan.name,) if trainable else (),
         mesh=mesh,
         device=device,
-        trainable=trainable,
         precision=precision,
         latent_shape=latent_shape,
         condition_shapes=condition_shapes,
+        seed=seed,
     )
-    role = Role(name=plan.name, networks=(network,), trainable=trainable)
-    _fill(role, plan, seed)
-    return role
+    return roles[plan.name]
+
+
+def build_roles(
+    plans: Sequence[RolePlan],
+    *,
+    trained: Collection[str],
+    mesh: Mesh,
+    device: torch.device,
+    precision: str | None = None,
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
+    seed: int = 0,
+) -> dict[str, Role]:
+    """:func:`build_role` for each of ``plans``, by name; those not in ``trained`` are frozen.
+
+    Those that can share a network do (:func:`sharing`).
+    """
+    built: dict[str, Role] = {}
+    for group in sharing(plans, trained):
+        network = build_network(
+            group,
+            trained=trained,
+            mesh=mesh,
+            device=device,
+            precision=precision,
+            latent_shape=latent_shape,
+            condition_shapes=condition_shapes,
+        )
+        roles = [Role(name=plan.name, networks=(network,), trainable=plan.name in trained) for plan in group]
+        fill(network, group, roles, seed)
+        built |= {role.name: role for role in roles}
+    return {plan.name: built[plan.name] for plan in plans}
 
 
 def build_network(
-    plan: RolePlan,
+    plans: Sequence[RolePlan],
     *,
+    trained: Collection[str],
     mesh: Mesh,
     device: torch.device,
-    trainable: bool,
     precision: str | None = None,
     latent_shape: LatentShape,
     condition_shapes: Mapping[str, Shape],
     allocate: bool = True,
 ) -> Network:
-    """The network of :func:`build_role`, with memory for its weights and nothing in it.
+    """The network of one of the groups of :func:`sharing`, with memory for its weights and nothing in it.
 
     Args:
-        plan, mesh, device, trainable, precision, latent_shape, condition_shapes: of :func:`build_role`.
+        plans: the group.
+        trained: names of the roles that train.
+        mesh, device, precision, latent_shape, condition_shapes: of :func:`build_role`.
         allocate: ``False`` leaves it on the meta device, without that memory.
 
     Raises:
         UserError: data whose shapes the network cannot take.
     """
-    tokens = plan.tokens(latent_shape, condition_shapes)
-    sharding = replace(plan.sharding, precision=precision or plan.sharding.precision)
-    if not trainable:
-        sharding = sharding.frozen()
-    network, family = deepcopy(plan.network), plan.family
-    attach_additions(network, family, mesh)
+    plan, family = plans[0], plans[0].family
+    adapted = [each for each in plans if each.lora is not None]
+    tokens = {each.tokens(latent_shape, condition_shapes) for each in plans}
+    assert len(tokens) == 1, "one base"
+    sharding = _sharding_of(plans, trained, precision)
+    network = deepcopy(plan.network)
+    for each in plans:
+        if each.lora is not None:
+            each.lora.inject(network, each.name)
+    for each in plans:
+        if each.additions:
+            attach_additions(network, each.name, deepcopy(each.added), family, mesh)
     if sharding.precision == "fp64":
         nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
-    network.requires_grad_(trainable)
-    for name in family.never_trained(network):
-        network.get_parameter(name).requires_grad_(False)
+    never, of_base = set(family.never_trained(plan.network)), None if adapted else plan.name
+    for name, parameter in network.named_parameters():
+        of, public = owner(name)
+        parameter.requires_grad_((of or of_base) in trained and public not in never)
     family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
-    _shard(network, family, mesh, sharding)
+    serving = Serving(network, family.blocks(network)) if adapted else None
+    _shard(network, plans, mesh, sharding)
     # Offloaded parameters live in CPU memory, buffers where the network computes.
     if allocate:
         materialise(network, "cpu" if sharding.offload == "cpu" else device)
         family.restore_buffers(network, device)
+    (tokens_of_sample,) = tokens
     return Network(
         family=family,
         config=plan.config,
         module=network,
         precision=sharding.precision,
-        tokens=tokens,
-        forward_flops=family.forward_flops(plan.config, tokens, condition_shapes),
-        tangent_flops=family.tangent_flops(plan.config, tokens, condition_shapes),
+        tokens=tokens_of_sample,
+        forward_flops=family.forward_flops(plan.config, tokens_of_sample, condition_shapes),
+        tangent_flops=family.tangent_flops(plan.config, tokens_of_sample, condition_shapes),
+        adapters=tuple(each.name for each in adapted),
+        serving=serving,
     )
 
 
-def _fill(role: Role, plan: RolePlan, seed: int) -> None:
-    """Random weights, or the folder's; what it has not of the additions is drawn."""
-    setting = f"{plan.name}.checkpoint"
-    if plan.folder is None:
-        initialise(role.network, seed=seed, special=role.family.fill_special)
-        return
-    if plan.additions:
-        initialise(role.network.get_submodule("additions"), seed=seed)
-    saved = plan.folder.shapes.keys() | plan.folder.additions.keys()
-    weights = {name: weight for name, weight in role.weights().items() if name in saved}
-    try:
-        dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(plan.folder.path)))
-    except CheckpointException as error:  # of all ranks, whichever could not read
-        reason = one_line(next(iter(error.failures.values()))[0])
-        raise UserError(f"{setting}={plan.folder.path} cannot be read ({reason}); copy it again") from error
-    _require_finite(weights, f"{setting}={plan.folder.path}")
-
-
-def _shard(network: nn.Module, family: Family, mesh: Mesh, settings: ShardSettings) -> None:
+def _shard(network: nn.Module, plans: Sequence[RolePlan], mesh: Mesh, settings: ShardSettings) -> None:
     """The blocks are units; what computes in fp32 under bf16 is, too."""
-    in_fp32 = family.full_precision_units(network)
-    in_fp32 += [addition for addition in additions_of(network).values() if addition.full_precision]
+    family, in_fp32 = plans[0].family, []
+    if settings.precision == "bf16":
+        in_fp32 += family.full_precision_units(network)
+        for each in plans:
+            extra = additions_of(network, each.name).values()
+            in_fp32 += [addition for addition in extra if addition.full_precision]
+        if any(each.lora is not None for each in plans):
+            _store_base_as_it_computes(network, in_fp32, COMPUTE_DTYPE[settings.precision])
     shard_module(
-        network,
-        mesh=mesh,
-        units=list(family.blocks(network)),
-        full_precision_units=in_fp32 if settings.precision == "bf16" else (),
-        settings=settings,
+        network, mesh=mesh, units=list(family.blocks(network)), full_precision_units=in_fp32, settings=settings
     )
 
 
-def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights with NaN or infinity, which training would spread. Called by all ranks, each looks at its shards.
-
-    Raises:
-        UserError: on every rank the same, with the first such tensor.
-    """
-    mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
-    broken = sorted({name for part in on_all_ranks(lambda: mine) for name in part})
-    if broken:
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise UserError(f"{where}: {broken[0]}{more} holds numbers that are not finite; copy the checkpoint again")
-
-
-def build_roles(
-    plans: list[RolePlan],
-    *,
-    trained: tuple[str, ...],
-    mesh: Mesh,
-    device: torch.device,
-    latent_shape: LatentShape,
-    condition_shapes: Mapping[str, Shape],
-    seed: int,
-) -> dict[str, Role]:
-    """:func:`build_role` for each of ``plans``; those not in ``trained`` are frozen."""
-    return {
-        plan.name: build_role(
-            plan,
-            mesh=mesh,
-            device=device,
-            trainable=plan.name in trained,
-            latent_shape=latent_shape,
-            condition_shapes=condition_shapes,
-            seed=seed,
-        )
-        for plan in plans
-    }
+def _store_base_as_it_computes(network: nn.Module, in_fp32: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Nobody trains it, so it needs no fp32 masters: 2 bytes a parameter."""
+    kept = {parameter for unit in in_fp32 for parameter in unit.parameters()}
+    for name, parameter in network.named_parameters():
+        if owner(name)[0] is None and parameter not in kept:
+            parameter.data = parameter.data.to(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,9 +17,11 @@ from fsdp_cp.sharding import gather_first_block_early, settings_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.gan_head import gan_head_of
+from models.additions.registry import additions_of
 from models.additions.time_conditioning import second_time
 from models.condition import Condition
 from models.families.base import Family
+from models.names import owner
 from models.network import Network
 
 
@@ -107,7 +109,7 @@ class Role:
             ValueError: times of another shape, or of several experts.
         """
         network = self.network_at(t)
-        with second_time(network.module, t, r):
+        with second_time(additions_of(network.module, self.name), t, r):
             return self._outputs(network, x, t, condition)[0].to(x.dtype)
 
     def logits(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
@@ -121,8 +123,8 @@ class Role:
             ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
         network = self.network_at(t)
-        head = gan_head_of(network.module)
-        with head.wanted(self.tokens), second_time(network.module, t, r):
+        head = gan_head_of(network.module, self.name)
+        with head.wanted(self.tokens), second_time(additions_of(network.module, self.name), t, r):
             return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
 
     def _outputs(
@@ -135,13 +137,14 @@ class Role:
             # A network that broadcasts would take (B, T) for times of tokens, and split them where T is cp.
             raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
-        # A backward costs a forward for the inputs' gradients and one for the weights'.
-        backward = 2 if self.trainable else int(x.requires_grad)
+        # A backward costs a forward for the inputs' gradients and one for the weights', which a base has none of.
+        backward = (1 if network.adapters else 2) if self.trainable else int(x.requires_grad)
         flops = (1 + depth * backward * torch.is_grad_enabled()) * network.forward_flops
         if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
             flops += network.tangent_flops
         self.flops += int(flops * x.shape[0])
-        with nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module):
+        recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
+        with network.serves(self.name), recorded:
             return network.family.outputs(network.module, x.to(dtype), t, condition.to(dtype))
 
     @contextmanager
@@ -149,14 +152,31 @@ class Role:
         """Let gradients pass through to the inputs alone: inside, a trained role gets none and allocates none.
 
         For whole steps, between two updates: a backward must end inside too. Afterwards what was trainable before is so
-        again, and nothing else. Nests.
+        again, and nothing else. Nests. Roles that share the network train on.
         """
         before, self.trainable = self.trainable, False
         try:
-            with frozen(self.network):
+            with ExitStack() as stack:
+                for network in self.networks:
+                    shared = len(network.adapters) > 1
+                    names = {name for name, _ in network.module.named_parameters() if owner(name)[0] == self.name}
+                    stack.enter_context(frozen(network.module, names if shared else None))
                 yield
         finally:
             self.trainable = before
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Inside, of a network that several roles train adapters of, this one's alone are trainable.
+
+        Else FSDP would wait for gradients of the others: a unit's sum over its replicas would lack theirs. For whole
+        steps, as :meth:`frozen`.
+        """
+        with ExitStack() as stack:
+            for network in self.networks:
+                if len(network.adapters) > 1:
+                    stack.enter_context(frozen(network.module, network.trained_elsewhere(self.name)))
+            yield
 
     def gather_early(self) -> None:
         """Begin to gather what this role's next forward needs first, if its settings ask for it."""
@@ -167,12 +187,18 @@ class Role:
         """Hold the shards alone. Until then updates of them would be ignored where parameters stay gathered."""
         reshard(self.network)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters, in a fixed order."""
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """What is this role's own, sharded, by public name (:meth:`Network.named_parameters`), in a fixed order."""
         self.rest()
-        return list(self.network.parameters())
+        named = [network.named_parameters(self.name) for network in self.networks]
+        if len(named) == 1:
+            return named[0]
+        return {f"{i}.{name}": parameter for i, each in enumerate(named) for name, parameter in each.items()}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of :meth:`named_parameters`."""
+        return list(self.named_parameters().values())
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter by its diffusers name, as the sharded master (a DTensor that shares its storage)."""
-        self.rest()
-        return {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        """Those of :meth:`named_parameters`, as the sharded masters (DTensors that share their storage)."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters().items()}

@@ -11,6 +11,7 @@ from distill.config.kinds import known_settings
 from distill.data import DATA
 from distill.methods import METHODS
 from fsdp_cp.sharding.settings import ShardSettings
+from models.lora.settings import LoraSettings
 
 
 @dataclass(kw_only=True)
@@ -72,6 +73,7 @@ class TrainedRoleSettings(RoleSettings):
     """``student.*`` and ``fake.*``."""
 
     ema: EmaSettings = field(default_factory=EmaSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass(kw_only=True)

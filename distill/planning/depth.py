@@ -16,9 +16,7 @@ from distill.planning.simulation import Shapes, Simulation, StepCost, simulate
 from distill.setup import RunPlan, plan_run
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.signals import end_with_parent
-from models.additions.registry import build_additions
-from models.families.base import config_of
-from models.load import RolePlan, defining
+from models.load import RolePlan
 
 
 def simulate_any_depth(
@@ -118,7 +116,4 @@ def shallow(role: RolePlan, layers: int) -> RolePlan:
     assert config is not None
     with torch.device("meta"):
         network = role.family.build(config, f"{role.name}.architecture")
-        if role.additions:
-            network.additions = build_additions(role.additions, role.family, config_of(network))
-    named = {"_class_name": role.family.class_name} | defining(config_of(network))
-    return replace(role, config=named, folder=None, network=network)
+    return role.of(network, None)

@@ -15,26 +15,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.reduce import all_reduce_scalars, local_shard
-from fsdp_cp.sharding.state import fsdp_modules, reshard, unit_layout
+from fsdp_cp.sharding.state import fsdp_modules, unit_layout
 
 BLACKWELL = (10, 0)
 """Compute capability from which the kernels of a process start in order without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 
-def parameter_norms(model: nn.Module) -> dict[str, tuple[float, float | None]]:
+def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float, float | None]]:
     """Euclidean norm of each parameter and of its gradient, by name; the same on every rank.
 
     Call it between backward and the optimizer's step, on all ranks. Shards are squared and summed in fp64 where they
     lie, and one all-reduce adds up all of them (the norm of a DTensor is a collective each). Replicas count once.
 
     Args:
-        model: a root that :func:`fsdp_cp.shard_module` made.
+        named: sharded parameters of one mesh, by name. (Of a gathered network ``named_parameters`` gives full copies,
+            without the reduced gradients: reshard it before.)
 
     Returns:
         ``(norm of the weight, norm of the gradient)``; ``None`` for a parameter without a gradient.
     """
-    reshard(model)  # of a gathered network the parameters would be full copies, without the reduced gradients
-    named = dict(model.named_parameters())
     if not named:
         return {}
     first = next(iter(named.values()))
@@ -160,18 +159,18 @@ def _table_line(line: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(words).rstrip()
 
 
-def first_non_finite(model: nn.Module, world: DeviceMesh) -> str:
-    """The first parameter, in the network's order, whose gradient is not finite on some rank. Called by all ranks.
+def first_non_finite(named: Mapping[str, nn.Parameter], world: DeviceMesh) -> str:
+    """The first parameter, in their order, whose gradient is not finite on some rank. Called by all ranks.
 
     Args:
-        model: sharded or not; each rank looks at what it holds.
+        named: by name, sharded or not; each rank looks at what it holds.
         world: all ranks, as one axis.
 
     Returns:
         Its name; ``no parameter`` where all gradients are finite.
     """
     names, found = [], math.inf
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    for index, (name, parameter) in enumerate(named.items()):
         names.append(name)
         if found == math.inf and parameter.grad is not None and not local_shard(parameter.grad).isfinite().all():
             found = index

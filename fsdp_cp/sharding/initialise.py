@@ -24,7 +24,13 @@ class _Resets(Protocol):
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, *, seed: int, special: Callable[[nn.Module, str, Tensor], None] | None = None) -> None:
+def initialise(
+    model: nn.Module,
+    *,
+    seed: int,
+    special: Callable[[nn.Module, str, Tensor], None] | None = None,
+    stream: Callable[[str], str | None] = str,
+) -> None:
     """Draw every parameter: the same full values whatever the mesh, the strategy, the rank and the dtypes.
 
     One module at a time, all of its own parameters are made whole on the CPU in fp32 by its ``reset_parameters``, from
@@ -37,6 +43,8 @@ def initialise(model: nn.Module, *, seed: int, special: Callable[[nn.Module, str
         seed: with the module's name, the key of its stream.
         special: ``special(module, name, tensor)`` fills ``tensor``, the full value of ``module``'s own parameter
             ``name``, where ``reset_parameters`` does not do what it should; otherwise it leaves it alone.
+        stream: a module's name to that of its stream: its own by default; ``None`` leaves the module's parameters as
+            they are.
 
     Raises:
         ValueError: a parameter that nobody initialises, is on the meta device, or belongs to a module whose
@@ -48,14 +56,15 @@ def initialise(model: nn.Module, *, seed: int, special: Callable[[nn.Module, str
         for name, module in model.named_modules():
             parameters = {key: p for key, p in module._parameters.items() if p is not None and p not in done}
             done.update(parameters.values())
-            if not parameters:
+            key_of_stream = stream(name) if parameters else None
+            if key_of_stream is None:
                 continue
             # Not torch.manual_seed, which would seed the GPUs' generators too.
-            torch.default_generator.manual_seed(stream_seed("initialise", seed, name))
+            torch.default_generator.manual_seed(stream_seed("initialise", seed, key_of_stream))
             prefix = f"{name}." if name else ""
             for key, full in _full_values(module, prefix, special).items():
                 if key in parameters:
-                    _copy_own_part(parameters[key], full, prefix + key)
+                    copy_own_part(parameters[key], full, prefix + key)
 
 
 def _full_values(
@@ -98,7 +107,12 @@ def _unfilled(parameter: Tensor) -> Tensor:
     return torch.full(tuple(parameter.shape), torch.nan, dtype=torch.float32, device="cpu")
 
 
-def _copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
+def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
+    """Copy this rank's part of ``full`` into the ``parameter`` of that shape, a DTensor or a plain tensor.
+
+    Raises:
+        ValueError: a parameter on the meta device; ``name`` says which.
+    """
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device; call materialise before initialise")
     if not isinstance(parameter, DTensor):

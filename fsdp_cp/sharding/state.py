@@ -6,7 +6,7 @@ the units ran, how large their shards are. Tests hold each function against the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -198,14 +198,24 @@ def set_trainable(model: nn.Module, trainable: bool) -> None:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[None]:
     """Inside nothing of ``model`` is trainable; afterwards exactly what was before, after an exception too. Nests.
 
     For whole steps, as :func:`set_trainable`: a backward must end inside.
+
+    Args:
+        model: a root that :func:`fsdp_cp.shard_module` made.
+        names: of the parameters that are frozen, where not all are.
     """
     reshard(model)
     before = {name: (p.requires_grad, _FROZEN_HERE in vars(p)) for name, p in model.named_parameters()}
-    set_trainable(model, False)
+    if names is None:
+        set_trainable(model, False)
+    else:
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.requires_grad_(False)
+        _settle_dtypes(model)
     try:
         yield
     except BaseException:

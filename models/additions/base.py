@@ -1,7 +1,8 @@
 """Small trainable modules beside an unmodified diffusers network: part of its role, not of its class.
 
 An addition is sharded, trained, averaged and resumed with the network that it is attached to, under the parameter
-names ``additions.NAME.*``. It reaches into the network through hooks alone.
+names ``additions.NAME.*``. It belongs to a role: other roles of the network run without it. It reaches into the network
+through hooks alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Addition(nn.Module):
         super().__init__()
 
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
-        """Register hooks on ``network``, before it is sharded.
+        """Register hooks on ``network``, before it is sharded; they do nothing unless the role's call asks for it.
 
         What the network returns is where FSDP begins its backward: a result for a loss must be among its outputs.
         """

@@ -107,6 +107,6 @@ class GanHead(Addition):
         return *output, gather_tokens(logits, mesh, self._tokens).mean(1)
 
 
-def gan_head_of(network: nn.Module) -> GanHead:
-    """The head of a network that has the addition ``gan_head``."""
-    return cast(GanHead, network.get_submodule("additions.gan_head"))
+def gan_head_of(network: nn.Module, role: str) -> GanHead:
+    """The head of a role that has the addition ``gan_head``."""
+    return cast(GanHead, network.get_submodule(f"additions.{role}.gan_head"))

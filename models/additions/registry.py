@@ -12,6 +12,7 @@ from models.additions.base import Addition, Chosen
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import LastStep, SecondTime
 from models.families.base import Family
+from models.names import ADDITIONS as OF_ROLES
 
 ADDITIONS: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
 
@@ -22,12 +23,16 @@ def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -
     return nn.ModuleDict({name: ADDITIONS[name](family, config, **given) for name, given in arguments.items()})
 
 
-def additions_of(network: nn.Module) -> Mapping[str, Addition]:
-    """The additions of a network by name; empty where it has none."""
-    return cast("Mapping[str, Addition]", getattr(network, "additions", nn.ModuleDict()))
+def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
+    """The additions of ``role`` to a network by name; empty where it has none."""
+    of_roles = getattr(network, OF_ROLES, {})
+    return cast("Mapping[str, Addition]", of_roles[role] if role in of_roles else {})
 
 
-def attach_additions(network: nn.Module, family: Family, mesh: Mesh) -> None:
-    """Register the hooks of all additions that the network has, before it is sharded."""
-    for addition in additions_of(network).values():
+def attach_additions(network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh) -> None:
+    """Make ``additions`` the role's, and register their hooks, before the network is sharded."""
+    if not hasattr(network, OF_ROLES):
+        setattr(network, OF_ROLES, nn.ModuleDict())
+    cast(nn.ModuleDict, network.get_submodule(OF_ROLES))[role] = additions
+    for addition in additions_of(network, role).values():
         addition.attach(network, family, mesh)

@@ -57,10 +57,8 @@ class SecondTime(Addition):
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
         family.time_embedder(network).register_forward_hook(self._add)
 
-    def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor:
-        if self.embedded is None:
-            raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
-        return embedding + self(self.embedded)
+    def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
+        return None if self.embedded is None else embedding + self(self.embedded)
 
     def forward(self, d: Tensor) -> Tensor:
         """The embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""
@@ -81,26 +79,26 @@ class LastStep(SecondTime):
 
 
 @contextmanager
-def second_time(network: nn.Module, t: Tensor, r: Tensor | None) -> Iterator[None]:
-    """Calls of ``network`` inside the context are for the times ``(r, t)``.
+def second_time(additions: Mapping[str, Addition], t: Tensor, r: Tensor | None) -> Iterator[None]:
+    """Calls of the network inside the context are for the times ``(r, t)``.
 
     Args:
-        network: with or without one of these additions.
+        additions: the calling role's, with or without one of these.
         t: ``(B,)`` in [0, 1].
-        r: ``(B,)``; ``None`` for a network without the addition.
+        r: ``(B,)``; ``None`` for a role without the addition.
 
     Raises:
-        RuntimeError: a second time for a network that has none, or none for one that has.
+        RuntimeError: a second time for a role that has no addition for it, or none for one that has.
     """
-    additions = getattr(network, "additions", {})
     addition = next((each for each in additions.values() if isinstance(each, SecondTime)), None)
     if addition is None:
         if r is not None:
             raise RuntimeError("a second time was given to a network without an addition for it")
         yield
         return
-    if r is not None:
-        addition.embedded = addition.argument(t, r)
+    if r is None:
+        raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
+    addition.embedded = addition.argument(t, r)
     try:
         yield
     finally:

@@ -79,16 +79,15 @@ def test_bad_steps_in_a_row_stop_the_run(checkpoints, tmp_path):
 
 def _bad_on_one_rank(folder):
     trainer = make_trainer(Setup(dp_shard=2, cp=2), folder, make_config(Setup(dp_shard=2, cp=2), folder))
-    network, world = trainer.roles["student"].network, trainer.mesh.world
-    found = [first_non_finite(network, world)]
-    for parameter in network.parameters():
+    named, world = trainer.roles["student"].named_parameters(), trainer.mesh.world
+    found = [first_non_finite(named, world)]
+    for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    found.append(first_non_finite(network, world))
-    named = dict(network.named_parameters())
+    found.append(first_non_finite(named, world))
     for name, rank in (("blocks.1.attn1.to_q.weight", 1), ("blocks.1.attn1.to_k.weight", 2)):
         if dist.get_rank() == rank:
             local_shard(named[name].grad).view(-1)[-1] = math.inf if rank == 1 else math.nan
-    return [*found, first_non_finite(network, world)]
+    return [*found, first_non_finite(named, world)]
 
 
 def test_the_first_bad_parameter_is_named_alike_on_all_ranks(checkpoints):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from diffusers import WanTransformer3DModel
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
 from distill.data.order import clip_at
@@ -23,7 +24,7 @@ from models.condition import Condition
 from models.families.wan import Wan
 from models.network import Network
 from models.role import Role
-from tests.oracles.runs import Setup, Trace, make_config, random_clips
+from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut
 
 _ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
@@ -55,13 +56,15 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     kind, roles = METHODS[config.method.name][0], {}
     for name in kind.roles_needed(config.method):
         trainable = name in kind.trained_roles
-        network = WanTransformer3DModel.from_pretrained(folder / name).requires_grad_(trainable)
+        network = _network(setup, folder, name).requires_grad_(trainable and name not in setup.lora)
         network.set_attn_processor(WrittenOut())
         chosen = kind.additions(config.method).get(name, ())
         if chosen:
-            network.additions = build_additions(chosen, Wan(), network.config)
-            attach_additions(network, Wan(), _ONE_RANK)
-            initialise(network.additions, seed=0)
+            added = build_additions(chosen, Wan(), network.config)
+            attach_additions(network, name, added, Wan(), _ONE_RANK)
+            initialise(added, seed=0)
+        for parameter, value in network.named_parameters():
+            value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
         torch.nn.Module.to(network, data.latents.dtype)
         plain = Network(
             family=Wan(), config={}, module=network, precision="fp32",
@@ -72,7 +75,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     settings = config.optim.student
     optimizers = {
         name: torch.optim.AdamW(
-            roles[name].network.parameters(),
+            [p for p in roles[name].network.parameters() if p.requires_grad],
             lr=settings.lr,
             betas=tuple(settings.betas),
             weight_decay=settings.weight_decay,
@@ -88,7 +91,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             condition=Condition({name: value[indices] for name, value in data.tensors.items()}, data.null, data.empty),
         )
         name = method.trained_role(step)
-        parameters = dict(roles[name].network.named_parameters())
+        parameters = _trained(roles[name])
         total = 0.0
         for role in roles.values():  # another role's loss may have gone through it
             role.network.zero_grad()
@@ -102,5 +105,43 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         trace.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip).item())
         optimizers[name].step()
         optimizers[name].zero_grad()
-    trace.weights = {n: {k: p.detach().clone() for k, p in roles[n].network.named_parameters()} for n in optimizers}
+    trace.weights = {n: {k: p.detach().clone() for k, p in _trained(roles[n]).items()} for n in optimizers}
     return trace
+
+
+def _network(setup: Setup, folder: Path, name: str) -> WanTransformer3DModel:
+    """Plain, or the teacher's with peft's own adapters of a role that has any."""
+    lora = setup.lora.get(name)
+    if lora is None:
+        return WanTransformer3DModel.from_pretrained(folder / name)
+    network = WanTransformer3DModel.from_pretrained(folder / "teacher")
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or lora.rank,
+        target_modules=r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2))",
+        modules_to_save=lora.train or None,
+    )
+    inject_adapter_in_model(config, network)
+    for key, parameter in network.named_parameters():
+        if "lora_" in key:
+            parameter.data = random_adapter(name, public_name(key), parameter.shape)
+    return network
+
+
+def public_name(name: str) -> str:
+    """As the project calls a parameter, of peft's name for it with the adapter ``default``, or of an addition's."""
+    parts = name.split(".")
+    if parts[0] == "additions":
+        return ".".join([parts[0], *parts[2:]])
+    return ".".join(part for part in parts if part not in ("default", "base_layer", "modules_to_save"))
+
+
+def _trained(role: Role) -> dict[str, torch.nn.Parameter]:
+    """What of a role trains, by public name; all of it where it has no adapters."""
+    named = dict(role.network.named_parameters())
+    adapted = any(".default." in name for name in named)
+    return {
+        public_name(name): p
+        for name, p in named.items()
+        if not adapted or ".default." in name or name.startswith("additions.")
+    }

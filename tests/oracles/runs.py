@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from distill.config import Config, OptimizerSettings
 from distill.config.schema import OptimSettings
 from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.sharding.settings import ShardSettings
+from models.lora.settings import LoraSettings
 from tests.oracles.clips import RandomClips
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
@@ -44,6 +47,8 @@ class Setup:
     """Settings of the method; DMD2 in miniature by default."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of how a role is sharded, by role; under ``all`` those of every role."""
+    lora: dict[str, LoraSettings] = field(default_factory=dict)
+    """Adapters on the teacher's network, by role."""
 
     @property
     def world_size(self) -> int:
@@ -66,6 +71,12 @@ class Trace:
     """Full gradients before clipping, by parameter name."""
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Full weights of each trained role at the end."""
+
+
+def random_adapter(role: str, name: str, shape: Sequence[int]) -> Tensor:
+    """A weight of an adapter; of B too, whose own first values, zero, would hide errors in A's gradients."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{role}/{name}".encode()))
+    return 0.1 * torch.randn(*shape, generator=generator)
 
 
 def random_clips(setup: Setup) -> RandomClips:

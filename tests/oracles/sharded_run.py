@@ -13,9 +13,10 @@ from distill.methods import METHODS, build_method
 from distill.trainer import Trainer
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
-from models.load import build_role, plan_role
+from fsdp_cp.sharding.initialise import copy_own_part
+from models.load import build_roles, plan_role
 from tests.oracles.full_tensors import full_tensors
-from tests.oracles.runs import Setup, Trace, make_config, random_clips
+from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 
 
 class RecordingTrainer(Trainer):
@@ -26,8 +27,8 @@ class RecordingTrainer(Trainer):
         self.trace = Trace()
 
     def _update(self, name: str, norm: float, lr: float) -> None:
-        named = self.roles[name].network.named_parameters()
-        self.trace.gradients.append(full_tensors({n: p.grad for n, p in named if p.grad is not None}))
+        named = self.roles[name].named_parameters()
+        self.trace.gradients.append(full_tensors({n: p.grad for n, p in named.items() if p.grad is not None}))
         super()._update(name, norm, lr)
 
     def record(self) -> Trace:
@@ -48,22 +49,29 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
     """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
     mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp, setup.architecture["num_attention_heads"])
     device = torch.device("cpu")
-    method, roles = METHODS[config.method.name][0], {}
-    for name in method.roles_needed(config.method):
-        plan = plan_role(
+    method = METHODS[config.method.name][0]
+    plans = [
+        plan_role(
             name,
-            checkpoint=str(folder / name),
+            checkpoint=str(folder / ("teacher" if name in setup.lora else name)),
             sharding=setup.sharding(name),
             additions=method.additions(config.method).get(name, ()),
+            lora=setup.lora.get(name),
         )
-        roles[name] = build_role(
-            plan,
-            mesh=mesh,
-            device=device,
-            trainable=name in method.trained_roles,
-            latent_shape=setup.latent_shape,
-            condition_shapes=setup.condition_shapes,
-        )
+        for name in method.roles_needed(config.method)
+    ]
+    roles = build_roles(
+        plans,
+        trained=method.trained_roles,
+        mesh=mesh,
+        device=device,
+        latent_shape=setup.latent_shape,
+        condition_shapes=setup.condition_shapes,
+    )
+    for name in setup.lora:
+        for key, parameter in roles[name].named_parameters().items():
+            if "lora_" in key:
+                copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
     return RecordingTrainer(
         config=config,
         mesh=mesh,

@@ -1,0 +1,143 @@
+"""Adapters in an unmodified diffusers network, by peft (0.21): which layers get them, and how they are put in.
+
+An adapter has the name of its role. Which one a forward runs is settled in :mod:`models.lora.serving`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from fsdp_cp.errors import UserError
+from models.families.base import Family
+from models.lora.settings import LoraSettings
+
+
+def target_layers(network: nn.Module, family: Family, settings: LoraSettings, where: str) -> list[str]:
+    """Names of the linear layers that get adapters.
+
+    Args:
+        network: plain, on any device.
+        family: its family.
+        settings: of the role.
+        where: the settings' prefix in a message, e.g. ``"student.lora."``.
+
+    Raises:
+        UserError: patterns that match nothing, or that match modules without one linear layer among them; a rank above
+            a layer's size.
+    """
+    linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    if settings.targets:
+        chosen = [name for name in linear if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
+        for pattern in settings.targets:
+            if not any(fnmatchcase(name, pattern) for name in linear):
+                raise UserError(
+                    f"{where}targets: {pattern!r} matches no linear layer; names are as {next(iter(linear))} and"
+                    f" {next(reversed(linear))}"
+                )
+    else:
+        inside = {id(module) for block in family.blocks(network) for module in block.modules()}
+        chosen = [name for name, module in linear.items() if id(module) in inside]
+    for name in chosen:
+        size = min(linear[name].in_features, linear[name].out_features)
+        if settings.rank > size:
+            raise UserError(
+                f"{where}rank={settings.rank} is above the size of {name}, {linear[name].in_features} x"
+                f" {linear[name].out_features}: the product would cost more and reach no further; use {size} or less,"
+                f" or leave the layer out of {where}targets"
+            )
+    return chosen
+
+
+def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequence[str], where: str) -> list[str]:
+    """Names of the modules that the role trains whole, the outermost of those that match.
+
+    Args:
+        network: plain, on any device.
+        settings: of the role.
+        targets: from :func:`target_layers`.
+        where: the settings' prefix in a message.
+
+    Raises:
+        UserError: a pattern that matches no module with parameters, or only a bare parameter; a module that has
+            adapters, too.
+    """
+    modules = {
+        name: module for name, module in network.named_modules() if name and any(True for _ in module.parameters())
+    }
+    containers = (nn.ModuleList, nn.ModuleDict)
+    found: list[str] = []
+    for pattern in settings.train:
+        matching = [
+            name
+            for name, module in modules.items()
+            if fnmatchcase(name, pattern) and not isinstance(module, containers)
+        ]
+        if not matching:
+            bare = [name for name, _ in network.named_parameters() if fnmatchcase(name, pattern)]
+            why = f"matches {bare[0]}, a parameter, and a role can train modules alone" if bare else "matches no module"
+            raise UserError(f"{where}train: {pattern!r} {why}; names are as {next(reversed(modules))}")
+        found += matching
+    outermost = [name for name in modules if name in found and not any(name.startswith(f"{other}.") for other in found)]
+    for name in outermost:
+        both = next((t for t in targets if t == name or t.startswith(f"{name}.")), None)
+        if both is not None:
+            raise UserError(
+                f"{where}train: {name} would be trained whole, and {both} has adapters; leave one of them out"
+                f" ({where}targets)"
+            )
+    return outermost
+
+
+def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Sequence[str], train: Sequence[str]) -> None:
+    """Put the adapters of ``role`` into ``network``, in place, and its copies of what it trains whole.
+
+    Args:
+        network: on the meta device, plain or with other roles' adapters.
+        role: their name.
+        settings: of the role.
+        targets: from :func:`target_layers`.
+        train: from :func:`trained_modules`.
+    """
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.rank * settings.scale,  # type: ignore[arg-type]  # peft divides it by the rank
+        # As one pattern: of a list peft takes every name that ends as one of them does.
+        target_modules="|".join(re.escape(name) for name in targets),
+        lora_dropout=0.0,
+        init_lora_weights=False,
+    )
+    inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
+    for name in train:
+        module = network.get_submodule(name)
+        if isinstance(module, ModulesToSaveWrapper):
+            module.update(role)
+        else:
+            network.set_submodule(name, ModulesToSaveWrapper(module, role))
+
+
+def adapter_shapes(
+    network: nn.Module, rank: int, targets: Sequence[str], train: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a role adds to the plain ``network``, by public name, without building it.
+
+    Args:
+        network: the base.
+        rank: of the adapters.
+        targets: from :func:`target_layers`.
+        train: from :func:`trained_modules`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in targets:
+        layer = network.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        shapes[f"{name}.lora_A.weight"] = (rank, layer.in_features)
+        shapes[f"{name}.lora_B.weight"] = (layer.out_features, rank)
+    for name in train:
+        shapes |= {f"{name}.{key}": tuple(p.shape) for key, p in network.get_submodule(name).named_parameters()}
+    return shapes

@@ -1,0 +1,85 @@
+"""Which role's adapters a forward of a shared network runs, in backward's recomputation too.
+
+Not by peft's ``set_adapter`` and ``enable_adapters``: these change ``requires_grad`` as well, between a forward and its
+backward perhaps. The role is an argument of every FSDP unit's forward. So a unit that runs again in backward gets what
+its own forward got, whichever role the network has served since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+_ARGUMENT = "serves_role"
+_Layer = tuple[nn.Module, frozenset[str]]
+
+
+class Serving:
+    """Settles it for one network; made after the adapters are in, and before the network is sharded.
+
+    Args:
+        network: with adapters.
+        units: its FSDP units, whose forwards may be run again in backward.
+    """
+
+    def __init__(self, network: nn.Module, units: Sequence[nn.Module]):
+        self.role: str | None = None
+        """That the network is called for now."""
+        in_units: set[nn.Module] = set()
+        for unit in units:
+            layers = _layers(unit)
+            in_units.update(layer for layer, _ in layers)
+            if layers:
+                _take_the_role(unit, layers)
+                unit.register_forward_pre_hook(self._tell, with_kwargs=True)
+        self._elsewhere = [entry for entry in _layers(network) if entry[0] not in in_units]
+
+    @contextmanager
+    def serves(self, role: str) -> Iterator[None]:
+        """Calls of the network inside are ``role``'s; one that has no adapters gets the base. Nests."""
+        outer, self.role = self.role, role
+        _bind(self._elsewhere, role)
+        try:
+            yield
+        finally:
+            self.role = outer
+            if outer is not None:
+                _bind(self._elsewhere, outer)
+
+    def _tell(self, _unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self.role is None:
+            raise RuntimeError("a network with adapters serves roles; call it through one, by Role.velocity")
+        return args, {**kwargs, _ARGUMENT: self.role}
+
+
+def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
+    """Wrap ``unit.forward``, inside of what recomputes it or compiles it."""
+    inner = unit.forward
+
+    def forward(*args, **kwargs):
+        _bind(layers, kwargs.pop(_ARGUMENT))
+        return inner(*args, **kwargs)
+
+    unit.forward = forward
+
+
+def _layers(module: nn.Module) -> list[_Layer]:
+    """What of ``module`` runs one adapter or another, with the roles that it has one of."""
+    found: list[_Layer] = []
+    for each in module.modules():
+        if isinstance(each, BaseTunerLayer):
+            found.append((each, frozenset(cast(nn.ModuleDict, each.lora_A))))
+        elif isinstance(each, ModulesToSaveWrapper):
+            found.append((each, frozenset(cast(nn.ModuleDict, each.modules_to_save))))
+    return found
+
+
+def _bind(layers: list[_Layer], role: str) -> None:
+    """Set what peft's layers (0.21) read in their forward; without an entry they run the base."""
+    for layer, roles in layers:
+        layer.__dict__["_active_adapter"] = [role] if role in roles else []
