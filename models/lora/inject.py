@@ -113,6 +113,7 @@ def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Seque
         init_lora_weights=False,
     )
     inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
+    del network.peft_config  # of which peft would warn when the next role's are put in
     for name in train:
         module = network.get_submodule(name)
         if isinstance(module, ModulesToSaveWrapper):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
@@ -36,7 +38,7 @@ class Serving:
             in_units.update(layer for layer, _ in layers)
             if layers:
                 _take_the_role(unit, layers)
-                unit.register_forward_pre_hook(self._tell, with_kwargs=True)
+                unit.register_forward_pre_hook(partial(self._tell, layers), with_kwargs=True)
         self._elsewhere = [entry for entry in _layers(network) if entry[0] not in in_units]
 
     @contextmanager
@@ -51,9 +53,12 @@ class Serving:
             if outer is not None:
                 _bind(self._elsewhere, outer)
 
-    def _tell(self, _unit: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _tell(
+        self, layers: list[_Layer], _unit: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         if self.role is None:
             raise RuntimeError("a network with adapters serves roles; call it through one, by Role.velocity")
+        _bind(layers, self.role)
         return args, {**kwargs, _ARGUMENT: self.role}
 
 
@@ -62,7 +67,10 @@ def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
     inner = unit.forward
 
     def forward(*args, **kwargs):
-        _bind(layers, kwargs.pop(_ARGUMENT))
+        role = kwargs.pop(_ARGUMENT)
+        # A compiled graph is the one of the adapters that its forward was called with, recomputation included.
+        if not torch.compiler.is_compiling():
+            _bind(layers, role)
         return inner(*args, **kwargs)
 
     unit.forward = forward

@@ -12,6 +12,7 @@ from distill.saved_state import saved_tensors
 from fsdp_cp.checkpoint import step_folder
 from fsdp_cp.measure.sharding_memory import ShardingMemory
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
+from models.additions.gan_head import gan_head_of
 from models.condition import text_condition
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
@@ -182,7 +183,7 @@ def test_a_student_step_that_broke_off_leaves_the_fake_score_trainable(pools, ch
 def _in_bf16(folder, setup):
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     seen = []
-    head = trainer.roles["fake"].network.additions["gan_head"]
+    head = gan_head_of(trainer.roles["fake"].network, "fake")
     head.register_forward_hook(
         lambda module, args, output: seen.append((module.heads[1].out.weight.dtype, args[0][1].dtype, output.dtype))
     )

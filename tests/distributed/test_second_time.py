@@ -24,6 +24,7 @@ from distill.sample import main as sample_command
 from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.errors import UserError
+from models.additions.registry import additions_of
 from models.condition import text_condition
 from models.export import export_weights
 from models.load import build_role, plan_role
@@ -164,7 +165,7 @@ def _jvp(trained, dp_shard, cp):
     with torch.no_grad(), forward_ad.dual_level():
         duals = forward_ad.make_dual(x, dx), forward_ad.make_dual(t, torch.ones_like(t))
         out = forward_ad.unpack_dual(role.velocity(*duals, condition, r))
-    return mesh.dp_rank, out.primal, out.tangent, role.network.additions["second_time"].embedded
+    return mesh.dp_rank, out.primal, out.tangent, additions_of(role.network, "student")["second_time"].embedded
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
@@ -236,7 +237,7 @@ def test_gradients(pools, trained, dp_shard, cp):
 
 def _dtypes(trained):
     role = _role(trained, _mesh(1, 2), precision="bf16")
-    addition, seen = role.network.additions["second_time"], {}
+    addition, seen = additions_of(role.network, "student")["second_time"], {}
     addition.register_forward_hook(
         lambda module, args, out: seen.update(
             interval=args[0].dtype, weight=module.linear_1.weight.dtype, embedding=out.dtype

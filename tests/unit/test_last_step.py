@@ -136,14 +136,14 @@ def test_the_addition_embeds_the_second_time_itself():
     network = nn.Module()
     network.condition_embedder = nn.Module()
     network.condition_embedder.time_embedder = nn.Identity()
-    network.additions = build_additions(("last_step",), Wan(), config)
-    addition = network.additions["last_step"]
+    additions = build_additions(("last_step",), Wan(), config)
+    addition = additions["last_step"]
     addition.attach(network, Wan(), None)
     nn.init.normal_(addition.linear_2.weight)
     t, r = torch.tensor([0.2, 0.9]), torch.tensor([0.5, 0.5])
 
     def called(t, r):
-        with second_time(network, t, r):
+        with second_time(additions, t, r):
             return network.condition_embedder.time_embedder(torch.zeros(2, 8))
 
     out = called(t, r)
