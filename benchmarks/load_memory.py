@@ -28,7 +28,7 @@ from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.settings import ShardSettings
-from models.export import write_folder
+from models.export_folder import write_folder
 from models.families.wan import Wan
 from models.load import build_role, plan_role
 

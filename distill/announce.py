@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +13,23 @@ from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding import settings_of
+from models.role import Role
 
 if TYPE_CHECKING:  # which calls this
     from distill.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+def _base_in_words(roles: Mapping[str, Role], role: Role) -> str:
+    """Whose network it is, of a role with adapters."""
+    shared = [name for name, other in roles.items() if other.network is role.network and other is not role]
+    frozen = [name for name in shared if not roles[name].trainable]
+    count = sum(p.numel() for p in role.networks[0].base_parameters().values())
+    if frozen:
+        return f"the {frozen[0]}'s network"
+    of_others = f", shared with the {' and the '.join(shared)}" if shared else ""
+    return f"a frozen network of {count:,} parameters{of_others}"
 
 
 def announce(trainer: Trainer) -> None:
@@ -25,7 +38,10 @@ def announce(trainer: Trainer) -> None:
         return
     for name, role in trainer.method.roles.items():
         count = sum(p.numel() for p in role.parameters())
-        log.info("%s: %s parameters, %s", name, f"{count:,}", "trained" if role.trainable else "frozen")
+        how = "trained" if role.trainable else "frozen"
+        if role.adapters is not None:
+            how += f", adapters of rank {role.adapters['rank']} on {_base_in_words(trainer.method.roles, role)}"
+        log.info("%s: %s parameters, %s", name, f"{count:,}", how)
         if trainer.config.log.groups:
             log.info(
                 "%s on rank 0, %s:\n%s",

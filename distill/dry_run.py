@@ -10,8 +10,15 @@ from distill.setup import RunPlan, check_resume, world_of
 from fsdp_cp.checkpoint import find_resume, read_state
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
+from models.load import RolePlan
 
 log = logging.getLogger(__name__)
+
+
+def _weights(role: RolePlan) -> str:
+    """Where they come from, in words."""
+    base = role.folder.path if role.folder else "random weights"
+    return f"adapters of rank {role.lora.settings.rank} on {base}" if role.lora else f"{base}"
 
 
 def dry_run(config: Config, plan: RunPlan) -> None:
@@ -39,7 +46,7 @@ def dry_run(config: Config, plan: RunPlan) -> None:
         log.info(
             "%s: %s, %s parameters, %s, strategy %s, states %s a rank",
             role.name,
-            role.folder.path if role.folder else "random weights",
+            _weights(role),
             f"{states.parameters:,}",
             f"trained in {role.sharding.precision}" if states.gradients else f"frozen in {role.sharding.precision}",
             role.sharding.strategy,

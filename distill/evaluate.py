@@ -34,7 +34,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier
-from models.export import export_scheduler
+from models.export_folder import export_scheduler
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.timeouts import long_timeout
-from models.export import export_weights
+from models.export_folder import export_adapters, export_weights
 
 if TYPE_CHECKING:  # which calls this
     from distill.trainer import Trainer
@@ -54,7 +54,18 @@ def _export(trainer: Trainer) -> None:
     about = {"run": str(trainer.run_dir.resolve()), "step": trainer.step, "role": "student"}
     about["weights"] = "raw" if average is None else "ema"
     folder = trainer.run_dir / "export"
-    export_weights(folder / "student", weights, trainer.roles["student"].config, dtype=dtype, about=about)
+    role = trainer.roles["student"]
+    if role.adapters is None:
+        export_weights(folder / "student", weights, role.config, dtype=dtype, about=about)
+    else:
+        network, scale = role.networks[0], role.adapters["scale"]
+        export_weights(
+            folder / "student", weights, role.config, dtype=dtype, about=about, base=network.base_parameters(),
+            scale=scale,
+        )  # fmt: skip
+        adapters = {name: weight for name, weight in weights.items() if ".lora_" in name}
+        if len(adapters) == len(weights):
+            export_adapters(folder / "student_lora", adapters, network.family, scale=scale, dtype=dtype, about=about)
     on_all_ranks(lambda: write_scheduler(trainer.method, folder / "scheduler") if rank() == 0 else None)
     if rank() == 0:
         log.info("exported the student (%s weights) to %s", about["weights"], folder / "student")

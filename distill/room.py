@@ -11,7 +11,7 @@ from distill.setup import RunPlan
 from fsdp_cp.checkpoint import published_steps
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import MeshShape
-from models.load import RolePlan
+from models.load import RolePlan, sharing
 
 _ADAM = 8
 """Bytes of AdamW's two moments, fp32."""
@@ -23,9 +23,9 @@ class RoleBytes:
     """One role's states, by arithmetic: activations, gathered units and buffers come on top."""
 
     parameters: int
-    """How many the network has."""
+    """How many are the role's own: the network's, or its adapters'."""
     rank: int
-    """Bytes of weights, optimizer state and average on a rank."""
+    """Bytes of weights, optimizer state and average on a rank; of a base that roles share, with one of them."""
     gradients: int
     """Bytes of gradients on a rank while the role trains; 0 for a frozen one. One role trains at a time."""
     checkpoint: int
@@ -36,24 +36,35 @@ def role_bytes(config: Config, plan: RunPlan, role: RolePlan, shape: MeshShape) 
     """The states of ``role``, one of the ``plan``, on a rank of a mesh of ``shape``."""
     trained = role.name in plan.method.trained_roles
     averaged = trained and getattr(config, role.name).ema.enabled
-    count = sum(p.numel() for p in role.network.parameters())
+    count = sum(math.prod(each) for each in role.own_shapes.values())
     settings = role.sharding
     ranks = shape.dp_shard * shape.cp * (1 if settings.replicate else shape.dp_replicate)
     stored = {"keep": 4, "fp32": 4, "bf16": 2}[settings.master_dtype] if trained else _BYTES[settings.precision]
     computed = _BYTES[settings.precision]
     if settings.strategy == "no_shard":
         ranks = 1
-    held = stored / ranks
-    if settings.strategy in ("optim", "optim_grads"):
-        held += computed  # gathered for the whole step
+    gathered = computed if settings.strategy in ("optim", "optim_grads") else 0  # for the whole step
+    held = stored / ranks + gathered
+    base = 0.0
+    if role.lora is not None and _has_the_base(plan, role):
+        base = sum(p.numel() for p in role.network.parameters()) * (computed / ranks + gathered)
     gradients = 0.0
     if trained:
         held += (_ADAM + (stored if averaged else 0)) / ranks
         gradients = stored / (1 if settings.strategy in ("no_shard", "optim") else ranks)
     saved = stored + _ADAM + (stored if averaged else 0) if trained else 0
     return RoleBytes(
-        parameters=count, rank=round(count * held), gradients=round(count * gradients), checkpoint=count * saved
+        parameters=count,
+        rank=round(count * held + base),
+        gradients=round(count * gradients),
+        checkpoint=count * saved,
     )
+
+
+def _has_the_base(plan: RunPlan, role: RolePlan) -> bool:
+    """Does the base of these adapters count here? It does once, with the role that is nothing else if there is one."""
+    group = next(each for each in sharing(plan.roles, plan.method.trained_roles) if role in each)
+    return all(other.lora is not None for other in group) and group[0] is role
 
 
 def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:

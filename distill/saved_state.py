@@ -51,6 +51,7 @@ def saved_state(trainer: Trainer) -> dict[str, Any]:
         "method": trainer.method.settings.name,
         "data": trainer.training_data.fingerprint,
         "configs": {name: role.config for name, role in trainer.roles.items()},
+        "adapters": {name: role.adapters for name, role in trainer.roles.items() if role.adapters is not None},
     }
 
 

@@ -247,6 +247,7 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
                 f"checkpoint.resume: {checkpoint} was made with another network of the {role.name}; use the same"
                 f" {role.name}.checkpoint or {role.name}.architecture, or begin anew with another run_dir"
             )
+        _check_adapters(role, state, checkpoint)
     before, now = _flat(state["settings"]), _flat(run_settings(config))
     # A new setting is at its default.
     changed = [key for key in sorted(now.keys() & before.keys()) if before[key] != now[key]]
@@ -262,6 +263,37 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
             log.warning("resumed with %s=%s, which was %s", key, now[key], before[key])
         if state["step"] == config.steps:
             log.info("all %d steps are trained: what a run writes at its end is written again", config.steps)
+
+
+def _check_adapters(role: RolePlan, state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Are the checkpoint's adapters of ``role`` those of the run, on the same base?
+
+    Raises:
+        UserError: naming what differs.
+    """
+    saved, now = state.get("adapters", {}), role.adapters
+    before = saved.get(role.name) if isinstance(saved, dict) else None
+    ranks = [each["rank"] if each else 0 for each in (before, now)]
+    where = f"checkpoint.resume: {checkpoint} was made"
+    instead = "or begin anew with another run_dir"
+    if ranks[0] != ranks[1]:
+        raise UserError(f"{where} with {role.name}.lora.rank={ranks[0]}, not {ranks[1]}; use that, {instead}")
+    if before is None or now is None:
+        return
+    if before["scale"] != now["scale"]:
+        alphas = [f"{role.name}.lora.alpha={each['scale'] * each['rank']:g}" for each in (before, now)]
+        raise UserError(f"{where} with {alphas[0]}, not {alphas[1]}; use that, {instead}")
+    for key in ("targets", "train"):
+        if before[key] != now[key]:
+            raise UserError(
+                f"{where} with {len(before[key])} modules by {role.name}.lora.{key}, and these settings name others,"
+                f" {len(now[key])}; use the same, {instead}"
+            )
+    if before["base"]["fingerprint"] != now["base"]["fingerprint"]:
+        raise UserError(
+            f"{where} on another base than {now['base']['path']} (it was {before['base']['path']}), without which"
+            f" adapters mean nothing; give that as {role.name}.checkpoint, {instead}"
+        )
 
 
 _SAME_RESULT = {

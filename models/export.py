@@ -1,178 +1,109 @@
-"""Write a role's weights as a diffusers transformer folder, one file at a time.
+"""A role's weights in a training checkpoint as a diffusers folder, or its adapters as a file that others read.
 
-``python -m models.export RUN OUT`` does it for a training checkpoint, in one process. OUT is a new or empty folder, or
-an earlier export, which is replaced when the new one is whole; any other folder is refused and left as it is.
+``python -m models.export RUN OUT``, in one process. OUT is a new or empty folder, or an earlier export, which is
+replaced when the new one is whole; any other folder is refused and left as it is.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from diffusers import SchedulerMixin
-from diffusers import __version__ as diffusers_version
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import exit_code, rank
+from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from fsdp_cp.reduce import full_tensor, on_all_ranks
-from models.additions.base import added, named_additions, own
-from models.checkpoint_files import ADDITIONS
-from models.published import published, refuse_occupied, withdraw
+from fsdp_cp.sharding import materialise
+from fsdp_cp.sharding.initialise import initialise
+from models.checkpoint_files import fingerprint, inspect_transformer
+from models.export_folder import write_folder
+from models.families.base import Family
+from models.families.registry import family_of
+from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
+from models.lora.merge import Merged
+from models.published import refuse_occupied
 
-NAME = "diffusion_pytorch_model"
-_NOTE = (
-    "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
-    " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
-)
-log = logging.getLogger(__name__)
+_FILE_BYTES = 5 * 10**9
 
 
-def export_weights(
-    folder: Path,
-    weights: dict[str, Tensor],
-    config: dict[str, Any],
-    *,
-    dtype: torch.dtype,
-    max_bytes: int = 5 * 10**9,
-    about: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a sharded state dict as a folder that ``from_pretrained`` loads. Called by all ranks; rank 0 writes.
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """A role's weights in a checkpoint."""
 
-    Args:
-        folder: a run's own. An earlier export in it is replaced when the new one is whole; anything else is kept
-            under another name.
-        weights: DTensors by diffusers name.
-        config: the network's configuration.
-        dtype: of the files.
-        max_bytes: size of a file; rank 0 holds one file's tensors at a time.
-        about: what the weights are, for the folder's manifest.
+    checkpoint: Path
+    role: str
+    weights: str
+    state: Mapping[str, Any]
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorStorageMetadata]
+    """By name."""
 
-    Raises:
-        UserError: a folder that cannot be written; on every rank.
+    def read(self, name: str) -> Tensor:
+        """One of them, whole."""
+        key = f"{self.role}.{_KINDS[self.weights]}.{name}"
+        value = torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
+        with readable(self.checkpoint), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+            dcp.load({key: value}, storage_reader=reader(self.checkpoint), no_dist=True)
+        return value
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """What the role's adapters are, where it has any; see ``RolePlan.adapters``."""
+        return self.state.get("adapters", {}).get(self.role)
+
+    @property
+    def family(self) -> Family:
+        """Of the network."""
+        return family_of(self.state["settings"][self.role]["family"], self.role)
+
+
+_KINDS = {"raw": "weights", "ema": "ema"}
+
+
+def _find(checkpoint: Path, role: str, weights: str) -> _Saved:
     """
-
-    def gather(name: str) -> Tensor:
-        full = full_tensor(weights[name])
-        return full.to(device="cpu", dtype=dtype) if rank() == 0 else full
-
-    sizes = {name: w.numel() * dtype.itemsize for name, w in weights.items()}
-    about = {"dtype": str(dtype), **(about or {})}
-    on_all_ranks(
-        lambda: write_folder(folder, sizes, gather, config, max_bytes, writes=rank() == 0, about=about, move_aside=True)
+    Raises:
+        UserError: a role or average that the checkpoint has not, a damaged checkpoint.
+    """
+    state = read_state(checkpoint)
+    prefix = f"{role}.{_KINDS[weights]}."
+    metadata = reader(checkpoint).read_metadata().state_dict_metadata
+    named = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if not named:
+        held = sorted({(key.split(".")[0], key.split(".")[1]) for key in metadata} - {("student", "adamw")})
+        known = ", ".join(
+            f"--role {name} --weights {'ema' if kind == 'ema' else 'raw'}" for name, kind in held if kind != "adamw"
+        )
+        raise UserError(f"{checkpoint} holds no {weights} weights of a role {role!r}; use {known}")
+    configs = state.get("configs")
+    if not isinstance(configs, dict) or not isinstance(configs.get(role), dict):
+        raise UserError(f"{checkpoint / 'state.json'} is damaged: it has no configuration of {role}; use another one")
+    return _Saved(
+        checkpoint=checkpoint,
+        role=role,
+        weights=weights,
+        state=state,
+        config=configs[role],
+        tensors=cast("dict[str, TensorStorageMetadata]", named),  # weights are nothing else
     )
 
 
-def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
-    """Write what ``from_pretrained`` reads; ``None`` removes what an earlier export left. One rank calls it."""
-    if scheduler is None:
-        withdraw(folder)
-        return
-    with published(folder, {"scheduler": type(scheduler).__name__}, move_aside=True) as unfinished:
-        scheduler.save_pretrained(unfinished)
-
-
-def write_folder(
-    folder: Path,
-    sizes: dict[str, int],
-    gather: Callable[[str], Tensor],
-    config: dict[str, Any],
-    max_bytes: int,
-    writes: bool,
-    about: Mapping[str, Any] | None = None,
-    move_aside: bool = False,
-) -> None:
-    """Write a diffusers transformer folder, holding one file's tensors at a time; additions in a file of their own.
-
-    Args:
-        folder: see :func:`models.published.published`.
-        sizes: bytes of each tensor, by diffusers name.
-        gather: a tensor by its name; called once for each, in order.
-        config: the network's configuration.
-        max_bytes: size of a file.
-        writes: does this rank write? The others only take part in ``gather``.
-        about, move_aside: of :func:`models.published.published`.
-
-    Raises:
-        UserError: a folder that cannot be written; on the rank that writes, after the last ``gather``.
-    """
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, size in own(sizes).items():
-        if filled and filled + size > max_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    contents = {
-        f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
-        for i, names in enumerate(files)
-    }
-    weight_map = {name: file for file, names in contents.items() for name in names}
-    if added(sizes):
-        contents[ADDITIONS] = list(added(sizes))
-    gathered = _gathered(contents, gather, keep=writes)
-    try:
-        with published(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
-            for file, tensors in gathered:
-                if unfinished is not None:
-                    save_file(tensors, unfinished / file, metadata={"format": "pt"})
-            if unfinished is not None:
-                index = {"metadata": {"total_size": sum(own(sizes).values())}, "weight_map": weight_map}
-                _write_texts(unfinished, config, index if len(files) > 1 else None, own_name=folder, sizes=sizes)
-    except SafetensorError as error:  # a full disk, too
-        raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
-    finally:
-        for _ in gathered:  # a rank that left the collectives would leave the others waiting in them
-            pass
-
-
-def _gathered(
-    contents: Mapping[str, list[str]], gather: Callable[[str], Tensor], *, keep: bool
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Each file's name and tensors, none of them where ``keep`` is not set; every rank must come to its end."""
-    for file, names in contents.items():
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            full = gather(name)
-            if keep:
-                tensors[name] = full.contiguous()
-        yield file, tensors
-
-
-def _write_texts(
-    unfinished: Path, config: dict[str, Any], index: dict[str, Any] | None, *, own_name: Path, sizes: dict[str, int]
-) -> None:
-    """``config.json``, the index of several files, and a note on additions."""
-    if added(sizes):
-        note = _NOTE.format(names=", ".join(sorted(named_additions(sizes))), file=ADDITIONS)
-        (unfinished / "README.md").write_text(note + "\n")
-        log.warning("%s: %s", own_name, note)
-    if index is not None:
-        (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    public = {key: value for key, value in config.items() if not key.startswith("_")}
-    header = {
-        "_class_name": config.get("_class_name", "WanTransformer3DModel"),  # a checkpoint from before other families
-        "_diffusers_version": diffusers_version,
-    }
-    (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")
-
-
-def export_checkpoint(checkpoint: Path, out: Path, *, role: str, weights: str, dtype: torch.dtype) -> None:
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, role: str, weights: str, dtype: torch.dtype, kind: str | None, base: str | None
+) -> str:
     """Export a role of a training checkpoint; needs no process group and never holds more than one file.
 
     Args:
@@ -181,45 +112,83 @@ def export_checkpoint(checkpoint: Path, out: Path, *, role: str, weights: str, d
         role: ``student`` or ``fake``.
         weights: ``raw`` or ``ema``.
         dtype: of the files.
+        kind: ``merged``, or one of :data:`models.lora.files.FORMATS`; ``None`` for the whole network, which is
+            ``merged`` where the role has adapters.
+        base: the folder of the adapters' base, where it has moved.
+
+    Returns:
+        What was written, in words.
 
     Raises:
         UserError: a role or average that the checkpoint has not, a damaged checkpoint, a folder that is not to be
-            written.
+            written, a base that is not the adapters' own.
     """
     refuse_occupied(out, "OUT")
-    state = read_state(checkpoint)
-    configs = state.get("configs")
-    storage = reader(checkpoint)
-    prefix = f"{role}.{'ema' if weights == 'ema' else 'weights'}."
-    metadata = storage.read_metadata().state_dict_metadata
-    named = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    saved = cast("dict[str, TensorStorageMetadata]", named)  # weights are nothing else
-    if not saved:
-        held = sorted({(key.split(".")[0], key.split(".")[1]) for key in metadata} - {("student", "adamw")})
-        known = ", ".join(
-            f"--role {name} --weights {'ema' if kind == 'ema' else 'raw'}" for name, kind in held if kind != "adamw"
+    saved = _find(checkpoint, role, weights)
+    adapters = saved.adapters
+    if adapters is None and kind is not None:
+        raise UserError(
+            f"--format {kind} is for adapters, and the {role} in {checkpoint} trained its whole network; leave it out"
         )
-        raise UserError(f"{checkpoint} holds no {weights} weights of a role {role!r}; use {known}")
-
-    if not isinstance(configs, dict) or not isinstance(configs.get(role), dict):
-        raise UserError(f"{checkpoint / 'state.json'} is damaged: it has no configuration of {role}; use another one")
-
-    def read(name: str) -> Tensor:
-        value = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
-        with readable(checkpoint), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
-            dcp.load({prefix + name: value}, storage_reader=reader(checkpoint), no_dist=True)
-        return value.to(dtype)
-
-    sizes = {name: value.size.numel() * dtype.itemsize for name, value in saved.items()}
+    if base is not None and (adapters is None or kind in FORMATS):
+        raise UserError("--base is for adapters that are merged into it (--format merged); leave it out")
     about = {
         "checkpoint": str(checkpoint.resolve()),
-        "step": state["step"],
+        "step": saved.state["step"],
         "role": role,
         "weights": weights,
         "dtype": str(dtype),
     }
-    write_folder(out, sizes, read, configs[role], 5 * 10**9, writes=True, about=about)
+    scale = adapters["scale"] if adapters else 1.0
+    if kind in FORMATS:
+        refuse_whole(saved.tensors, f"the {role} in {checkpoint}")
+        tensors = file_tensors(kind, saved.tensors, saved.read, family=saved.family, scale=scale, dtype=dtype)
+        write_file(out, tensors, about | {"format": kind})
+        return f"the {weights} adapters of the {role}"
+    read: Callable[[str], Tensor] = saved.read
+    counts = {name: value.size.numel() for name, value in saved.tensors.items()}
+    if adapters is not None:
+        of_base, shapes = _base(saved, base)
+        read = merged = Merged(of_base, saved.read, shapes, saved.tensors, scale)
+        counts = {name: shapes[name].numel() if name in shapes else counts[name] for name in merged.names}
+    sizes = {name: count * dtype.itemsize for name, count in counts.items()}
+    write_folder(out, sizes, lambda name: read(name).to(dtype), saved.config, _FILE_BYTES, writes=True, about=about)
+    return f"the {weights} weights of the {role}{', merged into their base,' if adapters else ''}"
+
+
+def _base(saved: _Saved, given: str | None) -> tuple[Callable[[str], Tensor], dict[str, torch.Size]]:
+    """How to read a weight of the adapters' base by name, and all their shapes.
+
+    Raises:
+        UserError: a base that is not there, or another one.
+    """
+    assert saved.adapters is not None
+    of = saved.adapters["base"]
+    if of["path"] is None:
+        if given is not None:
+            raise UserError("--base: these adapters are on random weights, which the run's seed gives; leave it out")
+        with torch.device("meta"):
+            network = saved.family.build(saved.config, "state.json")
+        materialise(network, "cpu")
+        initialise(network, seed=saved.state["seed"], special=saved.family.fill_special)
+        weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+        return weights.__getitem__, {name: weight.shape for name, weight in weights.items()}
+    folder = inspect_transformer(given or of["path"], "--base")
+    if fingerprint(folder) != of["fingerprint"]:
+        raise UserError(
+            f"--base {folder.path} has other weights than the base that the {saved.role} was trained on"
+            f" ({of['path']}); give that one"
+        )
+    files: dict[str, Path] = {}
+    for path in sorted(folder.path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), path)
+
+    def read(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    return read, {name: torch.Size(shape) for name, shape in folder.shapes.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -234,6 +203,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--role", default="student", choices=("student", "fake"))
     parser.add_argument("--weights", default="raw", choices=("raw", "ema"))
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument(
+        "--format",
+        choices=("merged", *FORMATS),
+        help="of a role with adapters: merged into its base, as a diffusers folder (the default), as a file for"
+        " diffusers' load_lora_weights, or one with the keys of Wan's own code, as ComfyUI and LightX2V read it",
+    )
+    parser.add_argument("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     logging.basicConfig(format="%(message)s")
@@ -243,8 +219,11 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("OUT is empty; give a folder")
         out = user_path(args.out, "OUT")
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
-        export_checkpoint(checkpoint, out, role=args.role, weights=args.weights, dtype=dtype)
-        print(f"{out}: the {args.weights} weights of the {args.role} in {checkpoint}")
+        base = str(user_path(args.base, "--base")) if args.base is not None else None
+        written = export_checkpoint(
+            checkpoint, out, role=args.role, weights=args.weights, dtype=dtype, kind=args.format, base=base
+        )
+        print(f"{out}: {written} in {checkpoint}")
 
     return exit_code(work)
 

@@ -19,7 +19,7 @@ from fsdp_cp.sharding import materialise, shard_module
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from models.additions.base import PREFIX, Chosen, named_additions
 from models.additions.registry import additions_of, attach_additions, build_additions
-from models.checkpoint_files import TransformerFolder, check_tensors, inspect_transformer
+from models.checkpoint_files import TransformerFolder, check_tensors, fingerprint, inspect_transformer
 from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
 from models.fill import fill
@@ -64,6 +64,16 @@ class RolePlan:
         setting = f"{self.name}.{'architecture' if self.folder is None else 'checkpoint'}"
         self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
         return self.family.tokens(self.config, latent_shape)
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """Of a role with adapters what they are, and on which base, as JSON; a random base is the run's seed's."""
+        if self.lora is None:
+            return None
+        base: dict[str, str | None] = {"path": None, "fingerprint": None}
+        if self.folder is not None:
+            base = {"path": str(self.folder.path.resolve()), "fingerprint": fingerprint(self.folder)}
+        return self.lora.described | {"base": base}
 
     @property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -278,7 +288,10 @@ def build_roles(
             latent_shape=latent_shape,
             condition_shapes=condition_shapes,
         )
-        roles = [Role(name=plan.name, networks=(network,), trainable=plan.name in trained) for plan in group]
+        roles = [
+            Role(name=plan.name, networks=(network,), trainable=plan.name in trained, adapters=plan.adapters)
+            for plan in group
+        ]
         fill(network, group, roles, seed)
         built |= {role.name: role for role in roles}
     return {plan.name: built[plan.name] for plan in plans}

@@ -40,6 +40,8 @@ class Role:
     boundaries: tuple[float, ...] = ()
     """Times in (0, 1), falling, between those that one network serves and the next: from the boundary on the former."""
     trainable: bool
+    adapters: dict[str, Any] | None = None
+    """Of a role with adapters what they are (:attr:`models.load.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
     """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
     flops: int = 0

@@ -27,7 +27,7 @@ from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import own
 from models.condition import Condition
-from models.export import export_weights, write_folder
+from models.export_folder import export_weights, write_folder
 from models.families.base import LatentShape, config_of
 from models.families.registry import family_of
 from models.load import RolePlan, build_role, defining, plan_role

@@ -88,6 +88,14 @@ class Family(ABC):
         """Names of parameters that no gradient ever reaches; they are frozen."""
         return []
 
+    def original_name(self, layer: str) -> str:
+        """What the model's own code calls the linear layer ``layer`` of the diffusers network, as ComfyUI does.
+
+        Raises:
+            UserError: a layer without such a name.
+        """
+        raise UserError(f"{layer}: the names of {self.name}'s own code are not known; use --format diffusers-lora")
+
     # Sizes
 
     @abstractmethod

@@ -24,6 +24,7 @@ from fsdp_cp.mesh import Mesh
 from models.condition import Condition
 from models.families.base import Family, LatentShape, Shape
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
+from models.families.wan_names import original_name
 
 IMAGE_TOKENS = 257
 """Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""
@@ -206,6 +207,9 @@ class Wan(Family):
 
     def time_embedder(self, network: WanTransformer3DModel) -> nn.Module:
         return network.condition_embedder.time_embedder
+
+    def original_name(self, layer: str) -> str:
+        return original_name(layer)
 
     def heads(self, config: Mapping[str, Any]) -> int:
         """Query heads, of which Wan has as many as key/value heads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,6 +31,16 @@ class LoraPlan:
     def shapes(self, network: nn.Module) -> dict[str, Shape]:
         """Of the role's own parameters on the plain ``network``, by public name."""
         return adapter_shapes(network, self.settings.rank, self.targets, self.train)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What of them a checkpoint must have for this role, as JSON."""
+        return {
+            "rank": self.settings.rank,
+            "scale": self.settings.scale,
+            "targets": list(self.targets),
+            "train": list(self.train),
+        }
 
     def inject(self, network: nn.Module, role: str) -> None:
         """Put them into ``network``, in place; see :func:`models.lora.inject.inject`."""

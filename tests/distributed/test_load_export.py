@@ -16,7 +16,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
 from models.condition import text_condition
 from models.ema import Ema
-from models.export import export_weights
+from models.export_folder import export_weights
 from models.load import build_role, plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_cp.errors import UserError
-from models.export import export_scheduler
+from models.export_folder import export_scheduler
 from models.published import MANIFEST, published, refuse_occupied, withdraw
 
 

@@ -11,7 +11,7 @@ from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.sampling import rollout
 from distill.schedules import shift_times
 from fsdp_cp.errors import UserError
-from models.export import export_scheduler
+from models.export_folder import export_scheduler
 from models.scheduler import TOLERANCE, few_step_scheduler
 from tests.unit.method_roles import SHAPE, Net, dmd2, make_batch, text_of
 
