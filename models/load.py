@@ -48,6 +48,8 @@ class RolePlan:
     head_groups: int = 1
     additions: Chosen = ()
     """What is attached to the network; see models/additions/."""
+    base: tuple[str, str]
+    """What tells its weights from others, of family and folder or configuration: roles of equal ones can share them."""
     added: nn.ModuleDict
     """These, on the meta device; never changed."""
     lora: LoraPlan | None = None
@@ -85,7 +87,8 @@ class RolePlan:
         return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
     def of(self, network: nn.Module, folder: TransformerFolder | None) -> RolePlan:
-        """The same role of another network of its family, on the meta device, with its weights in ``folder``."""
+        """The same role of another network of its family, on the meta device, with its weights in ``folder``; it shares
+        it with the roles that it shares this one with."""
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
@@ -149,10 +152,13 @@ def plan_role(
     adapters = None
     if lora is not None and lora.enabled:
         adapters = plan_lora(network, chosen, lora, f"{name}.lora.")
+    config = {"_class_name": chosen.class_name} | defining(config_of(network))
+    weights = json.dumps(config, sort_keys=True) if folder is None else str(folder.path.resolve())
     return RolePlan(
         name=name,
         family=chosen,
-        config={"_class_name": chosen.class_name} | defining(config_of(network)),
+        config=config,
+        base=(chosen.name, weights),
         folder=folder,
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
@@ -187,12 +193,6 @@ def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, .
         log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
 
 
-def base_of(plan: RolePlan) -> tuple[str, str]:
-    """What tells its base from others: roles of equal ones can share it."""
-    where = json.dumps(plan.config, sort_keys=True) if plan.folder is None else str(plan.folder.path.resolve())
-    return plan.family.name, where
-
-
 def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[RolePlan]]:
     """``plans`` by the network that they will have, in the order of their first.
 
@@ -203,11 +203,11 @@ def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[Ro
         plans: of the roles.
         trained: names of those that train.
     """
-    adapted = {base_of(plan) for plan in plans if plan.lora is not None}
+    adapted = {plan.base for plan in plans if plan.lora is not None}
     groups: dict[object, list[RolePlan]] = {}
     for plan in plans:
-        shares = plan.lora is not None or (plan.name not in trained and not plan.additions and base_of(plan) in adapted)
-        groups.setdefault(base_of(plan) if shares else plan.name, []).append(plan)
+        shares = plan.lora is not None or (plan.name not in trained and not plan.additions and plan.base in adapted)
+        groups.setdefault(plan.base if shares else plan.name, []).append(plan)
     return list(groups.values())
 
 

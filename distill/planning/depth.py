@@ -24,8 +24,8 @@ def simulate_any_depth(
 ) -> Simulation:
     """:func:`simulate`; of deeper networks than :func:`shallow_depths`, from two simulations with so few blocks.
 
-    Whole where blocks differ: where the family says so, where a GAN's heads hang on some, where roles have not equally
-    many.
+    Whole where blocks differ: where the family says so, where a GAN's heads or adapters hang on some, where roles have
+    not equally many.
 
     Peaks of a phase are taken for the same moment at both depths, which blocks that are alike make true: tests compare
     it with whole simulations.
@@ -40,6 +40,7 @@ def simulate_any_depth(
         min(depths) <= known[1]
         or len(set(depths)) > 1
         or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
+        or not all(_adapted_alike(role) for role in plan.roles)
     )
     if whole:
         return simulate(config, plan, shapes, stands_for=stands_for)
@@ -73,6 +74,17 @@ def simulate_any_depth(
         host=Peak(sum(host.values()), host),
         queries=few.queries,
     )
+
+
+def _adapted_alike(role: RolePlan) -> bool:
+    """Has every block the same adapters, and the same modules that are trained whole?"""
+    if role.lora is None:
+        return True
+    names = {module: name for name, module in role.network.named_modules()}
+    blocks = [names[block] + "." for block in role.family.blocks(role.network)]
+    chosen = [*role.lora.targets, *(f"{name} whole" for name in role.lora.train)]
+    inside = [{name.removeprefix(block) for name in chosen if name.startswith(block)} for block in blocks]
+    return all(of_block == inside[0] for of_block in inside)
 
 
 def _simulate_shallow(

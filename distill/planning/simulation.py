@@ -8,7 +8,7 @@ but what no operation shows: the memory that kernels and backends allocate for t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from fsdp_cp.sharding import activations, materialise, settings_of
 from models.condition import Condition
 from models.ema import Ema
 from models.families.base import LatentShape, Shape
-from models.load import build_network
+from models.load import RolePlan, build_network, sharing
 from models.network import Network
 from models.role import Role
 
@@ -139,6 +139,8 @@ class _WatchedRole(Role):
     recomputed: float = 0.0
     queries: dict[str, int]
     """As :attr:`Simulation.queries`; of all roles the same one."""
+    holder: str
+    """The role under whose name its network counts."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)
@@ -152,23 +154,27 @@ class _WatchedRole(Role):
 
 
 class _Sharding(ShardingMemory):
-    """FSDP2's allocations for one role, told to ``storages``."""
+    """FSDP2's allocations for one network, told to ``storages``; gradients of a shared one are whose step it is."""
 
-    def __init__(self, role: Role, storages: AttributedStorages):
+    def __init__(self, role: _WatchedRole, storages: AttributedStorages):
         super().__init__(role.network)
         self.role, self.storages = role, storages
 
     def __enter__(self) -> ShardingMemory:
         super().__enter__()
         for output in gathered_outputs(self.networks):
-            self.storages.relabel(output, (self.role.name, "gathered"))
+            self.storages.relabel(output, (self.role.holder, "gathered"))
         return self
 
     def _add(self, kind: str, tensor: Tensor | None) -> None:
         if tensor is not None:
             # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
             moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and _is_offloaded(self.role)
-            self.storages.relabel(tensor, (self.role.name, HOST if moved else _SHARDING_KINDS[kind]))
+            whose = self.role.holder
+            if self.role.networks[0].adapters and _SHARDING_KINDS[kind] != "gathered":
+                assert isinstance(self.storages.label, tuple)
+                whose = self.storages.label[0]
+            self.storages.relabel(tensor, (whose, HOST if moved else _SHARDING_KINDS[kind]))
 
 
 def _is_offloaded(role: Role) -> bool:
@@ -241,7 +247,8 @@ def run_steps(
         for steps in chosen.values():  # a first forward gathers nothing ahead, and FSDP2 allocates what it keeps
             run.step(next(iter(steps)), run.batches[:1])
         with ExitStack() as stack:
-            for role in method.roles.values():  # without a first forward there is nothing to watch
+            for role in {id(role.network): role for role in method.roles.values()}.values():
+                # without a first forward there is nothing to watch
                 if any(True for _ in gathered_outputs([role.network])):
                     stack.enter_context(_Sharding(role, storages))
             storages.reset_peaks()
@@ -261,30 +268,40 @@ def _build(
 ) -> dict[str, Role]:
     """The roles, with memory for their weights and nothing in it; they fill ``queries``."""
     latent_shape, condition_shapes = shapes
+    trained = plan.method.trained_roles
     roles: dict[str, Role] = {}
-    for each in plan.roles:
-        trainable = each.name in plan.method.trained_roles
+    for group in sharing(plan.roles, trained):
         # Without memory first: among fake tensors a network that is on meta cannot be copied.
         network = build_network(
-            each,
+            group,
+            trained=trained,
             mesh=mesh,
             device=torch.device("cpu"),
-            trainable=trainable,
             latent_shape=latent_shape,
             condition_shapes=condition_shapes,
             allocate=False,
         )
-        offloaded = each.sharding.offload == "cpu"
-        with tensors, storages, storages.labelled((each.name, "parameters")):
-            with storages.labelled((each.name, HOST if offloaded else "parameters")):
+        holder = _holder(group)
+        for each in group:
+            role = _WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
+            role.storages, role.queries, role.holder = storages, queries, holder
+            roles[each.name] = role
+        held = HOST if group[0].sharding.offload == "cpu" else "parameters"
+        with tensors, storages, storages.labelled((holder, "parameters")):
+            with storages.labelled((holder, held)):
                 materialise(network.module, "cpu")
+            for name in network.adapters:
+                for parameter in network.named_parameters(name).values():
+                    storages.relabel(parameter, (name, held))
             for buffer in network.module.buffers():
-                storages.relabel(buffer, (each.name, "parameters"))
+                storages.relabel(buffer, (holder, "parameters"))
             network.family.restore_buffers(network.module, torch.device("cpu"))
-        role = _WatchedRole(name=each.name, networks=(network,), trainable=trainable)
-        role.storages, role.queries = storages, queries
-        roles[each.name] = role
-    return roles
+    return {each.name: roles[each.name] for each in plan.roles}
+
+
+def _holder(group: Sequence[RolePlan]) -> str:
+    """Under whose name the base counts that these roles share: the one that is nothing else, if there is one."""
+    return next((each.name for each in group if each.lora is None), group[0].name)
 
 
 class _Run:

@@ -57,7 +57,34 @@ CASES = {
         "fake.activation_checkpointing=full",
     ),
 }
-FAST = ("ring",)
+_ADAPTERS = ("student.lora.rank=4", "fake.lora.rank=8")
+CASES |= {
+    "adapters": (
+        2,
+        "mesh.cp=2",
+        "precision=bf16",
+        "student.activation_checkpointing=full",
+        "fake.activation_checkpointing=full",
+        "student.ema.enabled=true",
+        *_ADAPTERS,
+    ),
+    "adapters, gathered": (4, "mesh.cp=2", *(f"{role}.strategy=optim" for role in ROLES), *_ADAPTERS),
+    "adapters, offloaded": (
+        1,
+        "mesh.cp=1",
+        "micro_batch_size=4",
+        *(f"{role}.offload=cpu" for role in ROLES),
+        *_ADAPTERS,
+    ),
+    "adapters of one role, derivative": (
+        1,
+        "experiment=quickstart_rcm",
+        "mesh.cp=1",
+        "student.lora.rank=4",
+        "student.lora.train=[proj_out]",
+    ),
+}
+FAST = ("ring", "adapters")
 
 
 def _planned(world, words, layers=2):
