@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from distill.config import Config
 from distill.config.checks import micro_batch_size
+from distill.config.schema import RoleSettings
 from distill.loggers import check_services
 from distill.methods import METHODS, Method
 from distill.optimizers import parameter_groups
@@ -25,6 +27,7 @@ from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, defining, plan_role, sharing
+from models.lora.saved import find_adapters
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +77,21 @@ def plan_run(
     roles = []
     for name in needed:
         settings = getattr(config, name)
+        trained = name in method.trained_roles
+        saved = find_adapters(settings.checkpoint)
+        of_base = _base_of_adapters(config, name, trained) if saved is not None else settings
         roles.append(
             plan_role(
                 name,
-                checkpoint=settings.checkpoint,
-                architecture=settings.architecture,
+                checkpoint=of_base.checkpoint,
+                architecture=of_base.architecture,
                 family=settings.family,
                 sharding=sharding[name],
                 attention_backend=config.attention.backend,
                 head_groups=config.attention.head_groups,
                 additions=method.additions(config.method).get(name, ()),
-                lora=settings.lora if name in method.trained_roles else None,
+                lora=settings.lora if trained else None,
+                saved=saved,
             )
         )
     _check_sharing(roles, method.trained_roles)
@@ -118,6 +125,8 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     given = getattr(config, name)
     settings = ShardSettings(**{item.name: getattr(given, item.name) for item in fields(ShardSettings)})
     settings.check(device.type, f"{name}.")
+    if name in method.trained_roles:
+        given.lora.check(f"{name}.lora.")
     if settings.gather_early:
         steps = method(config.method, {})
         first = list(dict.fromkeys(steps.first_role(step) for step in range(config.steps)))
@@ -147,14 +156,32 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     return settings
 
 
+def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
+    """Where the base is, of a role whose checkpoint is a folder of adapters: with the teacher.
+
+    Raises:
+        UserError: a role that does not train, or no teacher's network.
+    """
+    folder = getattr(config, name).checkpoint
+    if not trained:
+        raise UserError(
+            f"{name}.checkpoint={folder} holds adapters alone, and the {name} does not train; give a whole network"
+        )
+    if find_adapters(config.teacher.checkpoint) or not (config.teacher.checkpoint or config.teacher.architecture):
+        raise UserError(
+            f"{name}.checkpoint={folder} holds adapters alone; set teacher.checkpoint to the network that they are for"
+        )
+    return config.teacher
+
+
 def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
     """Roles on one base have one network, which is sharded and compiled in one way.
 
     Raises:
         UserError: settings that differ, by name; modules that one role trains and another adapts.
     """
-    for first, *others in sharing(roles, trained):
-        for other in others:
+    for group in sharing(roles, trained):
+        for first, other in combinations(group, 2):
             frozen = {first.name, other.name} - set(trained)
             for name in (item.name for item in fields(ShardSettings)):
                 if name == "gather_early" or (frozen and name in ("master_dtype", *TRAINED_ONLY)):
@@ -165,7 +192,7 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
                         f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}: these roles share one"
                         f" network ({other.name}.lora), which can have one {name}; set them equal"
                     )
-        adapters = [role for role in (first, *others) if role.lora is not None]
+        adapters = [role for role in group if role.lora is not None]
         for role in adapters:
             for other in adapters:
                 both = [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from fsdp_cp.errors import UserError
 from models.shipped import find_shipped
@@ -59,6 +61,11 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         raise UserError(f"{where}: {path / 'config.json'} is not JSON ({one_line(error)})") from error
     if not isinstance(config, dict):
         raise UserError(f"{where}: {path / 'config.json'} is not a JSON object")
+    if "quantization_config" in config:
+        raise UserError(
+            f"{where} is quantised ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
+            " weights in bf16 or fp32"
+        )
     index = path / "diffusion_pytorch_model.safetensors.index.json"
     if index.is_file():
         names = indexed_files(index, where)
@@ -84,6 +91,20 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
+
+
+def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
+    """Reads a tensor of ``folder`` by its name."""
+    files: dict[str, Path] = {}
+    for path in sorted(folder.path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), path)
+
+    def read(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    return read
 
 
 def fingerprint(folder: TransformerFolder) -> str:

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -27,7 +26,7 @@ from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.sharding import materialise
 from fsdp_cp.sharding.initialise import initialise
-from models.checkpoint_files import fingerprint, inspect_transformer
+from models.checkpoint_files import fingerprint, inspect_transformer, tensor_reader
 from models.export_folder import write_folder
 from models.families.base import Family
 from models.families.registry import family_of
@@ -179,16 +178,7 @@ def _base(saved: _Saved, given: str | None) -> tuple[Callable[[str], Tensor], di
             f"--base {folder.path} has other weights than the base that the {saved.role} was trained on"
             f" ({of['path']}); give that one"
         )
-    files: dict[str, Path] = {}
-    for path in sorted(folder.path.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as opened:
-            files |= dict.fromkeys(opened.keys(), path)
-
-    def read(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
-
-    return read, {name: torch.Size(shape) for name, shape in folder.shapes.items()}
+    return tensor_reader(folder), {name: torch.Size(shape) for name, shape in folder.shapes.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

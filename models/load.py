@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class RolePlan:
             added = build_additions(self.additions, self.family, config_of(network))
         lora = None
         if self.lora is not None:
-            lora = plan_lora(network, self.family, self.lora.settings, f"{self.name}.lora.")
+            lora = plan_lora(network, self.family, self.lora.settings, self.name)
         return replace(self, config=config, folder=folder, network=network, added=added, lora=lora)
 
 
@@ -109,6 +110,7 @@ def plan_role(
     head_groups: int = 1,
     additions: Chosen = (),
     lora: LoraSettings | None = None,
+    saved: Path | None = None,
 ) -> RolePlan:
     """Check a role's settings; reads headers, builds nothing but a network on the meta device.
 
@@ -121,6 +123,7 @@ def plan_role(
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
         additions: what is attached to the network.
         lora: the adapters that the role trains, on a frozen network.
+        saved: the file that these begin with.
 
     Raises:
         UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture, adapters
@@ -150,8 +153,8 @@ def plan_role(
         shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
         _check_additions(folder, shapes, setting)
     adapters = None
-    if lora is not None and lora.enabled:
-        adapters = plan_lora(network, chosen, lora, f"{name}.lora.")
+    if lora is not None and (lora.enabled or saved is not None):
+        adapters = plan_lora(network, chosen, lora, name, saved)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = json.dumps(config, sort_keys=True) if folder is None else str(folder.path.resolve())
     return RolePlan(

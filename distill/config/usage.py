@@ -88,6 +88,8 @@ def usage(config: Config, chosen: str = "") -> str:
     lines += ["", "What else there is; --help all says what each is:"]
     rates = {name: getattr(config.optim, name) for name in TRAINED}
     lines += _in_paragraph("optim.ROLE.", [key.removeprefix("ROLE.") for key, *_ in _shared("ROLE", rates)])
+    adapters = {name: getattr(config, name).lora for name in TRAINED}
+    lines += _in_paragraph("ROLE.lora.", [key.removeprefix("ROLE.") for key, *_ in _shared("ROLE", adapters)])
     averages = [(f"{name}.ema", getattr(config, name).ema) for name in TRAINED]
     for name, settings in (("optim", config.optim), *averages, *_rest(config)):
         rows = _described(type(settings), "", settings, _short)

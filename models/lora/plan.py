@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import local_shard
-from fsdp_cp.sharding.initialise import initialise
+from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
 from models.lora.inject import adapter_shapes, inject, target_layers, trained_modules
+from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
 from models.names import owner
 
@@ -27,6 +30,8 @@ class LoraPlan:
     """Linear layers with adapters, by name."""
     train: tuple[str, ...]
     """Modules of which the role trains a copy."""
+    saved: SavedAdapters | None = None
+    """Where their first values come from; ``None`` for fresh ones."""
 
     def shapes(self, network: nn.Module) -> dict[str, Shape]:
         """Of the role's own parameters on the plain ``network``, by public name."""
@@ -47,7 +52,17 @@ class LoraPlan:
         inject(network, role, self.settings, self.targets, self.train)
 
     def fill(self, module: nn.Module, role: str, seed: int) -> None:
-        """First values of ``role``'s adapters in the sharded ``module``: A drawn from ``seed``, B zero."""
+        """First values of ``role``'s adapters in the sharded ``module``: the file's, or A from ``seed`` and B zero."""
+
+        if self.saved is not None:
+            found = self.saved.read()
+            for name, parameter in module.named_parameters():
+                of, public = owner(name)
+                if of == role and ".lora_" in name:
+                    layer, _, which = public.removesuffix(".weight").rpartition(".")
+                    a, b = found[layer]
+                    copy_own_part(parameter.detach(), a if which == "lora_A" else b / self.settings.scale, name)
+            return
 
         def is_its_a(name: str) -> str | None:
             return name if owner(name)[0] == role and ".lora_A." in name else None
@@ -64,19 +79,38 @@ def _draw(settings: LoraSettings, _module: nn.Module, _name: str, tensor: Tensor
         tensor.normal_(std=1 / settings.rank)
 
 
-def plan_lora(network: nn.Module, family: Family, settings: LoraSettings, where: str) -> LoraPlan:
+def plan_lora(
+    network: nn.Module, family: Family, settings: LoraSettings, role: str, saved: Path | None = None
+) -> LoraPlan:
     """Check a role's adapters against its base.
 
     Args:
         network: the base, plain, on any device.
         family: its family.
-        settings: of the adapters; ``rank`` is above 0.
-        where: the settings' prefix in a message, e.g. ``"student.lora."``.
+        settings: of the adapters; ``rank`` is above 0, unless it is the file's.
+        role: the role's name, for messages.
+        saved: the file that they come from; ``None`` for fresh ones.
 
     Raises:
-        UserError: what :func:`models.lora.inject.target_layers` and ``trained_modules`` refuse.
+        UserError: what :func:`models.lora.inject.target_layers`, ``trained_modules`` and
+            :func:`models.lora.saved.inspect_adapters` refuse; a file of another rank, or for other layers.
     """
+    where, found = f"{role}.lora.", None
     settings.check(where)
+    if saved is not None:
+        found = inspect_adapters(saved, network, family, f"{role}.checkpoint")
+        if settings.rank not in (0, found.rank):
+            raise UserError(
+                f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
+                f" {found.rank}; leave it out"
+            )
+        if not settings.targets:
+            settings = replace(settings, rank=found.rank, targets=sorted(found.tensors))
     targets = target_layers(network, family, settings, where)
+    if saved is not None and found is not None and set(targets) != found.tensors.keys():
+        raise UserError(
+            f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
+            f" {len(found.tensors)} others; leave it out"
+        )
     train = trained_modules(network, settings, targets, where)
-    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train))
+    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=found)

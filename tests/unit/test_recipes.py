@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.tensor import Shard
 
-import models.load
+import models.fill
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
 from distill.methods import METHODS
@@ -123,7 +123,7 @@ class World:
 @pytest.fixture(scope="module", params=[1, 4], ids=["1node", "4nodes"])
 def world(request):
     with fake_world(request.param * RANKS_PER_NODE), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+        patch.setattr(models.fill, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
         yield World(request.param)
 
 

@@ -1,0 +1,73 @@
+"""``python -m models.lora extract FULL BASE OUT --rank 64``: adapters from a fully trained network, by SVD."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+import torch
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import exit_code
+from fsdp_cp.paths import user_path
+from models.checkpoint_files import inspect_transformer
+from models.families.registry import family_names, family_of
+from models.lora.extract import extract
+from models.lora.files import FORMATS, file_tensors, write_file
+from models.lora.settings import LoraSettings
+from models.published import refuse_occupied
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m models.lora", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("extract", help="adapters that make FULL of BASE, as nearly as their rank can")
+    command.add_argument("full", metavar="FULL", help="diffusers folder of the trained network")
+    command.add_argument("base", metavar="BASE", help="diffusers folder of the network that it began as")
+    command.add_argument("out", metavar="OUT", help="folder to write: new, empty, or an earlier export")
+    command.add_argument("--rank", type=int, default=64)
+    command.add_argument(
+        "--targets", nargs="+", default=[], help="patterns of layer names; those of the blocks by default"
+    )
+    command.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="as of python -m models.export")
+    command.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    command.add_argument("--family", choices=family_names(), default="wan")
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+
+    def work() -> None:
+        for name in ("full", "base", "out"):
+            if not getattr(args, name):
+                raise UserError(f"{name.upper()} is empty; give a folder")
+        out = user_path(args.out, "OUT")
+        refuse_occupied(out, "OUT")
+        if args.rank < 1:
+            raise UserError(f"--rank {args.rank} must be at least 1")
+        full, base = (
+            inspect_transformer(str(user_path(getattr(args, name), name.upper())), name.upper())
+            for name in ("full", "base")
+        )
+        family = family_of(args.family, "--family")
+        with torch.device("meta"):
+            network = family.build(base.config, "BASE")
+        found = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+        tensors = file_tensors(
+            args.format, found.adapters, found.adapters.__getitem__, family=family, scale=1.0, dtype=dtype
+        )
+        about = {"made by": "models.lora extract", "full": str(full.path), "base": str(base.path), "rank": args.rank}
+        write_file(out, tensors, about | {"format": args.format})
+        print(f"{out}: adapters of rank {args.rank} for {len(found.adapters) // 2} layers, which hold {found.kept:.2%}"
+              " of the squared difference there")  # fmt: skip
+        if found.left_out:
+            most = max(found.left_out, key=found.left_out.__getitem__)
+            print(f"left out: {len(found.left_out)} other tensors that differ, the most {most} (by"
+                  f" {found.left_out[most]:.2g} of its norm)")  # fmt: skip
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

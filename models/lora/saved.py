@@ -1,0 +1,120 @@
+"""Adapters from files: diffusers', peft's, and those with the keys of the model's own code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fsdp_cp.errors import UserError
+from models.checkpoint_files import one_line
+from models.families.base import Family
+from models.lora.files import NAME
+from models.shipped import find_shipped
+
+_FILES = (NAME, "adapter_model.safetensors")
+"""diffusers' name, and peft's."""
+_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
+_DOWN, _UP = (".lora_A", ".lora_down"), (".lora_B", ".lora_up")
+
+
+def find_adapters(checkpoint: str | None) -> Path | None:
+    """The file of adapters in the folder ``checkpoint``; ``None`` where it is no such folder."""
+    folder = find_shipped(checkpoint) if checkpoint and checkpoint.strip() else None
+    if folder is None or (folder / "config.json").is_file():
+        return None
+    return next((folder / name for name in _FILES if (folder / name).is_file()), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedAdapters:
+    """Which layers a file has adapters for; no weights are read."""
+
+    file: Path
+    rank: int
+    tensors: Mapping[str, tuple[str, str, float]]
+    """By layer: the names of A and of B in the file, and the scale of their product."""
+
+    def read(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each layer, fp32, the scale in B."""
+        with safe_open(self.file, framework="pt") as opened:
+            return {
+                layer: (opened.get_tensor(a).float(), scale * opened.get_tensor(b).float())
+                for layer, (a, b, scale) in self.tensors.items()
+            }
+
+
+def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
+    """Compare the file's adapters with the base that they are for; reads headers and scales alone.
+
+    Args:
+        file: from :func:`find_adapters`.
+        network: the base, plain, on any device.
+        family: its family.
+        setting: where the file came from, for messages (``student.checkpoint``).
+
+    Raises:
+        UserError: a file that cannot be read, that holds anything but adapters, or whose layers the base has not, or
+            has in other sizes; several ranks.
+    """
+    where = f"{setting}={file.parent}"
+    linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    known = {name: name for name in linear}
+    for name in linear:
+        try:
+            known[family.original_name(name)] = name
+        except UserError:  # it has none
+            pass
+    try:
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+            alphas = {name: float(opened.get_tensor(name)) for name in shapes if name.endswith(".alpha")}
+            default = _scale(file, opened.metadata() or {})
+    except Exception as error:  # safetensors raises its own, which is not public everywhere
+        raise UserError(f"{where}: {file.name} is not a readable file of adapters ({one_line(error)})") from error
+    found: dict[str, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        short = next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name).removesuffix(".weight")
+        layer, kind = short, ""
+        for part, ends in (("a", _DOWN), ("b", _UP), ("alpha", (".alpha",))):
+            for end in ends:
+                if short.removesuffix(".default").endswith(end):
+                    layer, kind = short.removesuffix(".default").removesuffix(end), part
+        if not kind:
+            raise UserError(f"{where} holds {name}, which is no adapter of a linear layer; it cannot be used")
+        if layer not in known:
+            raise UserError(f"{where} has an adapter for {layer}, and the base has no such linear layer")
+        found.setdefault(known[layer], {})[kind] = (name, shape)
+    tensors, ranks = {}, set()
+    for layer, parts in found.items():
+        if not {"a", "b"} <= parts.keys():
+            raise UserError(f"{where} has one matrix of two for {layer}; copy it again")
+        (a, down), (b, up) = parts["a"], parts["b"]
+        sizes = (linear[layer].in_features, linear[layer].out_features)
+        if len(down) != 2 or len(up) != 2 or (down[1], up[0]) != sizes or down[0] != up[1]:
+            raise UserError(
+                f"{where}: the adapter of {layer} has the shapes {down} and {up}, but the layer takes {sizes[0]} and"
+                f" gives {sizes[1]} features; it is for another base"
+            )
+        ranks.add(down[0])
+        scale = alphas[parts["alpha"][0]] / down[0] if "alpha" in parts else default
+        tensors[layer] = (a, b, scale)
+    if len(ranks) != 1:
+        raise UserError(f"{where} has adapters of the ranks {sorted(ranks)}; one rank is supported")
+    return SavedAdapters(file=file, rank=ranks.pop(), tensors=tensors)
+
+
+def _scale(file: Path, metadata: Mapping[str, str]) -> float:
+    """``alpha / rank`` as peft's ``adapter_config.json`` or diffusers' metadata say it; 1 where nobody does."""
+    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    rank, alpha = config.get("transformer.r"), config.get("transformer.lora_alpha")
+    beside = file.parent / "adapter_config.json"
+    if beside.is_file():
+        config = json.loads(beside.read_text(encoding="utf-8"))
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+    return alpha / rank if rank and alpha else 1.0

@@ -1,0 +1,165 @@
+"""``ROLE.lora.*``: what is refused, by name and before anything is built; which layers get adapters; first values."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from distill.config import compose_config
+from distill.setup import plan_run
+from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.mesh import build_mesh
+from models.families.wan import Wan
+from models.load import build_roles, plan_role, sharing
+from models.lora.inject import target_layers, trained_modules
+from models.lora.settings import LoraSettings
+from models.names import owner
+from tests.oracles.full_tensors import full_tensors
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
+
+
+@pytest.fixture(scope="module")
+def network():
+    with torch.device("meta"):
+        return WanTransformer3DModel(**ARCHITECTURE)
+
+
+def test_by_default_all_linear_layers_of_the_blocks(network):
+    found = target_layers(network, Wan(), LoraSettings(rank=4), "student.lora.")
+    assert len(found) == 10 * ARCHITECTURE["num_layers"]
+    assert all(isinstance(network.get_submodule(name), torch.nn.Linear) for name in found)
+    assert {name.split(".")[0] for name in found} == {"blocks"}
+
+
+def test_patterns(network):
+    targets = ["*.attn1.to_?", "condition_embedder.time_proj"]
+    settings = LoraSettings(rank=2, targets=targets, train=["*norm*", "proj_out"])
+    found = target_layers(network, Wan(), settings, "")
+    assert len(found) == 3 * ARCHITECTURE["num_layers"] + 1
+    whole = trained_modules(network, settings, found, "")
+    assert "proj_out" in whole and "blocks.0.attn1.norm_q" in whole and "blocks.2.norm2" in whole
+    assert all(any(True for _ in network.get_submodule(name).parameters()) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 49}, "rank=49 is above the size of blocks.0.attn1.to_q, 48 x 48.*use 48 or less"),
+        ({"rank": 4, "targets": ["*.q_proj"]}, "targets: .*q_proj.* matches no linear layer; names are as"),
+        ({"rank": 4, "targets": ["*.norm_q"]}, "targets: .*norm_q.* matches no linear layer"),
+        ({"rank": 4, "train": ["*norm9*"]}, "train: .*norm9.* matches no module"),
+        (
+            {"rank": 4, "train": ["*scale_shift_table"]},
+            "train: .* matches .*scale_shift_table, a parameter",
+        ),
+        ({"rank": 4, "train": ["blocks.1"]}, "blocks.1 would be trained whole, and blocks.1.attn1.to_q has adapters"),
+        ({"rank": 4, "train": ["blocks.0.attn2.to_q"]}, "would be trained whole, and .* has adapters"),
+        ({"rank": -1}, "rank=-1 must be a whole number"),
+        ({"rank": 4.0}, "rank=4.0 must be a whole number"),
+        ({"rank": 4, "init": "pissa"}, "init=pissa is not supported, since it overwrites the base"),
+        ({"rank": 4, "init": "orthogonal"}, "init=orthogonal is not supported; use standard or gaussian"),
+        ({"rank": 4, "alpha": 0.0}, "alpha=0.0 must be above 0"),
+        ({"alpha": 8.0}, "alpha=8.0 is for adapters, which student.lora.rank=0 leaves out"),
+        ({"train": ["proj_out"]}, "train=.*proj_out.* is for adapters"),
+    ],
+    ids=str,
+)
+def test_what_no_adapters_can_be(network, settings, message):
+    lora = LoraSettings(**settings)
+    with pytest.raises(UserError, match=message):
+        lora.check("student.lora.")
+        targets = target_layers(network, Wan(), lora, "student.lora.")
+        trained_modules(network, lora, targets, "student.lora.")
+
+
+WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=4", "fake.lora.rank=4")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("student.strategy=optim",), "teacher.strategy=optim_grads_params, but student.strategy=optim: .* share one"),
+        (("fake.activation_checkpointing=full",), "activation_checkpointing=none, but fake.activation_checkpointing"),
+        (("student.precision=bf16",), "teacher.precision=fp32, but student.precision=bf16"),
+        (("student.compile=true",), "teacher.compile=false, but student.compile=true"),
+        (("student.master_dtype=bf16", "precision=bf16"), "student.master_dtype=bf16 with student.lora.rank=4"),
+        (("student.lora.dropout=0.1",), "student.lora.dropout"),
+        (("student.lora.rank=0", "student.lora.alpha=3"), "student.lora.alpha=3"),
+        (("student.lora.targets=[*attn1.to_q]", "student.lora.train=[*.ffn]"), "whole by the student, and .*ffn"),
+        (("teacher.lora.rank=4",), "teacher.lora"),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_each_other(words, message):
+    with pytest.raises(UserError, match=message):
+        plan_run(compose_config([*WORDS, *words]))
+
+
+def test_who_shares():
+    def groups(*words):
+        plan = plan_run(compose_config([*WORDS, *words]))
+        return [[role.name for role in group] for group in sharing(plan.roles, plan.method.trained_roles)]
+
+    assert groups() == [["teacher", "student", "fake"]]
+    assert groups("fake.lora.rank=0", "fake.activation_checkpointing=full") == [["teacher", "student"], ["fake"]]
+    assert groups("student.lora.rank=0") == [["teacher", "fake"], ["student"]]
+    assert groups("student.lora.rank=0", "fake.lora.rank=0") == [["teacher"], ["student"], ["fake"]]
+
+
+def _first_values(path, architecture):
+    mesh = build_mesh(dp_shard=2, cp=1, heads=4)
+    where = {
+        "mesh": mesh, "device": torch.device("cpu"), "latent_shape": LATENT_SHAPE,
+        "condition_shapes": CONDITION_SHAPES, "seed": 5,
+    }  # fmt: skip
+    adapters = {
+        "teacher": None,
+        "student": LoraSettings(rank=8, train=["proj_out"]),
+        "fake": LoraSettings(rank=8, init="gaussian"),
+    }
+    plans = [plan_role(n, checkpoint=path, architecture=architecture, lora=lora) for n, lora in adapters.items()]
+    roles = build_roles(plans, trained=("student", "fake"), **where)
+    assert roles["teacher"].network is roles["student"].network is roles["fake"].network
+    plain = build_roles([plan_role("teacher", checkpoint=path, architecture=architecture)], trained=(), **where)
+    return {name: full_tensors(role.weights()) for name, role in (*roles.items(), ("plain", plain["teacher"]))}
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_first_values(checkpoints, random):
+    """Of the base as without adapters, from files and from a seed; of A as in peft; B is zero."""
+    path, architecture = (None, ARCHITECTURE) if random else (str(checkpoints / "teacher"), None)
+    found = run_ranks(2, _first_values, path, architecture)
+    weights = found[0]
+    assert weights["teacher"].keys() == weights["plain"].keys()
+    for name, value in weights["plain"].items():
+        assert torch.equal(value, weights["teacher"][name]), name
+    for key in ("weight", "bias"):
+        assert torch.equal(weights["student"][f"proj_out.{key}"], weights["plain"][f"proj_out.{key}"])
+    for role in ("student", "fake"):
+        a = [v for name, v in weights[role].items() if ".lora_A." in name]
+        assert all(not v.any() for name, v in weights[role].items() if ".lora_B." in name) and len(a) == 30
+        for value in a:
+            limit = value.shape[1] ** -0.5
+            if role == "student":  # uniform in +-1/sqrt(features), of deviation 1/sqrt(3 features)
+                assert value.abs().max() <= limit and value.std() == pytest.approx(limit / 3**0.5, rel=0.15)
+            else:
+                assert value.std() == pytest.approx(1 / 8, rel=0.2)
+        assert len({value.flatten()[0].item() for value in a}) == 30, "each layer has its own"
+    for name, value in found[1]["student"].items():
+        assert torch.equal(value, weights["student"][name])
+
+
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        ("blocks.0.attn1.to_q.lora_A.student.weight", ("student", "blocks.0.attn1.to_q.lora_A.weight")),
+        ("blocks.0.attn1.to_q.base_layer.weight", (None, "blocks.0.attn1.to_q.weight")),
+        ("proj_out.modules_to_save.fake.bias", ("fake", "proj_out.bias")),
+        ("proj_out.original_module.bias", (None, "proj_out.bias")),
+        ("additions.fake.gan_head.heads.0.out.bias", ("fake", "additions.gan_head.heads.0.out.bias")),
+        ("condition_embedder.time_proj.weight", (None, "condition_embedder.time_proj.weight")),
+        ("scale_shift_table", (None, "scale_shift_table")),
+    ],
+)
+def test_whose_a_parameter_is(name, truth):
+    assert owner(name) == truth
