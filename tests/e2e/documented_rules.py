@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -176,11 +176,14 @@ def sweep_help(command: str, places: Places, capsys) -> None:
 def form(command: str, places: Places, capsys) -> None:
     """A form, with placeholders: what it names is there, and its help knows the options."""
     launch = taken_apart(command.replace("[", "").replace("]", ""))
-    main = importlib.import_module(launch.target.removesuffix(".py")).main
+    name = launch.target.removesuffix(".py")
+    package = importlib.util.find_spec(name).submodule_search_locations is not None
+    main = importlib.import_module(f"{name}.__main__" if package else name).main
+    asked = [*launch.words[:1], "--help"] if package else ["--help"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [launch.target, "--help"])
         try:
-            code = main(["--help"]) if inspect.signature(main).parameters else main()
+            code = main(asked) if inspect.signature(main).parameters else main()
         except SystemExit as end:  # argparse's
             code = end.code
     shown = capsys.readouterr().out
@@ -327,6 +330,16 @@ RULES = [
     Rule(r"python (-m distill\.sweep|train\.py --multirun) .*experiment=(wan|quickstart).*", sweep_checks),
     Rule(r"python -m distill\.sweep( experiment=NAME .*)?", sweep_help),
     # The other commands.
+    Rule(
+        r"python -m models\.export RUN OUT --format [a-z-]+",
+        form,
+        why="tests/distributed/test_lora_checkpoints.py runs them",
+    ),
+    Rule(
+        r"python -m models\.lora extract FULL BASE OUT --rank 64",
+        form,
+        why="tests/distributed/test_lora_extract.py runs it",
+    ),
     Rule(r"(python|torchrun .*) -m (distill\.sample|models\.export) (RUN|/shared)[^\[]*", on_a_run, slow=True),
     Rule(r"python -m tests\.tiny_pipeline /tmp/pipeline", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
