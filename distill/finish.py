@@ -58,17 +58,18 @@ def _export(trainer: Trainer) -> None:
     if role.adapters is None:
         export_weights(folder / "student", weights, role.config, dtype=dtype, about=about)
     else:
-        network, scale = role.networks[0], role.adapters["scale"]
-        export_weights(
-            folder / "student", weights, role.config, dtype=dtype, about=about, base=network.base_parameters(),
-            scale=scale,
-        )  # fmt: skip
-        adapters = {name: weight for name, weight in weights.items() if ".lora_" in name}
-        if len(adapters) == len(weights):
-            export_adapters(folder / "student_lora", adapters, network.family, scale=scale, dtype=dtype, about=about)
+        role.rest()
+        base, scale = role.networks[0].base_parameters(), role.adapters["scale"]
+        export_weights(folder / "student", weights, role.config, dtype=dtype, about=about, base=base, scale=scale)
+        whole = [name for name in weights if ".lora_" not in name]
+        if not whole:
+            export_adapters(folder / "student_lora", weights, role.family, scale=scale, dtype=dtype, about=about)
+        elif rank() == 0:
+            log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
     on_all_ranks(lambda: write_scheduler(trainer.method, folder / "scheduler") if rank() == 0 else None)
     if rank() == 0:
-        log.info("exported the student (%s weights) to %s", about["weights"], folder / "student")
+        merged = "" if role.adapters is None else ", merged into its base,"
+        log.info("exported the student (%s weights)%s to %s", about["weights"], merged, folder / "student")
 
 
 def _report(trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ from distill.planning.depth import simulate_any_depth
 from distill.planning.files import FILE, PAGE, PICTURE, make_writable, refuse_foreign, settings_digest, write
 from distill.planning.hardware import load_hardware
 from distill.planning.prediction import Prediction, predict
-from distill.planning.simulation import Shapes
+from distill.planning.watched import Shapes
 from distill.planning.words import in_words
 from distill.setup import RunPlan, plan_run
 from fsdp_cp.errors import UserError

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from distill.config import Config
-from distill.planning.simulation import Shapes, Simulation, StepCost, simulate
+from distill.planning.simulation import Simulation, StepCost, simulate
+from distill.planning.watched import Shapes
 from distill.setup import RunPlan, plan_run
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.signals import end_with_parent

@@ -10,7 +10,7 @@ from typing import Any
 
 from distill.config import Config
 from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, NCCL_GIB, Prediction
-from distill.planning.simulation import KINDS
+from distill.planning.watched import KINDS
 from distill.planning.words import verdict
 from distill.report.page import document
 

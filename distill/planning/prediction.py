@@ -9,7 +9,8 @@ from typing import Any
 from distill.config import Config
 from distill.planning.files import MADE_BY
 from distill.planning.hardware import Hardware
-from distill.planning.simulation import HOST, KINDS, Simulation
+from distill.planning.simulation import Simulation
+from distill.planning.watched import HOST, KINDS
 from distill.setup import RunPlan
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.mesh import MeshShape

@@ -8,7 +8,7 @@ but what no operation shows: the memory that kernels and backends allocate for t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,43 +16,25 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distill.config import Config
 from distill.gradients import accumulate_gradients
 from distill.methods import Batch, Method, build_method
 from distill.observations import Observations
 from distill.optimizers import RoleOptimizer
+from distill.planning.watched import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
 from distill.setup import RunPlan
 from fsdp_cp.fake_world import fake_world
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.phases import phase, phase_now
-from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
+from fsdp_cp.measure.sharding_memory import gathered_outputs
 from fsdp_cp.measure.traffic import CollectiveCounter
-from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
-from fsdp_cp.sharding import activations, materialise, settings_of
+from fsdp_cp.sharding import activations
 from models.condition import Condition
 from models.ema import Ema
-from models.families.base import LatentShape, Shape
-from models.load import RolePlan, build_network, sharing
-from models.network import Network
-from models.role import Role
-
-Shapes = tuple[LatentShape, Mapping[str, Shape]]
-KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
-"""Of what a rank holds for a role, in the order in which tables have them."""
-HOST = "host"
-"""The kind of what is in host memory under ``offload=cpu`` and ``activation_offload``; no part of a device's bytes."""
-
-_SHARDING_KINDS = {
-    "gathered": "gathered",
-    "staging": "gathered",
-    "full_gradients": "gradient_buffers",
-    "reduce_inputs": "gradient_buffers",
-    "shard_gradients": "gradients",
-}
 
 
 @dataclass
@@ -132,55 +114,6 @@ class _Draws(StepRandom):
         return low if self.lengths.shortest else high
 
 
-class _WatchedRole(Role):
-    """What its forwards allocate is this role's, also while another trains."""
-
-    storages: AttributedStorages
-    recomputed: float = 0.0
-    queries: dict[str, int]
-    """As :attr:`Simulation.queries`; of all roles the same one."""
-    holder: str
-    """The role under whose name its network counts."""
-
-    def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
-        settings = settings_of(network.module)
-        if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
-            if settings.activation_checkpointing != "none":
-                self.recomputed += depth * x.shape[0] * network.forward_flops
-            size = x.shape[0] * network.tokens * network.family.width(network.config)
-            self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
-        with self.storages.labelled((self.name, "activations")):
-            return super()._outputs(network, x, t, condition, depth)
-
-
-class _Sharding(ShardingMemory):
-    """FSDP2's allocations for one network, told to ``storages``; gradients of a shared one are whose step it is."""
-
-    def __init__(self, role: _WatchedRole, storages: AttributedStorages):
-        super().__init__(role.network)
-        self.role, self.storages = role, storages
-
-    def __enter__(self) -> ShardingMemory:
-        super().__enter__()
-        for output in gathered_outputs(self.networks):
-            self.storages.relabel(output, (self.role.holder, "gathered"))
-        return self
-
-    def _add(self, kind: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
-            moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and _is_offloaded(self.role)
-            whose = self.role.holder
-            if self.role.networks[0].adapters and _SHARDING_KINDS[kind] != "gathered":
-                assert isinstance(self.storages.label, tuple)
-                whose = self.storages.label[0]
-            self.storages.relabel(tensor, (whose, HOST if moved else _SHARDING_KINDS[kind]))
-
-
-def _is_offloaded(role: Role) -> bool:
-    return settings_of(role.networks[0].module).offload == "cpu"
-
-
 @dataclass
 class _HostBuffers:
     """Where activations are moved to, while :meth:`watched`."""
@@ -239,7 +172,7 @@ def run_steps(
         place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True
     )
     sent, host_buffers, queries = CollectiveCounter(), _HostBuffers(), {}
-    method = build_method(config.method, _build(plan, shapes, mesh, storages, tensors, queries))
+    method = build_method(config.method, build_watched(plan, shapes, mesh, storages, tensors, queries))
     with tensors, sent, storages, host_buffers.watched(storages):
         run = _Run(config, plan, shapes, method, storages, sent, host_buffers)
         chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
@@ -250,58 +183,12 @@ def run_steps(
             for role in {id(role.network): role for role in method.roles.values()}.values():
                 # without a first forward there is nothing to watch
                 if any(True for _ in gathered_outputs([role.network])):
-                    stack.enter_context(_Sharding(role, storages))
+                    stack.enter_context(WatchedSharding(role, storages))
             storages.reset_peaks()
             resting = {label: size for label, size in storages.by.items() if size}
             costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
             run.sample()
     return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=queries)
-
-
-def _build(
-    plan: RunPlan,
-    shapes: Shapes,
-    mesh: Mesh,
-    storages: AttributedStorages,
-    tensors: AbstractContextManager,
-    queries: dict[str, int],
-) -> dict[str, Role]:
-    """The roles, with memory for their weights and nothing in it; they fill ``queries``."""
-    latent_shape, condition_shapes = shapes
-    trained = plan.method.trained_roles
-    roles: dict[str, Role] = {}
-    for group in sharing(plan.roles, trained):
-        # Without memory first: among fake tensors a network that is on meta cannot be copied.
-        network = build_network(
-            group,
-            trained=trained,
-            mesh=mesh,
-            device=torch.device("cpu"),
-            latent_shape=latent_shape,
-            condition_shapes=condition_shapes,
-            allocate=False,
-        )
-        holder = _holder(group)
-        for each in group:
-            role = _WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
-            role.storages, role.queries, role.holder = storages, queries, holder
-            roles[each.name] = role
-        held = HOST if group[0].sharding.offload == "cpu" else "parameters"
-        with tensors, storages, storages.labelled((holder, "parameters")):
-            with storages.labelled((holder, held)):
-                materialise(network.module, "cpu")
-            for name in network.adapters:
-                for parameter in network.named_parameters(name).values():
-                    storages.relabel(parameter, (name, held))
-            for buffer in network.module.buffers():
-                storages.relabel(buffer, (holder, "parameters"))
-            network.family.restore_buffers(network.module, torch.device("cpu"))
-    return {each.name: roles[each.name] for each in plan.roles}
-
-
-def _holder(group: Sequence[RolePlan]) -> str:
-    """Under whose name the base counts that these roles share: the one that is nothing else, if there is one."""
-    return next((each.name for each in group if each.lora is None), group[0].name)
 
 
 class _Run:
@@ -324,10 +211,10 @@ class _Run:
         self.averages: dict[str, Ema] = {}
         for name in plan.method.trained_roles:
             role, ema = method.roles[name], getattr(config, name).ema
-            with storages.labelled((name, HOST if _is_offloaded(role) else "optimizer")):
+            with storages.labelled((name, HOST if is_offloaded(role) else "optimizer")):
                 self.optimizers[name] = RoleOptimizer(role, getattr(config.optim, name))
             if ema.enabled:
-                with storages.labelled((name, HOST if _is_offloaded(role) else "ema")):
+                with storages.labelled((name, HOST if is_offloaded(role) else "ema")):
                     self.averages[name] = Ema(role, decay=ema.decay, gamma=ema.gamma, start=ema.start)
         if "student" in self.averages:
             method.student_average = self.averages["student"].swapped_in
@@ -361,7 +248,7 @@ class _Run:
         with self.storages.labelled((name, "activations")):
             share = self.plan.micro_batch_size / self.config.batch_size
             accumulate_gradients(self.method, step, batches, share=share, random=random)
-            host = _is_offloaded(role)  # where the gradients are, these work too
+            host = is_offloaded(role)  # where the gradients are, these work too
             with phase(f"{name}/clip"), self.storages.labelled((name, HOST if host else "activations")):
                 grad_square(role.parameters())
                 if self.config.optim.clip is not None:

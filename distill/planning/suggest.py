@@ -122,6 +122,8 @@ class Axes:
     """From the fastest to the smallest."""
     trained: tuple[str, ...]
     roles: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    """Roles whose states can go to the host's memory: those that train, and who shares a base with them."""
     micro_batches: tuple[int, ...]
     """Larger than the configured one; smallest first."""
     crowded: tuple[int, ...]
@@ -151,6 +153,7 @@ class Axes:
             else (),
             trained=tuple(trained),
             roles=tuple(roles),
+            offloaded=tuple(roles if any(getattr(config, name).lora.enabled for name in trained) else trained),
             micro_batches=tuple(n for n in (2 * first, 4 * first) if config.batch_size % n == 0)
             if first is not None and free("micro_batch_size")
             else (),
@@ -204,7 +207,7 @@ def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list
     whole = [outcome for outcome in tried if outcome.refused is None]
     if whole and axes.offload:
         smallest = min(whole, key=lambda outcome: outcome.device_gib).words
-        offloaded = tuple(f"{name}.offload=cpu" for name in axes.trained)
+        offloaded = tuple(f"{name}.offload=cpu" for name in axes.offloaded)
         tried += evaluate([(*smallest, *offloaded)])
     return tried
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from distill.config import Config
 from distill.planning.hardware import hardware_names
 from distill.planning.prediction import GIB, Prediction
-from distill.planning.simulation import KINDS
+from distill.planning.watched import KINDS
 
 
 def in_words(config: Config, prediction: Prediction) -> list[str]:

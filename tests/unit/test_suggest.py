@@ -15,7 +15,7 @@ def axes(**changes):
     found = {
         "cp": (1, 2, 4, 8), "checkpointing": CHECKPOINTING, "trained": ("student", "fake"),
         "roles": ("teacher", "student", "fake"), "micro_batches": (2, 4), "crowded": (), "mesh": True,
-        "strategy": True, "offload": True,
+        "strategy": True, "offloaded": ("student", "fake"), "offload": True,
     }  # fmt: skip
     return Axes(**{**found, **changes})
 

@@ -1,0 +1,131 @@
+"""The planner's roles: what each allocates is told apart from what the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distill.setup import RunPlan
+from fsdp_cp.measure.attributed import AttributedStorages
+from fsdp_cp.measure.phases import phase_now
+from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.sharding import materialise, settings_of
+from models.condition import Condition
+from models.families.base import LatentShape, Shape
+from models.load import RolePlan, build_network, sharing
+from models.network import Network
+from models.role import Role
+
+Shapes = tuple[LatentShape, Mapping[str, Shape]]
+KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
+"""Of what a rank holds for a role, in the order in which tables have them."""
+HOST = "host"
+"""The kind of what is in host memory under ``offload=cpu`` and ``activation_offload``; no part of a device's bytes."""
+_SHARDING_KINDS = {
+    "gathered": "gathered",
+    "staging": "gathered",
+    "full_gradients": "gradient_buffers",
+    "reduce_inputs": "gradient_buffers",
+    "shard_gradients": "gradients",
+}
+
+
+class WatchedRole(Role):
+    """What its forwards allocate is this role's, also while another trains."""
+
+    storages: AttributedStorages
+    recomputed: float = 0.0
+    queries: dict[str, int]
+    """As :attr:`Simulation.queries`; of all roles the same one."""
+    holder: str
+    """The role under whose name its network counts."""
+
+    def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
+        settings = settings_of(network.module)
+        if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
+            if settings.activation_checkpointing != "none":
+                self.recomputed += depth * x.shape[0] * network.forward_flops
+            size = x.shape[0] * network.tokens * network.family.width(network.config)
+            self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
+        with self.storages.labelled((self.name, "activations")):
+            return super()._outputs(network, x, t, condition, depth)
+
+
+class WatchedSharding(ShardingMemory):
+    """FSDP2's allocations for one network, told to ``storages``; gradients of a shared one are whose step it is."""
+
+    def __init__(self, role: WatchedRole, storages: AttributedStorages):
+        super().__init__(role.network)
+        self.role, self.storages = role, storages
+
+    def __enter__(self) -> ShardingMemory:
+        super().__enter__()
+        for output in gathered_outputs(self.networks):
+            self.storages.relabel(output, (self.role.holder, "gathered"))
+        return self
+
+    def _add(self, kind: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
+            moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
+            whose = self.role.holder
+            if self.role.networks[0].adapters and _SHARDING_KINDS[kind] != "gathered":
+                assert isinstance(self.storages.label, tuple)
+                whose = self.storages.label[0]
+            self.storages.relabel(tensor, (whose, HOST if moved else _SHARDING_KINDS[kind]))
+
+
+def is_offloaded(role: Role) -> bool:
+    return settings_of(role.networks[0].module).offload == "cpu"
+
+
+def build_watched(
+    plan: RunPlan,
+    shapes: Shapes,
+    mesh: Mesh,
+    storages: AttributedStorages,
+    tensors: AbstractContextManager,
+    queries: dict[str, int],
+) -> dict[str, Role]:
+    """The roles, with memory for their weights and nothing in it; they fill ``queries``."""
+    latent_shape, condition_shapes = shapes
+    trained = plan.method.trained_roles
+    roles: dict[str, Role] = {}
+    for group in sharing(plan.roles, trained):
+        # Without memory first: among fake tensors a network that is on meta cannot be copied.
+        network = build_network(
+            group,
+            trained=trained,
+            mesh=mesh,
+            device=torch.device("cpu"),
+            latent_shape=latent_shape,
+            condition_shapes=condition_shapes,
+            allocate=False,
+        )
+        holder = _holder(group)
+        for each in group:
+            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
+            role.storages, role.queries, role.holder = storages, queries, holder
+            roles[each.name] = role
+        held = HOST if group[0].sharding.offload == "cpu" else "parameters"
+        with tensors, storages, storages.labelled((holder, "parameters")):
+            with storages.labelled((holder, held)):
+                materialise(network.module, "cpu")
+            for name in network.adapters:
+                for parameter in network.named_parameters(name).values():
+                    storages.relabel(parameter, (name, held))
+            for buffer in network.module.buffers():
+                storages.relabel(buffer, (holder, "parameters"))
+            network.family.restore_buffers(network.module, torch.device("cpu"))
+    return {each.name: roles[each.name] for each in plan.roles}
+
+
+def _holder(group: Sequence[RolePlan]) -> str:
+    """Under whose name the base counts that these roles share: the one that is nothing else, if there is one."""
+    return next((each.name for each in group if each.lora is None), group[0].name)
