@@ -85,7 +85,7 @@ def test_the_same_mesh_bit_by_bit(pools, checkpoints, straight, stopped):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"cp": 2}, *(pytest.param(s, marks=slow) for s in ({}, {"dp_replicate": 2, "dp_shard": 2}))], ids=str
+    "sizes", [pytest.param(s, marks=slow) for s in ({"cp": 2}, {}, {"dp_replicate": 2, "dp_shard": 2})], ids=str
 )
 def test_another_mesh(pools, checkpoints, straight, stopped, sizes):
     setup = Setup(lora=LORA, **sizes)
@@ -150,7 +150,7 @@ def _pipeline(folder):
     )
 
 
-@pytest.mark.parametrize("weights", ["raw", "ema"])
+@pytest.mark.parametrize("weights", [pytest.param("raw", marks=slow), "ema"])
 @pytest.mark.parametrize("kind", [None, "merged", "diffusers-lora", "wan-lora"])
 def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path, kind, weights):
     run_dir, _, says = straight
@@ -199,6 +199,7 @@ def test_modules_that_were_trained_whole(pools, checkpoints, tmp_path, capsys):
     assert "beside its adapters" in error and "use --format merged" in error and not (tmp_path / "no").exists()
 
 
+@slow
 def test_a_role_without_adapters_has_no_such_format(pools, checkpoints, tmp_path, capsys):
     pools[2].run(_run, Setup(cp=2, lora={"fake": LORA["fake"]}, steps=1), checkpoints, tmp_path / "run", 0, 1)
     assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "wan-lora"]) == 2

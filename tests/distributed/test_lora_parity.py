@@ -54,7 +54,7 @@ def _check(pools, checkpoints, oracle, **changes):
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize(
-    ("dp_shard", "cp"), [sizes if sizes in ((2, 2), (1, 2)) else pytest.param(*sizes, marks=slow) for sizes in MESHES]
+    ("dp_shard", "cp"), [sizes if sizes == (2, 2) else pytest.param(*sizes, marks=slow) for sizes in MESHES]
 )
 def test_dmd2_with_a_shared_base(pools, checkpoints, oracle, dp_shard, cp, checkpointing):
     sizes = {"dp_shard": dp_shard, "cp": cp, "activation_checkpointing": checkpointing}
@@ -66,28 +66,27 @@ def test_dmd2_with_a_shared_base(pools, checkpoints, oracle, dp_shard, cp, check
 @pytest.mark.parametrize(
     "changes",
     [
-        {"activation_checkpointing": "selective"},
+        pytest.param({"activation_checkpointing": "selective"}, marks=slow),
         {"activation_checkpointing": "selective", "activation_offload": True},
         pytest.param({"strategy": "no_shard"}, marks=slow),
         {"strategy": "optim"},
         pytest.param({"strategy": "optim_grads"}, marks=slow),
         pytest.param({"keep_gathered": True}, marks=slow),
-        {"gather_stream": "compute", "gather_early": True},
+        pytest.param({"gather_stream": "compute", "gather_early": True}, marks=slow),
         pytest.param({"offload": "cpu", "reduce_unused": True}, marks=slow),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"dp_shard": 2}, marks=slow), {"dp_replicate": 2}], ids=str)
 def test_settings_of_the_shared_network(pools, checkpoints, oracle, changes, sizes):
     """With two micro-batches a step; replicas add up by position what of a unit has gradients."""
     sizes = sizes | ({"cp": 2} if "dp_shard" in sizes else {"dp_shard": 2})
     _check(pools, checkpoints, oracle, changes={"all": changes}, **sizes)
 
 
-@pytest.mark.parametrize(
-    "lora", [{"student": LORA["student"]}, {"fake": LORA["fake"]}], ids=lambda lora: next(iter(lora))
-)
-def test_one_of_them_trains_its_whole_network(pools, checkpoints, lora):
+@pytest.mark.parametrize("adapted", ["student", pytest.param("fake", marks=slow)])
+def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
+    lora = {adapted: LORA[adapted]}
     setup = {"lora": lora, "steps": 4}
     trace = _check(pools, checkpoints, oracle_trace(Setup(**setup), checkpoints), dp_shard=2, cp=2, **setup)
     full = next(name for name in ("student", "fake") if name not in lora)
@@ -95,7 +94,7 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, lora):
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=slow), pytest.param((1, 1), marks=slow)], ids=str)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=slow), True])
 def test_modules_that_a_role_trains_whole(pools, checkpoints, sizes, checkpointing):
     lora = {
         "student": LoraSettings(rank=4, train=["proj_out", "*norm*"]),
@@ -122,7 +121,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    "method", ["gan", "rcm", "meanflow", *(pytest.param(n, marks=slow) for n in ("scm", "flow_matching"))]
+    "method", [name if name in ("gan", "rcm") else pytest.param(name, marks=slow) for name in METHODS]
 )
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2), marks=slow)], ids=str)
 def test_methods(pools, checkpoints, method, sizes):
@@ -146,7 +145,7 @@ def test_compiled(pools, checkpoints, oracle):
     _check(pools, checkpoints, oracle, cp=2, changes=changes)
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["full", pytest.param("selective", marks=slow)])
 def test_a_block_that_runs_again_runs_the_adapters_of_its_forward(pools, checkpoints, checkpointing):
     for bound, gradients, plain in pools[2].run(_another_role_between, checkpoints, checkpointing):
         assert bound == [], "the network served the teacher last"
