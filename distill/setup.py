@@ -65,7 +65,8 @@ def plan_run(
     if runs_here:
         method.check_files(config)
     needed = method.roles_needed(config.method)
-    for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read}:
+    bases = {"teacher"} if any(find_adapters(getattr(config, name).checkpoint) for name in needed) else set()
+    for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read, *bases}:
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = choose_device(config.device)

@@ -160,9 +160,8 @@ class Role:
         try:
             with ExitStack() as stack:
                 for network in self.networks:
-                    shared = len(network.adapters) > 1
                     names = {name for name, _ in network.module.named_parameters() if owner(name)[0] == self.name}
-                    stack.enter_context(frozen(network.module, names if shared else None))
+                    stack.enter_context(frozen(network.module, names if network.adapters else None))
                 yield
         finally:
             self.trainable = before

@@ -29,13 +29,15 @@ COLOURS = {
 }
 
 
-def build_tiny_pipeline(folder: str | Path, seed: int = 0, *, image: bool = False) -> Path:
+def build_tiny_pipeline(
+    folder: str | Path, seed: int = 0, *, image: bool = False, text_width: int = TEXT_WIDTH
+) -> Path:
     """Write vae/, text_encoder/, tokenizer/, transformer/, scheduler/ and model_index.json; returns the folder.
 
     With ``image`` an image-to-video pipeline, with image_encoder/ and image_processor/ too (5 features of width 20).
 
     VAE 16 channels, 4x in time, 8x in space, with ``latents_mean`` and ``latents_std`` measured on smooth noise, so
-    that latents are about unit scale; text width 32; transformer 2 layers of 4 heads x 24, patches (1, 2, 2).
+    that latents are about unit scale; transformer 2 layers of 4 heads x 24, patches (1, 2, 2).
     """
     from diffusers import (
         AutoencoderKLWan,
@@ -67,7 +69,7 @@ def build_tiny_pipeline(folder: str | Path, seed: int = 0, *, image: bool = Fals
         )
         tokenizer = _tokenizer()
         text_encoder = UMT5EncoderModel(
-            UMT5Config(vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+            UMT5Config(vocab_size=len(tokenizer), d_model=text_width, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
         ).eval()
         transformer = WanTransformer3DModel(
             patch_size=(1, 2, 2),
@@ -75,7 +77,7 @@ def build_tiny_pipeline(folder: str | Path, seed: int = 0, *, image: bool = Fals
             attention_head_dim=24,
             in_channels=LATENT_CHANNELS + (4 + LATENT_CHANNELS if image else 0),
             out_channels=LATENT_CHANNELS,
-            text_dim=TEXT_WIDTH,
+            text_dim=text_width,
             freq_dim=32,
             ffn_dim=192,
             num_layers=2,
