@@ -333,7 +333,7 @@ def build_network(
             each.lora.inject(network, each.name)
     for each in plans:
         if each.additions:
-            attach_additions(network, each.name, deepcopy(each.added), family, mesh)
+            attach_additions(network, each.name, deepcopy(each.added), family, mesh, shared=len(plans) > 1)
     if sharding.precision == "fp64":
         nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
     never, of_base = set(family.never_trained(plan.network)), None if adapted else plan.name

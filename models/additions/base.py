@@ -30,6 +30,8 @@ class Addition(nn.Module):
 
     full_precision: ClassVar[bool] = False
     """Compute in fp32 under ``precision=bf16``, as an FSDP unit of its own."""
+    shared = False
+    """Do other roles call the network too? They run without it."""
 
     def __init__(self, family: Family, config: Mapping[str, Any]):
         """``config`` is the network's, of ``family``."""

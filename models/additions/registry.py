@@ -29,10 +29,21 @@ def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
     return cast("Mapping[str, Addition]", of_roles[role] if role in of_roles else {})
 
 
-def attach_additions(network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh) -> None:
-    """Make ``additions`` the role's, and register their hooks, before the network is sharded."""
+def attach_additions(
+    network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh, *, shared: bool = False
+) -> None:
+    """Make ``additions`` the role's, and register their hooks, before the network is sharded.
+
+    Args:
+        network: in place.
+        role: whose.
+        additions: of :func:`build_additions`.
+        family, mesh: of the network.
+        shared: do other roles call the network too?
+    """
     if not hasattr(network, OF_ROLES):
         setattr(network, OF_ROLES, nn.ModuleDict())
     cast(nn.ModuleDict, network.get_submodule(OF_ROLES))[role] = additions
     for addition in additions_of(network, role).values():
+        addition.shared = shared
         addition.attach(network, family, mesh)

@@ -58,7 +58,11 @@ class SecondTime(Addition):
         family.time_embedder(network).register_forward_hook(self._add)
 
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
-        return None if self.embedded is None else embedding + self(self.embedded)
+        if self.embedded is not None:
+            return embedding + self(self.embedded)
+        if self.shared:
+            return None
+        raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
 
     def forward(self, d: Tensor) -> Tensor:
         """The embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""

@@ -41,7 +41,7 @@ def _sharded_gradients(folder, sizes, shapes, checkpointing):
         x, t, text, target = (each[mine] for each in sample(latents, seed))
         losses.append((role.velocity(x, t, text_condition(text)) - target).square().mean() * samples / BATCH)
     sum(losses).backward()
-    gradients = full_tensors({name: p.grad for name, p in role.network.named_parameters()})
+    gradients = full_tensors({name: p.grad for name, p in role.named_parameters().items()})
     return [loss.item() for loss in losses], gradients, mesh.dp_rank
 
 

@@ -210,7 +210,7 @@ def _gradients(trained, dp_shard, cp):
     x, t, r, condition = (each[_mine(mesh)] for each in _sample())
     target = _normal(BATCH, *LATENT_SHAPE, seed=5).float()[_mine(mesh)]
     ((role.velocity(x, t, condition, r) - target).square().mean() * len(x) / BATCH).backward()
-    return full_tensors({name: p.grad for name, p in role.network.named_parameters()})
+    return full_tensors({name: p.grad for name, p in role.named_parameters().items()})
 
 
 @pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
