@@ -20,7 +20,7 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import MESHES, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 
 
@@ -77,7 +77,7 @@ def test_dmd2_with_a_shared_base(pools, checkpoints, oracle, dp_shard, cp, check
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [pytest.param({"dp_shard": 2}, marks=slow), {"dp_replicate": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"dp_shard": 2}, marks=long), {"dp_replicate": 2}], ids=str)
 def test_settings_of_the_shared_network(pools, checkpoints, oracle, changes, sizes):
     """With two micro-batches a step; replicas add up by position what of a unit has gradients."""
     sizes = sizes | ({"cp": 2} if "dp_shard" in sizes else {"dp_shard": 2})
@@ -93,7 +93,7 @@ def test_one_of_them_trains_its_whole_network(pools, checkpoints, adapted):
     assert "patch_embedding.weight" in trace.weights[full]
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=slow), pytest.param((1, 1), marks=slow)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=slow), pytest.param((1, 1), marks=long)], ids=str)
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=slow), True])
 def test_modules_that_a_role_trains_whole(pools, checkpoints, sizes, checkpointing):
     lora = {
@@ -123,7 +123,7 @@ METHODS = {
 @pytest.mark.parametrize(
     "method", [name if name in ("gan", "rcm") else pytest.param(name, marks=slow) for name in METHODS]
 )
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2), marks=slow)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2), marks=long)], ids=str)
 def test_methods(pools, checkpoints, method, sizes):
     """Derivatives in forward mode; a loss through the fake score, whose heads and second time are its alone.
 
