@@ -47,6 +47,11 @@ def oracle(checkpoints):
     return oracle_trace(gan(), checkpoints)
 
 
+@pytest.fixture(scope="module")
+def exact_oracle(checkpoints):
+    return oracle_trace(gan(precision="fp64"), checkpoints)
+
+
 @pytest.mark.parametrize(
     ("dp_shard", "cp"), [sizes if sizes == (2, 2) else pytest.param(*sizes, marks=slow) for sizes in MESHES]
 )
@@ -95,9 +100,11 @@ def test_uneven_tokens(pools, checkpoints, cp):
     ],
     ids=str,
 )
-def test_whatever_the_sharding(pools, checkpoints, oracle, changes):
-    difference = compare(trace_on_ranks(gan(dp_shard=1, cp=2, **changes), checkpoints, pools[2]), oracle)
-    assert difference.largest < 1e-5, difference
+def test_whatever_the_sharding(pools, checkpoints, exact_oracle, changes):
+    """In fp64, but for diffusers' norms: in fp32 the heads' last biases, which nearly cancel, differ by up to 1.1e-5."""
+    setup = gan(dp_shard=1, cp=2, precision="fp64", **changes)
+    difference = compare(trace_on_ranks(setup, checkpoints, pools[2]), exact_oracle)
+    assert difference.largest < 1e-6, difference
 
 
 @pytest.mark.slow

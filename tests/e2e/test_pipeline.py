@@ -11,7 +11,9 @@ from distill.methods import build_method
 from distill.methods.sampling import rollout
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
+from models.export import main as export_command
 from models.load import build_role, plan_role
+from models.lora.settings import LoraSettings
 from tests.e2e.launch import train
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
@@ -50,12 +52,13 @@ class TorchDraws:
         return torch.randn(len(CAPTIONS), *shape, dtype=dtype)
 
 
-def our_latents(run_dir, noise, lists):
-    """From the exported student, sharded as in training, by the times of each of ``lists``; and the method's own."""
+def our_latents(run_dir, noise, lists, **student):
+    """From the exported student (or ``student``), sharded as in training, by the times of each of ``lists``; and the
+    method's own."""
     config = load_config(run_dir / "config.yaml")
     data = config.data.build(seed=config.seed, device=torch.device("cpu"), run_dir=run_dir)
     role = build_role(
-        plan_role("student", checkpoint=str(run_dir / "export" / "student")),
+        plan_role("student", **student or {"checkpoint": str(run_dir / "export" / "student")}),
         mesh=build_mesh(cp=1, heads=4),
         device=torch.device("cpu"),
         trainable=False,
@@ -150,3 +153,39 @@ def test_a_student_that_is_trained_along_its_ode_is_sampled_so_by_a_plain_pipeli
     assert off(ours, generate(scheduler)) < 1e-3, "the cost of times that are met to 1e-5"
     stochastic = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, stochastic_sampling=True)
     assert off(ours, generate(stochastic)) > 1e-2, "the check above can tell the samplers apart"
+
+
+def _adapted(run_dir, noise, base):
+    adapters = run_dir / "export" / "student_lora" / "pytorch_lora_weights.safetensors"
+    return our_latents(run_dir, noise, [], checkpoint=str(base), lora=LoraSettings(), saved=adapters)[0]
+
+
+@pytest.mark.slow
+def test_adapters_generate_the_same_in_a_plain_pipeline_in_every_format(tmp_path_factory, tmp_path):
+    """Loaded at strength 1, with either keys, and merged; our sampler has base and adapters apart, as in training."""
+    base, run_dir = distil(tmp_path_factory, "student.lora.rank=4", "fake.lora.rank=4", "sample.every=0")
+    export = run_dir / "export"
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(export / "scheduler")
+    noise = torch.randn(2, 16, 5, 4, 6, generator=torch.Generator().manual_seed(0))
+
+    def generate(merged=None, adapters=None):
+        network = WanTransformer3DModel.from_pretrained(merged or base, subfolder=None if merged else "transformer")
+        pipeline = WanPipeline.from_pretrained(base, transformer=network, scheduler=scheduler)
+        pipeline.set_progress_bar_config(disable=True)
+        if adapters is not None:
+            pipeline.load_lora_weights(adapters)
+        torch.manual_seed(3)
+        return pipeline(
+            CAPTIONS, height=32, width=48, num_frames=17, num_inference_steps=4, guidance_scale=1.0, latents=noise,
+            output_type="latent", return_dict=False,
+        )[0]  # fmt: skip
+
+    for kind in ("wan-lora", "diffusers-lora", "merged"):
+        assert export_command([str(run_dir), str(tmp_path / kind), "--format", kind]) == 0
+    ours = run_ranks(2, _adapted, run_dir, noise, base)[0]
+    exact = generate(export / "student")
+    assert off(exact, ours) < 1e-3, "the cost of times that are met to 1e-5"
+    assert off(generate(tmp_path / "merged"), exact) < 1e-4
+    for folder in (export / "student_lora", tmp_path / "diffusers-lora", tmp_path / "wan-lora"):
+        assert off(generate(adapters=folder), exact) < 1e-4, folder
+    assert off(generate(), exact) > 1e-2, "nothing to compare"
