@@ -101,7 +101,7 @@ def test_uneven_tokens(pools, checkpoints, cp):
     ids=str,
 )
 def test_whatever_the_sharding(pools, checkpoints, exact_oracle, changes):
-    """In fp64, but for diffusers' norms: in fp32 the heads' last biases, which nearly cancel, differ by up to 1.1e-5."""
+    """In fp64 but for diffusers' norms: in fp32 the heads' last biases nearly cancel, and are off by up to 1.1e-5."""
     setup = gan(dp_shard=1, cp=2, precision="fp64", **changes)
     difference = compare(trace_on_ranks(setup, checkpoints, pools[2]), exact_oracle)
     assert difference.largest < 1e-6, difference

@@ -1,4 +1,4 @@
-"""What adapters on one base hold on each rank, and what a step gathers and reduces, against the formulas of docs/lora.md.
+"""What adapters on one base hold on each rank, and what a step gathers and reduces, by the formulas of docs/lora.md.
 
 The formulas take nothing but the network's shapes: ``n`` rows over ``W`` ranks are ``ceil(n / W)`` on each.
 """
