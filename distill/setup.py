@@ -28,6 +28,7 @@ from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, defining, plan_role, sharing
 from models.lora.saved import find_adapters
+from models.published import refuse_input
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,11 @@ def plan_run(
             )
         )
     _check_sharing(roles, method.trained_roles)
+    if config.export.at_end:
+        for role in roles:
+            if role.folder is not None:
+                own = Path(config.run_dir) / "export" / "student"
+                refuse_input(own, "at its end the run's", {f"{role.name}.checkpoint": role.folder.path})
     _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
     patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
@@ -144,10 +150,10 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
                     f"{name}.{setting}={getattr(settings, setting)} is for a role that trains, and with"
                     f" method={config.method.name} the {name} does not; leave it out"
                 )
-    elif settings.master_dtype != "keep" and given.lora.enabled:
+    elif settings.master_dtype != "keep" and (given.lora.enabled or find_adapters(given.checkpoint)):
         raise UserError(
-            f"{name}.master_dtype={settings.master_dtype} with {name}.lora.rank={given.lora.rank}: adapters have fp32"
-            f" masters, and a base is stored as it computes; use {name}.master_dtype=keep"
+            f"{name}.master_dtype={settings.master_dtype} with adapters ({name}.lora, {name}.checkpoint): they have"
+            f" fp32 masters, and a base is stored as it computes; use {name}.master_dtype=keep"
         )
     elif settings.master_dtype == "bf16" and given.ema.enabled:
         raise UserError(
@@ -320,7 +326,7 @@ def _check_adapters(role: RolePlan, state: Mapping[str, Any], checkpoint: Path) 
     if before["base"]["fingerprint"] != now["base"]["fingerprint"]:
         raise UserError(
             f"{where} on another base than {now['base']['path']} (it was {before['base']['path']}), without which"
-            f" adapters mean nothing; give that as {role.name}.checkpoint, {instead}"
+            f" adapters mean nothing; give that as teacher.checkpoint, {instead}"
         )
 
 

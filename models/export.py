@@ -32,7 +32,7 @@ from models.families.base import Family
 from models.families.registry import family_of
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Merged
-from models.published import refuse_occupied
+from models.published import refuse_input, refuse_occupied
 
 _FILE_BYTES = 5 * 10**9
 
@@ -131,6 +131,8 @@ def export_checkpoint(
         )
     if base is not None and (adapters is None or kind in FORMATS):
         raise UserError("--base is for adapters that are merged into it (--format merged); leave it out")
+    if adapters is not None and (read_from := base or adapters["base"]["path"]):
+        refuse_input(out, "OUT", {"the adapters' base": Path(read_from)})
     about = {
         "checkpoint": str(checkpoint.resolve()),
         "step": saved.state["step"],

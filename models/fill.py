@@ -49,6 +49,9 @@ def fill(network: Network, plans: Sequence[RolePlan], roles: Sequence[Role], see
     for plan in plans:
         if plan.lora is not None:
             plan.lora.fill(module, plan.name, seed)
+            if plan.lora.saved is not None:
+                own = network.named_parameters(plan.name)
+                _require_finite(own, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
 
 
 def _unless_adapter(module_name: str) -> str | None:

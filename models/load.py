@@ -93,9 +93,7 @@ class RolePlan:
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
-        lora = None
-        if self.lora is not None:
-            lora = plan_lora(network, self.family, self.lora.settings, self.name)
+        lora = None if self.lora is None else self.lora.of(network)
         return replace(self, config=config, folder=folder, network=network, added=added, lora=lora)
 
 

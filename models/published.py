@@ -51,6 +51,23 @@ def refuse_occupied(folder: Path, setting: str) -> None:
         )
 
 
+def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None:
+    """Refuse to write where something is read from: an earlier export, which would be replaced, may be an input.
+
+    Args:
+        folder: the folder to be written.
+        setting: what the user calls it, for messages.
+        inputs: the folders that are read, by what the user calls them.
+
+    Raises:
+        UserError: a folder that is one of them, or holds one.
+    """
+    real = folder.resolve()
+    for name, each in inputs.items():
+        if real in (each.resolve(), *each.resolve().parents):
+            raise UserError(f"{setting} {folder} would replace {name} ({each}); give another folder")
+
+
 def file_above(folder: Path) -> Path | None:
     """The parent of ``folder`` that is no folder, so that it cannot be made; ``None`` where there is none."""
     return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)

@@ -180,8 +180,13 @@ class Role:
             yield
 
     def gather_early(self) -> None:
-        """Begin to gather what this role's next forward needs first, if its settings ask for it."""
-        if len(self.networks) == 1 and settings_of(self.network).gather_early:  # which expert comes, nobody knows yet
+        """Begin to gather what this role's next forward needs first, if its settings ask for it.
+
+        Not of a network that two roles adapt: what is frozen in it changes at a step's begin, which lets go of it.
+        """
+        if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # which expert comes, nobody knows yet
+            return
+        if settings_of(self.network).gather_early:
             gather_first_block_early(self.network, self.family.blocks(self.network)[0])
 
     def rest(self) -> None:

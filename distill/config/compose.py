@@ -63,7 +63,13 @@ def compose_config(words: list[str]) -> Config:
     words, overrides = _replace_architectures(words, hydra_overrides(words, SETTINGS))
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = compose("config", overrides=overrides, return_hydra_config=True)
+            try:
+                composed = compose("config", overrides=overrides, return_hydra_config=True)
+            except ValueError as error:
+                if isinstance(error, OmegaConfBaseException):
+                    raise
+                # omegaconf (2.3) takes what follows a list's name for a number, and does not catch its own error
+                raise UserError(_below_a_list(words)) from error
         experiment = composed.hydra.runtime.choices.get("experiment")
         OmegaConf.set_struct(composed, False)
         composed.pop("hydra")
@@ -86,6 +92,16 @@ def compose_config(words: list[str]) -> Config:
             raise UserError(f"{group}.name={chosen.name} is not the {group} that was chosen; use {group}=NAME instead")
     check(config)
     return config
+
+
+def _below_a_list(words: list[str]) -> str:
+    """The message for a word that goes on behind a list's name."""
+    for word in words:
+        key = word.partition("=")[0].lstrip("+~")
+        whole = next((name for name in SETTINGS if key.startswith(f"{name}.") and not SETTINGS[name][0].group), None)
+        if whole is not None:
+            return f"there is no setting {key}; did you mean {whole}?"
+    return "a setting goes on behind the name of a list; a list is given whole, KEY=[...]"
 
 
 def _replace_architectures(words: list[str], overrides: list[str]) -> tuple[list[str], list[str]]:

@@ -27,6 +27,7 @@ from distill.planning.prediction import GIB
 from distill.setup import plan_run, world_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.host_memory import available_host_memory
+from models.lora.saved import find_adapters
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,11 @@ class Axes:
 
         mesh_is_free = free("mesh.cp", "mesh.dp_shard", "mesh.ulysses", "mesh.ring")
         first = config.micro_batch_size  # without one, a step's samples are one already
+        adapted = [
+            each
+            for each in (getattr(config, name) for name in trained)
+            if each.lora.enabled or find_adapters(each.checkpoint)
+        ]
         cp = tuple(n for n in range(1, world + 1) if world % n == 0) if mesh_is_free else (config.mesh.cp,)
         return cls(
             cp=cp,
@@ -153,7 +159,7 @@ class Axes:
             else (),
             trained=tuple(trained),
             roles=tuple(roles),
-            offloaded=tuple(roles if any(getattr(config, name).lora.enabled for name in trained) else trained),
+            offloaded=tuple(roles if adapted else trained),
             micro_batches=tuple(n for n in (2 * first, 4 * first) if config.batch_size % n == 0)
             if first is not None and free("micro_batch_size")
             else (),

@@ -16,7 +16,7 @@ from models.families.registry import family_names, family_of
 from models.lora.extract import extract
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.settings import LoraSettings
-from models.published import refuse_occupied
+from models.published import refuse_input, refuse_occupied
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             inspect_transformer(str(user_path(getattr(args, name), name.upper())), name.upper())
             for name in ("full", "base")
         )
+        refuse_input(out, "OUT", {"FULL": full.path, "BASE": base.path})
         family = family_of(args.family, "--family")
         with torch.device("meta"):
             network = family.build(base.config, "BASE")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
+from models.additions.base import named_additions
 from models.checkpoint_files import TransformerFolder, tensor_reader
 from models.families.base import Family
 from models.lora.inject import target_layers
@@ -44,6 +45,12 @@ def extract(
     Raises:
         UserError: folders of other shapes; what :func:`models.lora.inject.target_layers` refuses.
     """
+    for folder in (full, base):
+        if folder.additions:
+            raise UserError(
+                f"{folder.path} has additions ({', '.join(sorted(named_additions(folder.additions)))}), without which"
+                " its network is another, and which no file of adapters can hold"
+            )
     if full.shapes != base.shapes:
         other = sorted(name for name in full.shapes.keys() | base.shapes.keys()
                        if full.shapes.get(name) != base.shapes.get(name))  # fmt: skip

@@ -63,9 +63,13 @@ def file_tensors(
         layer, _, which = name.removesuffix(".weight").rpartition(".")
         value = read(name).cpu()
         if kind == "wan-lora":
-            prefix = f"diffusion_model.{family.original_name(layer)}"
-            tensors[f"{prefix}.lora_{'down' if which == 'lora_A' else 'up'}.weight"] = value.to(dtype)
-            if which == "lora_A":
+            original = family.original_name(layer)
+            prefix = f"diffusion_model.{original}"
+            # diffusers (0.42) reads alpha in blocks alone; without one, the scale is 1 to every reader.
+            has_alpha = original.startswith("blocks.")
+            factor = 1.0 if has_alpha or which == "lora_A" else scale
+            tensors[f"{prefix}.lora_{'down' if which == 'lora_A' else 'up'}.weight"] = (factor * value).to(dtype)
+            if has_alpha and which == "lora_A":
                 tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[0], dtype=torch.float32)
         else:
             factor = scale if which == "lora_B" else 1.0

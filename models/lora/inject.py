@@ -55,7 +55,10 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
 
 
 def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequence[str], where: str) -> list[str]:
-    """Names of the modules that the role trains whole, the outermost of those that match.
+    """Names of the modules that the role trains whole: the linear layers and norms in those that match.
+
+    Not the larger modules themselves: a copy of one would be another network's part, which is not split over ranks, not
+    kept in fp32, and not found by another role's copy inside of it.
 
     Args:
         network: plain, on any device.
@@ -64,8 +67,8 @@ def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequenc
         where: the settings' prefix in a message.
 
     Raises:
-        UserError: a pattern that matches no module with parameters, or only a bare parameter; a module that has
-            adapters, too.
+        UserError: a pattern that matches no module with parameters, or a bare parameter; a module that has adapters,
+            too, or that is neither a linear layer nor a norm.
     """
     modules = {
         name: module for name, module in network.named_modules() if name and any(True for _ in module.parameters())
@@ -82,16 +85,26 @@ def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequenc
             bare = [name for name, _ in network.named_parameters() if fnmatchcase(name, pattern)]
             why = f"matches {bare[0]}, a parameter, and a role can train modules alone" if bare else "matches no module"
             raise UserError(f"{where}train: {pattern!r} {why}; names are as {next(reversed(modules))}")
-        found += matching
-    outermost = [name for name in modules if name in found and not any(name.startswith(f"{other}.") for other in found)]
-    for name in outermost:
-        both = next((t for t in targets if t == name or t.startswith(f"{name}.")), None)
-        if both is not None:
+        for name in matching:
+            found += [
+                f"{name}.{inner}" if inner else name
+                for inner, module in modules[name].named_modules()
+                if any(True for _ in module.parameters(recurse=False))
+            ]
+    chosen = [name for name in modules if name in found]
+    for name in chosen:
+        module = modules[name]
+        if not isinstance(module, nn.Linear) and any(parameter.ndim > 1 for parameter in module.parameters()):
+            inner = next((key for key, _ in module.named_parameters(recurse=False)))
             raise UserError(
-                f"{where}train: {name} would be trained whole, and {both} has adapters; leave one of them out"
-                f" ({where}targets)"
+                f"{where}train: {name} is a {type(module).__name__} with {inner} of its own; linear layers and norms"
+                " alone can be trained whole beside adapters, so name those in it"
             )
-    return outermost
+        if name in targets:
+            raise UserError(
+                f"{where}train: {name} would be trained whole, and has adapters; leave one of them out ({where}targets)"
+            )
+    return chosen
 
 
 def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Sequence[str], train: Sequence[str]) -> None:

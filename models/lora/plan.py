@@ -47,6 +47,12 @@ class LoraPlan:
             "train": list(self.train),
         }
 
+    def of(self, network: nn.Module) -> LoraPlan:
+        """For a network of the same kind with fewer blocks: what of the layers it has."""
+        names = {name for name, _ in network.named_modules()}
+        targets, train = (tuple(name for name in chosen if name in names) for chosen in (self.targets, self.train))
+        return replace(self, saved=None, targets=targets, train=train)
+
     def inject(self, network: nn.Module, role: str) -> None:
         """Put them into ``network``, in place; see :func:`models.lora.inject.inject`."""
         inject(network, role, self.settings, self.targets, self.train)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -74,7 +76,9 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
             alphas = {name: float(opened.get_tensor(name)) for name in shapes if name.endswith(".alpha")}
-            default = _scale(file, opened.metadata() or {})
+            scales = _Scales.of(file, opened.metadata() or {})
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         raise UserError(f"{where}: {file.name} is not a readable file of adapters ({one_line(error)})") from error
     found: dict[str, dict[str, Any]] = {}
@@ -102,19 +106,48 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
                 f" gives {sizes[1]} features; it is for another base"
             )
         ranks.add(down[0])
-        scale = alphas[parts["alpha"][0]] / down[0] if "alpha" in parts else default
+        scale = alphas[parts["alpha"][0]] / down[0] if "alpha" in parts else scales.scale(layer, down[0])
         tensors[layer] = (a, b, scale)
     if len(ranks) != 1:
         raise UserError(f"{where} has adapters of the ranks {sorted(ranks)}; one rank is supported")
     return SavedAdapters(file=file, rank=ranks.pop(), tensors=tensors)
 
 
-def _scale(file: Path, metadata: Mapping[str, str]) -> float:
-    """``alpha / rank`` as peft's ``adapter_config.json`` or diffusers' metadata say it; 1 where nobody does."""
-    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-    rank, alpha = config.get("transformer.r"), config.get("transformer.lora_alpha")
-    beside = file.parent / "adapter_config.json"
-    if beside.is_file():
-        config = json.loads(beside.read_text(encoding="utf-8"))
-        rank, alpha = config.get("r"), config.get("lora_alpha")
-    return alpha / rank if rank and alpha else 1.0
+@dataclass(frozen=True, kw_only=True)
+class _Scales:
+    """What a file says of the scale of its adapters, where it is not beside them (``.alpha``)."""
+
+    alpha: float | None = None
+    """``None`` where nobody says anything: a scale of 1."""
+    patterns: Mapping[str, float]
+    """Other alphas, by patterns of layer names in peft's sense."""
+    root: bool = False
+    """Over the rank's root, not the rank (rsLoRA, Kalajdzievski 2023)."""
+
+    @classmethod
+    def of(cls, file: Path, metadata: Mapping[str, str]) -> _Scales:
+        """From peft's ``adapter_config.json`` beside ``file``, or diffusers' metadata in it.
+
+        Raises:
+            UserError: one that says nothing of the scale.
+        """
+        beside = file.parent / "adapter_config.json"
+        if beside.is_file():
+            config, name = json.loads(beside.read_text(encoding="utf-8")), beside.name
+        elif "lora_adapter_metadata" in metadata:
+            given, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
+            # A pipeline's file has those of several components; a network's own has no prefix.
+            config = {key.removeprefix("transformer."): value for key, value in given.items()}
+        else:
+            return cls(patterns={})
+        if not config.get("lora_alpha"):
+            raise UserError(f"{name} does not say lora_alpha, without which the scale is not known")
+        patterns = {key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()}
+        return cls(alpha=float(config["lora_alpha"]), patterns=patterns, root=bool(config.get("use_rslora")))
+
+    def scale(self, layer: str, rank: int) -> float:
+        """Of the product of B and A in ``layer``."""
+        if self.alpha is None:
+            return 1.0
+        alpha = self.patterns.get(get_pattern_key(list(self.patterns), layer), self.alpha)
+        return alpha / (math.sqrt(rank) if self.root else rank)

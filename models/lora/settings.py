@@ -53,8 +53,8 @@ class LoraSettings:
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise UserError(f"{where}alpha={self.alpha} must be above 0 and finite, or null for the rank")
         if not self.enabled:
-            for key in ("alpha", "targets", "train"):
-                if getattr(self, key):
+            for key in ("alpha", "targets", "train", "init"):
+                if getattr(self, key) not in (None, [], INITIALISATIONS[0]):
                     raise UserError(
                         f"{where}{key}={shown(getattr(self, key))} is for adapters, which {where}rank=0 leaves out; use"
                         f" {where}rank=64"

@@ -35,8 +35,12 @@ METHOD = Dmd2Settings(
 UNEVEN = (4, 3, 6, 10)  # 45 tokens, which neither 2 nor 4 ranks divide
 
 
+BOUND = 1e-6
+
+
 def gan(**changes) -> Setup:
-    return Setup(**{"method": METHOD, "steps": 4} | changes)
+    """In fp64 but for diffusers' norms: in fp32 the heads' last biases nearly cancel, and are off by up to 2.2e-5."""
+    return Setup(**{"method": METHOD, "steps": 4, "precision": "fp64"} | changes)
 
 
 slow = pytest.mark.slow
@@ -45,11 +49,6 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def oracle(checkpoints):
     return oracle_trace(gan(), checkpoints)
-
-
-@pytest.fixture(scope="module")
-def exact_oracle(checkpoints):
-    return oracle_trace(gan(precision="fp64"), checkpoints)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_every_mesh_is_one_process(pools, checkpoints, oracle, dp_shard, cp):
     heads = [any(name.startswith("additions.gan_head.") for name in gradients) for gradients in trace.gradients]
     assert heads == [False, True] * 2
     difference = compare(trace, oracle)
-    assert difference.largest < 1e-5, difference
+    assert difference.largest < BOUND, difference
 
 
 def test_the_gan_is_felt(checkpoints, oracle):
@@ -84,7 +83,7 @@ def test_the_gan_is_felt(checkpoints, oracle):
 def test_uneven_tokens(pools, checkpoints, cp):
     setup = gan(cp=cp, latent_shape=UNEVEN, steps=2)
     difference = compare(trace_on_ranks(setup, checkpoints, pools[cp]), oracle_trace(setup, checkpoints))
-    assert difference.largest < 1e-5, difference
+    assert difference.largest < BOUND, difference
 
 
 @slow
@@ -100,23 +99,22 @@ def test_uneven_tokens(pools, checkpoints, cp):
     ],
     ids=str,
 )
-def test_whatever_the_sharding(pools, checkpoints, exact_oracle, changes):
-    """In fp64 but for diffusers' norms: in fp32 the heads' last biases nearly cancel, and are off by up to 1.1e-5."""
-    setup = gan(dp_shard=1, cp=2, precision="fp64", **changes)
-    difference = compare(trace_on_ranks(setup, checkpoints, pools[2]), exact_oracle)
-    assert difference.largest < 1e-6, difference
+def test_whatever_the_sharding(pools, checkpoints, oracle, changes):
+    setup = gan(dp_shard=1, cp=2, **changes)
+    difference = compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle)
+    assert difference.largest < BOUND, difference
 
 
 @pytest.mark.slow
 def test_replicas(pools, checkpoints, oracle):
     setup = gan(dp_replicate=2, cp=2, changes={"fake": {"reduce_unused": True}})
-    assert compare(trace_on_ranks(setup, checkpoints, pools[4]), oracle).largest < 1e-5
+    assert compare(trace_on_ranks(setup, checkpoints, pools[4]), oracle).largest < BOUND
 
 
 def test_another_block(pools, checkpoints):
     setup = gan(cp=2, method=replace(METHOD, gan_blocks=[0]), steps=2)
     oracle = oracle_trace(setup, checkpoints)
-    assert compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle).largest < 1e-5
+    assert compare(trace_on_ranks(setup, checkpoints, pools[2]), oracle).largest < BOUND
     middle = oracle_trace(gan(steps=2), checkpoints)
     assert abs(oracle.losses[1] - middle.losses[1]) > 1e-4
 
@@ -257,6 +255,6 @@ def _logits(folder, setup):
 
 
 def test_logits_are_the_means_over_tokens_of_small_networks(pools, checkpoints):
-    ((d, written_out, shape),) = pools[1].run(_logits, checkpoints, gan())
+    ((d, written_out, shape),) = pools[1].run(_logits, checkpoints, gan(precision="fp32"))
     torch.testing.assert_close(d, written_out, rtol=1e-5, atol=1e-6)
     assert shape == (2, *LATENT_SHAPE) and d.shape == (2, 2) and (d[0] - d[1]).abs().min() > 1e-4

@@ -16,6 +16,7 @@ from models.condition import text_condition
 from models.export import main as export
 from models.load import plan_role
 from models.lora.settings import LoraSettings
+from models.published import published
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
@@ -186,6 +187,16 @@ def test_a_base_that_has_moved_or_is_another(checkpoints, straight, tmp_path, ca
     assert "has other weights than the base" in capsys.readouterr().err and not (tmp_path / "no").exists()
     assert export([str(run_dir), str(tmp_path / "no"), "--base", "x", "--format", "wan-lora"]) == 2
     assert "--base is for adapters that are merged" in capsys.readouterr().err
+
+
+def test_the_base_is_not_written_over(checkpoints, straight, tmp_path, capsys):
+    """Nor would anything know it from an earlier export."""
+    base = tmp_path / "base"
+    with published(base, {}) as folder:
+        for file in (checkpoints / "teacher").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    assert export([str(straight[0]), str(base), "--format", "merged", "--base", str(base)]) == 2
+    assert "would replace the adapters' base" in capsys.readouterr().err and (base / "config.json").is_file()
 
 
 def test_modules_that_were_trained_whole(pools, checkpoints, tmp_path, capsys):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from fsdp_cp.errors import UserError
@@ -15,8 +16,10 @@ from models.families.wan import Wan
 from models.load import build_role, plan_role
 from models.lora import extract as extraction
 from models.lora.__main__ import main
-from models.lora.saved import find_adapters
+from models.lora.files import file_tensors
+from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
+from models.published import published
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
@@ -61,6 +64,25 @@ def test_a_difference_of_that_rank_is_found_whole(capsys, checkpoints, full, tmp
     for name, value in truth.items():
         if name != "proj_out.bias":
             torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_outside_of_the_blocks(capsys, checkpoints, full, tmp_path):
+    """diffusers reads their scale in no file with the keys of Wan."""
+    words = ("--rank", 2, "--format", "wan-lora", "--targets", "proj_out", "*.attn1.to_q")
+    assert extract(capsys, full, checkpoints / "teacher", tmp_path / "out", *words)[0] == 0
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
+    pipeline = WanPipeline(
+        tokenizer=None, text_encoder=None, vae=None, scheduler=FlowMatchEulerDiscreteScheduler(), transformer=network
+    )
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert "proj_out.lora_A.default_0.weight" in dict(pipeline.transformer.named_parameters())
+    names = [
+        f"{layer}.{which}.weight" for layer in ("proj_out", "blocks.0.ffn.net.2") for which in ("lora_A", "lora_B")
+    ]
+    tensors = file_tensors("wan-lora", names, lambda _: torch.ones(2, 2), family=Wan(), scale=0.5, dtype=torch.float32)
+    assert tensors["diffusion_model.head.head.lora_up.weight"].unique() == 0.5
+    assert tensors["diffusion_model.blocks.0.ffn.2.lora_up.weight"].unique() == 1.0
+    assert [name for name in tensors if name.endswith(".alpha")] == ["diffusion_model.blocks.0.ffn.2.alpha"]
 
 
 def test_a_smaller_rank_holds_what_svd_says(capsys, checkpoints, full, tmp_path):
@@ -136,6 +158,51 @@ def test_a_student_begins_with_adapters_from_a_file(capsys, checkpoints, full, t
         product = adapters["scale"] * weights[f"{layer}.lora_B.weight"] @ weights[f"{layer}.lora_A.weight"]
         difference = truth[f"{layer}.weight"] - start[f"{layer}.weight"]
         torch.testing.assert_close(product, difference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("saved_by", ["diffusers", "peft"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_rslora": True}, {"alpha_pattern": {"attn1.to_k": 4, "ffn.net.2": 2}}], ids=str
+)
+def test_the_scale_is_what_peft_makes_of_it(checkpoints, tmp_path, saved_by, changes):
+    network = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
+    targets = ["to_q", "to_k", "ffn.net.2"]
+    settings = LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False, **changes)
+    network.add_adapter(settings)
+    if saved_by == "diffusers":
+        network.save_lora_adapter(tmp_path)
+    else:
+        tensors = get_peft_model_state_dict(network, adapter_name="default")
+        save_file({f"base_model.model.{k}": v for k, v in tensors.items()}, tmp_path / "adapter_model.safetensors")
+        settings.save_pretrained(tmp_path)
+    file = find_adapters(str(tmp_path))
+    plain = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
+    found = inspect_adapters(file, plain, Wan(), "student.checkpoint").read()
+    assert len(found) == 5 * ARCHITECTURE["num_layers"]
+    for name, (a, b) in found.items():
+        torch.testing.assert_close(b @ a, network.get_submodule(name).get_delta_weight("default"))
+
+
+def test_no_input_is_written_over(capsys, checkpoints, full, tmp_path):
+    """An earlier export would be replaced, and may be what is read."""
+    inputs = {}
+    for name, source in (("FULL", full), ("BASE", checkpoints / "teacher")):
+        with published(tmp_path / name / "transformer", {}) as folder:
+            for file in source.iterdir():
+                (folder / file.name).write_bytes(file.read_bytes())
+        inputs[name] = tmp_path / name
+    for name, folder in inputs.items():
+        code, _, err = extract(capsys, inputs["FULL"], inputs["BASE"], folder / "transformer", "--rank", 2)
+        assert code == 2 and f"would replace {name}" in err
+        assert (folder / "transformer" / "config.json").is_file()
+
+
+def test_additions_are_not_left_out_without_a_word(capsys, checkpoints, full, tmp_path):
+    for file in full.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file({"additions.second_time.scale": torch.ones(3)}, tmp_path / "additions.safetensors")
+    code, _, err = extract(capsys, tmp_path, checkpoints / "teacher", tmp_path / "out", "--rank", 2)
+    assert code == 2 and "has additions (second_time)" in err
 
 
 def test_adapters_that_do_not_fit(capsys, checkpoints, full, tmp_path):

@@ -12,6 +12,7 @@ from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
 from models.load import build_roles, plan_role, sharing
 from models.lora.inject import target_layers, trained_modules
+from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
 from models.names import owner
 from tests.oracles.full_tensors import full_tensors
@@ -41,6 +42,23 @@ def test_patterns(network):
     assert all(any(True for _ in network.get_submodule(name).parameters()) for name in whole)
 
 
+def test_of_a_larger_module_its_layers_are_trained(network):
+    """A copy of the whole would hold another role's copy inside of it, and a time embedder that is not kept in fp32."""
+    settings = LoraSettings(rank=2, train=["condition_embedder", "blocks.0.attn1.norm_q"])
+    whole = trained_modules(network, settings, [], "")
+    layers = ("time_embedder.linear_1", "time_embedder.linear_2", "time_proj", "text_embedder.linear_1")
+    assert whole == [f"condition_embedder.{name}" for name in (*layers, "text_embedder.linear_2")] + whole[-1:]
+    assert whole[-1] == "blocks.0.attn1.norm_q"
+
+
+def test_a_shallower_network_keeps_the_layers_that_it_has(network):
+    settings = LoraSettings(rank=2, targets=["blocks.0.attn1.to_q", "blocks.2.attn1.to_q"], train=["blocks.2.norm2"])
+    plan = plan_lora(network, Wan(), settings, "student")
+    with torch.device("meta"):
+        shallow = WanTransformer3DModel(**ARCHITECTURE | {"num_layers": 1})
+    assert plan.of(shallow).targets == ("blocks.0.attn1.to_q",) and plan.of(shallow).train == ()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -52,8 +70,10 @@ def test_patterns(network):
             {"rank": 4, "train": ["*scale_shift_table"]},
             "train: .* matches .*scale_shift_table, a parameter",
         ),
-        ({"rank": 4, "train": ["blocks.1"]}, "blocks.1 would be trained whole, and blocks.1.attn1.to_q has adapters"),
-        ({"rank": 4, "train": ["blocks.0.attn2.to_q"]}, "would be trained whole, and .* has adapters"),
+        ({"rank": 4, "train": ["blocks.1.attn1"]}, "blocks.1.attn1.to_q would be trained whole, and has adapters"),
+        ({"rank": 4, "train": ["blocks.1"]}, "blocks.1 is a WanTransformerBlock with scale_shift_table of its own"),
+        ({"rank": 4, "train": ["patch_embedding"]}, "patch_embedding is a Conv3d with weight of its own"),
+        ({"rank": 4, "train": ["blocks.0.attn2.to_q"]}, "would be trained whole, and has adapters"),
         ({"rank": -1}, "rank=-1 must be a whole number"),
         ({"rank": 4.0}, "rank=4.0 must be a whole number"),
         ({"rank": 4, "init": "pissa"}, "init=pissa is not supported, since it overwrites the base"),
@@ -82,7 +102,7 @@ WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=
         (("fake.activation_checkpointing=full",), "activation_checkpointing=none, but fake.activation_checkpointing"),
         (("student.precision=bf16",), "teacher.precision=fp32, but student.precision=bf16"),
         (("student.compile=true",), "teacher.compile=false, but student.compile=true"),
-        (("student.master_dtype=bf16", "precision=bf16"), "student.master_dtype=bf16 with student.lora.rank=4"),
+        (("student.master_dtype=bf16", "precision=bf16"), "student.master_dtype=bf16 with adapters"),
         (("student.lora.dropout=0.1",), "student.lora.dropout"),
         (("student.lora.rank=0", "student.lora.alpha=3"), "student.lora.alpha=3"),
         (("student.lora.targets=[*attn1.to_q]", "student.lora.train=[*.ffn]"), "whole by the student, and .*ffn"),
@@ -93,6 +113,14 @@ WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=
 def test_settings_that_exclude_each_other(words, message):
     with pytest.raises(UserError, match=message):
         plan_run(compose_config([*WORDS, *words]))
+
+
+def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
+    own = tmp_path / "export" / "student"
+    own.parent.mkdir()
+    own.symlink_to(checkpoints / "teacher")
+    with pytest.raises(UserError, match="export/student would replace fake.checkpoint"):
+        plan_run(compose_config(["experiment=quickstart", f"run_dir={tmp_path}", f"fake.checkpoint={own}"]))
 
 
 def test_who_shares():

@@ -21,7 +21,7 @@ def _weights(checkpoint, out, kind):
     return {name: weight.double() for name, weight in load_file(file).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_average_of_the_fake_score(tmp_path):
     """The fake score trains at steps 2 and 4 (of 1 to 5): its first update is before ``start``, the second halves."""
     run_dir = tmp_path / "run"

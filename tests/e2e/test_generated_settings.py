@@ -141,7 +141,7 @@ def end_of(line, room):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, **SETUP)
+@settings(max_examples=36, **SETUP)
 @given(line=lines, mode=modes)
 @example(line=["optim.student.betas=[[0.9],[0.99]]"], mode=["dry_run=true"])
 @example(line=["student.compile=2"], mode=["dry_run=true"])
@@ -170,7 +170,7 @@ def typed_settings():
 
 
 @pytest.mark.slow
-@settings(max_examples=30, **SETUP)
+@settings(max_examples=20, **SETUP)
 @given(chosen=st.sampled_from(sorted(typed_settings(), key=str)), value=st.one_of(numbers, words.filter(bool), lists))
 def test_no_value_of_another_kind_is_taken(room, chosen, value):
     """What ends with 0 is a number for a number, a switch for a switch, null where it may be."""

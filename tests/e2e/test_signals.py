@@ -99,7 +99,9 @@ def test_one_process(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGUSR1]
+)
 def test_two_ranks_under_torchrun(tmp_path, undisturbed, number):
     run_dir = tmp_path / "run"
     process = start(2, run_dir)

@@ -175,6 +175,7 @@ def test_a_written_configuration_is_read_back_as_it_was(tmp_path, experiment):
         (["fake.lr=1"], "fake.lr", "optim.fake.lr"),
         (["lr=1"], "lr", "optim.student.lr"),
         (["cluser=h20x8"], "cluser", "cluster"),
+        (["profile.ranks.lr=1"], "profile.ranks.lr", "profile.ranks"),
         (["modle=any"], "modle", "model"),
     ],
 )
