@@ -85,6 +85,7 @@ CASES |= {
     ),
 }
 FAST = ("ring", "adapters")
+LONG = ("one rank, checkpointed, accumulated", "both")
 
 
 def _planned(world, words, layers=2):
@@ -98,7 +99,11 @@ def _measured(world, words):
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        case if case in FAST else pytest.param(case, marks=pytest.mark.long if case in LONG else pytest.mark.slow)
+        for case in CASES
+    ],
 )
 def test_what_is_predicted_is_what_real_tensors_take(pools, case):
     world, *words = CASES[case]
@@ -118,7 +123,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recomputation_through_a_frozen_fake_score_counts():
     """The student's gradient passes the checkpointed fake score's forward for the GAN, which no step of it trains."""
     words = ("mesh.cp=1", "method.gan_weight_student=0.01", "method.gan_blocks=[1]")
