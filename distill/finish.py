@@ -57,19 +57,18 @@ def _export(trainer: Trainer) -> None:
     folder = trainer.run_dir / "export"
     role = trainer.roles["student"]
     whole = [name for name in weights if ".lora_" not in name]
-    fits = not whole
     if role.adapters is None:
         export_weights(folder / "student", weights, role.config, dtype=dtype, about=about)
     else:
         role.rest()
         base, scale = role.networks[0].base_parameters(), role.adapters["scale"]
         export_weights(folder / "student", weights, role.config, dtype=dtype, about=about, base=base, scale=scale)
-        if fits:
+        if not whole:
             export_adapters(folder / "student_lora", weights, role.family, scale=scale, dtype=dtype, about=about)
         elif rank() == 0:
             log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
-    if not fits and rank() == 0:
-        withdraw(folder / "student_lora")  # of an earlier run in this folder
+    if whole:  # an earlier run in this folder may have left one
+        on_all_ranks(lambda: withdraw(folder / "student_lora") if rank() == 0 else None)
     on_all_ranks(lambda: write_scheduler(trainer.method, folder / "scheduler") if rank() == 0 else None)
     if rank() == 0:
         merged = "" if role.adapters is None else ", merged into its base,"

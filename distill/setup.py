@@ -99,9 +99,11 @@ def plan_run(
     _check_sharing(roles, method.trained_roles)
     if config.export.at_end:
         for role in roles:
-            if role.folder is not None:
-                own = Path(config.run_dir) / "export" / "student"
-                refuse_input(own, "at its end the run's", {f"{role.name}.checkpoint": role.folder.path})
+            own = [role.folder.path] if role.folder is not None else []
+            if role.lora is not None and role.lora.saved is not None:
+                own.append(role.lora.saved.file.parent)
+            for each in own:
+                refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": each})
     _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
     patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
@@ -150,7 +152,7 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
                     f"{name}.{setting}={getattr(settings, setting)} is for a role that trains, and with"
                     f" method={config.method.name} the {name} does not; leave it out"
                 )
-    elif settings.master_dtype != "keep" and (given.lora.enabled or find_adapters(given.checkpoint)):
+    elif settings.master_dtype != "keep" and has_adapters(given):
         raise UserError(
             f"{name}.master_dtype={settings.master_dtype} with adapters ({name}.lora, {name}.checkpoint): they have"
             f" fp32 masters, and a base is stored as it computes; use {name}.master_dtype=keep"
@@ -161,6 +163,11 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
             f" by less than bf16 can tell; use {name}.master_dtype=keep"
         )
     return settings
+
+
+def has_adapters(role: RoleSettings) -> bool:
+    """Does it train adapters, fresh ones or those of a file?"""
+    return role.lora.enabled or find_adapters(role.checkpoint) is not None
 
 
 def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:

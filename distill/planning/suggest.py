@@ -24,10 +24,9 @@ from distill.planning.command import as_planned, make_prediction, planned_shapes
 from distill.planning.files import MADE_BY, SUGGESTIONS, make_writable, refuse_foreign_suggestions, write
 from distill.planning.hardware import load_hardware
 from distill.planning.prediction import GIB
-from distill.setup import plan_run, world_of
+from distill.setup import has_adapters, plan_run, world_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.host_memory import available_host_memory
-from models.lora.saved import find_adapters
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +145,7 @@ class Axes:
 
         mesh_is_free = free("mesh.cp", "mesh.dp_shard", "mesh.ulysses", "mesh.ring")
         first = config.micro_batch_size  # without one, a step's samples are one already
-        adapted = [
-            each
-            for each in (getattr(config, name) for name in trained)
-            if each.lora.enabled or find_adapters(each.checkpoint)
-        ]
+        adapted = any(has_adapters(getattr(config, name)) for name in trained)
         cp = tuple(n for n in range(1, world + 1) if world % n == 0) if mesh_is_free else (config.mesh.cp,)
         return cls(
             cp=cp,

@@ -95,7 +95,7 @@ def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequenc
     for name in chosen:
         module = modules[name]
         if not isinstance(module, nn.Linear) and any(parameter.ndim > 1 for parameter in module.parameters()):
-            inner = next((key for key, _ in module.named_parameters(recurse=False)))
+            inner, _ = next(module.named_parameters(recurse=False))
             raise UserError(
                 f"{where}train: {name} is a {type(module).__name__} with {inner} of its own; linear layers and norms"
                 " alone can be trained whole beside adapters, so name those in it"

@@ -1,8 +1,11 @@
 """``ROLE.lora.*``: what is refused, by name and before anything is built; which layers get adapters; first values."""
 
+import shutil
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
 
 from distill.config import compose_config
 from distill.setup import plan_run
@@ -117,10 +120,24 @@ def test_settings_that_exclude_each_other(words, message):
 
 def test_a_run_does_not_replace_what_it_begins_with(checkpoints, tmp_path):
     own = tmp_path / "export" / "student"
-    own.parent.mkdir()
-    own.symlink_to(checkpoints / "teacher")
-    with pytest.raises(UserError, match="export/student would replace fake.checkpoint"):
-        plan_run(compose_config(["experiment=quickstart", f"run_dir={tmp_path}", f"fake.checkpoint={own}"]))
+    shutil.copytree(checkpoints / "teacher", own)
+    words = ["experiment=quickstart", f"run_dir={tmp_path}", f"fake.checkpoint={own}"]
+    with pytest.raises(UserError, match="export would replace fake.checkpoint"):
+        plan_run(compose_config(words))
+    try:
+        plan_run(compose_config([*words, "export.at_end=false"]))
+    except UserError as error:  # it is no network for this data
+        assert "would replace" not in str(error)
+    adapters = tmp_path / "export" / "student_lora"
+    adapters.mkdir()
+    matrices = {"lora_A": torch.ones(2, 48), "lora_B": torch.ones(48, 2)}
+    save_file(
+        {f"transformer.blocks.0.attn1.to_q.{name}.weight": value for name, value in matrices.items()},
+        adapters / "pytorch_lora_weights.safetensors",
+    )
+    words = ["experiment=quickstart", f"run_dir={tmp_path}", f"teacher.checkpoint={checkpoints / 'teacher'}"]
+    with pytest.raises(UserError, match="export would replace student.checkpoint"):
+        plan_run(compose_config([*words, f"student.checkpoint={adapters}"]))
 
 
 def test_who_shares():
