@@ -8,12 +8,14 @@ forward), recomputation not counted; its share is of the fastest bf16 matrix pro
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,9 +43,9 @@ def local_kernels(device: str, quick: bool) -> bool:
     sizes = (8192,) if quick else (8192, 16384, 32760)
     if device == "cpu":
         sizes = (512,) if quick else (1024, 2048)
-    with _world_of_one(device):
+    with world_of_one(device):
         mesh = build_mesh(cp=1, device_type=device)
-        ceiling = _matmul_rate(device)
+        ceiling = matmul_rate(device)
         print(f"Fastest bf16 matrix product of this run: {ceiling / 1e12:.2f} TFLOP/s. Tensors are bf16.\n")
         print("| model | tokens | kernel | pass | ms | TFLOP/s | share of ceiling | peak MiB | largest error |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -51,7 +53,8 @@ def local_kernels(device: str, quick: bool) -> bool:
 
 
 @contextmanager
-def _world_of_one(device: str):
+def world_of_one(device: str) -> Iterator[None]:
+    """A process group of this process alone: NCCL's, or gloo's."""
     if device == "cuda":
         torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,50 +66,100 @@ def _world_of_one(device: str):
             dist.destroy_process_group()
 
 
-def _matmul_rate(device: str) -> float:
+def matmul_rate(device: str) -> float:
     """Operations per second of the best of some bf16 matrix products."""
     best = 0.0
     for n in (4096, 8192, 16384) if device == "cuda" else (1024, 2048):
         a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-        best = max(best, 2 * n**3 / _seconds(lambda a=a, b=b: a @ b, device))
+        best = max(best, 2 * n**3 / timed(lambda a=a, b=b: a @ b, device))
     return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One pass of one kernel."""
+
+    title: str
+    """``forward``, ``forward + backward`` or ``JVP``."""
+    seconds: float = math.nan
+    rate: float = math.nan
+    """Operations per second."""
+    peak: int = 0
+    """Bytes beyond inputs, results included."""
+    error: float = math.nan
+    """The largest, relative by norm, against float64."""
+    failure: str = ""
+    """What it raised, in a line; nothing else is known then."""
+
+    @property
+    def is_right(self) -> bool:
+        """Is the error in bounds?"""
+        return self.error <= TOLERANCE[torch.bfloat16]
+
+
+FACTORS = {"forward": 1.0, "forward + backward": 3.5, "JVP": 3.0}
+"""Arithmetic of each pass, in forwards."""
+
+
+def measure_passes(
+    device: str, attend: Attend, tokens: int, heads: int, titles: Sequence[str], *, limit: float = 4.0
+) -> Iterator[Measured]:
+    """Error, memory and time of the passes ``titles`` (of :data:`FACTORS`), in bf16 and heads of 128.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        attend: of ``(1, tokens, heads, 128)`` tensors.
+        tokens, heads: sizes.
+        titles: of the passes.
+        limit: seconds of timing, of each pass; at least three runs are timed.
+    """
+    flops = 4 * tokens**2 * heads * HEAD_DIM
+    tensors = [x.bfloat16() for x in random_inputs(7, tokens, heads, HEAD_DIM, device)]
+    primals, grad, tangents = tensors[:3], tensors[3], tensors[4:]
+    passes: dict[str, Callable[[], object]] = {
+        "forward": lambda: attend(*primals),
+        "forward + backward": lambda: _gradients(attend, primals, grad),
+        "JVP": lambda: _tangent(attend, primals, tangents),
+    }
+    for title in titles:
+        failure = ""
+        try:
+            error = _error(title, attend, primals, grad, tangents)
+            peak = _peak(passes[title], device)
+            seconds = timed(passes[title], device, limit=limit)
+        except Exception as raised:  # a kernel that fails is a row
+            failure = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0][:120]}"
+        if failure:
+            yield Measured(title=title, failure=failure)
+        else:
+            rate = FACTORS[title] * flops / seconds
+            yield Measured(title=title, seconds=seconds, rate=rate, peak=peak, error=error)
 
 
 def _case(device: str, mesh: Mesh, model: str, tokens: int, ceiling: float) -> bool:
     heads, correct = MODELS[model], True
-    flops = 4 * tokens**2 * heads * HEAD_DIM
-    tensors = [x.bfloat16() for x in random_inputs(7, tokens, heads, HEAD_DIM, device)]
-    primals, grad, tangents = tensors[:3], tensors[3], tensors[4:]
-    for name, attend, refusal in _contenders(device, mesh):
+    for name, attend, refusal in contenders(device, mesh):
         if refusal:
             print(f"| {model} | {tokens} | {name} | | {refusal} | | | | |", flush=True)
             continue
-        passes = {
-            "forward": (1, lambda attend=attend: attend(*primals)),
-            "forward + backward": (3.5, lambda attend=attend: _gradients(attend, primals, grad)),
-        }
-        if name == "auto":
-            passes["JVP"] = (3, lambda attend=attend: _tangent(attend, primals, tangents))
-        for title, (factor, run) in passes.items():
-            start = f"| {model} | {tokens} | {name} | {title} |"
-            try:
-                error = _error(title, attend, primals, grad, tangents)
-                memory, seconds = _peak(run, device), _seconds(run, device)
-            except Exception as failure:  # a kernel that fails is a row
-                print(f"{start} {type(failure).__name__}: {str(failure).splitlines()[0][:120]} | | | | |", flush=True)
+        titles = list(FACTORS) if name == "auto" else list(FACTORS)[:2]
+        for found in measure_passes(device, attend, tokens, heads, titles):
+            start = f"| {model} | {tokens} | {name} | {found.title} |"
+            if found.failure:
+                print(f"{start} {found.failure} | | | | |", flush=True)
                 correct &= name not in ("auto", "reference", "cpu_flash")
                 continue
-            rate, bold = factor * flops / seconds, "" if error <= TOLERANCE[torch.bfloat16] else "**"
+            bold = "" if found.is_right else "**"
             print(
-                f"{start} {seconds * 1e3:.2f} | {rate / 1e12:.2f} | {rate / ceiling:.0%} | {memory / MIB:.0f} |"
-                f" {bold}{error:.1e}{bold} |",
+                f"{start} {found.seconds * 1e3:.2f} | {found.rate / 1e12:.2f} | {found.rate / ceiling:.0%} |"
+                f" {found.peak / MIB:.0f} | {bold}{found.error:.1e}{bold} |",
                 flush=True,
             )
-            correct &= not bold or name == "torch SDPA"
+            correct &= found.is_right or name == "torch SDPA"
     return correct
 
 
-def _contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
+def contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
     """Name, function and why it cannot run: plain SDPA for comparison, what "auto" takes, and each kernel."""
 
     def ours(backend: str) -> Attend:
@@ -166,7 +219,7 @@ def _peak(run: Callable[[], object], device: str) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _seconds(run: Callable[[], object], device: str, rounds: int = 11, limit: float = 4.0) -> float:
+def timed(run: Callable[[], object], device: str, rounds: int = 11, limit: float = 4.0) -> float:
     """Median of up to ``rounds`` runs, at least three, in about ``limit`` seconds, after one to warm up."""
     run()
     times: list[float] = []

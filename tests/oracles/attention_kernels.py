@@ -2,6 +2,10 @@
 
 import torch
 
+from fsdp_cp.attention.reference import attention_dual
+
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-3, torch.float64: 1e-10}
+"""Relative errors up to which a kernel counts as right on a GPU; guesses, since none of them has run on one."""
 CASES = {
     "plain": {},
     "fewer keys": {"keys": (40, 24)},
@@ -56,7 +60,11 @@ def check_kernel(
     strided=False,
     broadcast=False,
 ):
-    """Forward on two chunks of the keys, merged, and backward on each with the merged rows."""
+    """Forward on two chunks of the keys, merged, and backward on each with the merged rows.
+
+    Returns:
+        The relative errors of the output and the gradients, and a tenth of the log-sum-exp's largest, by name.
+    """
     g = torch.Generator().manual_seed(queries + sum(keys))
     scale, head_dim, total = 0.2, 32, sum(keys)
 
@@ -103,9 +111,12 @@ def check_kernel(
     weights = [(x - lse).exp().nan_to_num(0.0).transpose(1, 2)[..., None] for x in lses]
     out = (outs[0] * weights[0] + outs[1] * weights[1]).to(dtype)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    assert relative_error(out, expected.detach()) < tolerance
     rows = slice(None) if mask is None else mask.any(1)
-    assert (lse[rows] - expected_lse[rows]).abs().max() < 10 * tolerance
+    errors = {
+        "out": relative_error(out, expected.detach()),
+        "lse": (lse[rows] - expected_lse[rows]).abs().max().item() / 10,
+    }
+    _assert_small(errors, tolerance)
 
     strided_lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     grads = []
@@ -117,7 +128,65 @@ def check_kernel(
     (dq0, dk0, dv0), (dq1, dk1, dv1) = grads
     ours = dq0.float() + dq1.float(), torch.cat((dk0, dk1), 1), torch.cat((dv0, dv1), 1)
     for name, value, truth in zip("qkv", ours, truths, strict=True):
-        assert relative_error(value, truth.grad) < tolerance, f"d{name}"
+        errors[f"d{name}"] = relative_error(value, truth.grad)
+    _assert_small(errors, tolerance)
+    return errors
+
+
+def _assert_small(errors, tolerance):
+    for name, error in errors.items():
+        assert error < tolerance, f"{name} is off by {error:.1e}"
+
+
+def check_derivative(device, dtype, tolerance, masked, *, chunked):
+    """Attention with its forward-mode derivative, against torch's own of attention written out in float64.
+
+    Args:
+        device, dtype, masked: of the tensors.
+        tolerance: of the errors.
+        chunked: in two chunks of the keys, whose tangents are merged by formula, w = sigmoid(lse2 - lse).
+
+    Returns:
+        Relative errors of ``out``, ``t_out`` and ``t_lse``, and a tenth of the largest of ``lse``.
+    """
+    g = torch.Generator().manual_seed(5)
+    batch, queries, keys, heads, head_dim, scale = 3, 48, 128, 4, 32, 0.2
+    shapes = [(batch, n, heads, head_dim) for n in (queries, keys, keys)] * 2
+    tensors = [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
+    primals, tangents = tensors[:3], tensors[3:]
+    mask = bias = None
+    if masked:
+        mask = torch.rand(batch, keys, generator=g).lt(0.7).to(device)
+        mask[:, 0] = mask[:, -1] = True
+        bias = torch.zeros(mask.shape, device=device).double().masked_fill(~mask, -1e9)[:, None, None]
+    wide = [tuple(x.double() for x in group) for group in (primals, tangents)]
+    (out, lse), (t_out, t_lse) = torch.func.jvp(lambda q, k, v: attend(q, k, v, bias, scale), *wide)
+    q, t_q = primals[0], tangents[0]
+    parts = [
+        attention_dual(
+            q, primals[1][:, c], primals[2][:, c], t_q, tangents[1][:, c], tangents[2][:, c],
+            None if mask is None else mask[:, c], scale,
+        )
+        for c in ([slice(0, 48), slice(48, None)] if chunked else [slice(None)])
+    ]  # fmt: skip
+    merged = list(parts[0])
+    for part in parts[1:]:
+        w = torch.sigmoid(part.lse - merged[1])
+        wide_w, moved = (x.transpose(1, 2)[..., None] for x in (w, w * (1 - w) * (part.t_lse - merged[3])))
+        merged = [
+            merged[0] - wide_w * (merged[0] - part.out),
+            torch.logaddexp(merged[1], part.lse),
+            merged[2] - wide_w * (merged[2] - part.t_out) - moved * (merged[0] - part.out),
+            merged[3] + w * (part.t_lse - merged[3]),
+        ]
+    errors = {
+        "out": relative_error(merged[0], out),
+        "lse": (merged[1] - lse).abs().max().item() / 10,
+        "t_out": relative_error(merged[2], t_out),
+        "t_lse": relative_error(merged[3], t_lse),
+    }
+    _assert_small(errors, tolerance)
+    return errors
 
 
 def relative_error(value, truth):

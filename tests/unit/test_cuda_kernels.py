@@ -13,10 +13,12 @@ from fsdp_cp.attention import cuda_kernels
 from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, preferred
 from tests.oracles.attention_kernels import (
     CASES,
+    TOLERANCE,
     attend,
     attend_backward,
     check_aligned,
     check_dense,
+    check_derivative,
     check_kernel,
     tokens_first,
 )
@@ -36,8 +38,18 @@ def test_kernel_on_the_gpu(name, dtype, case, masked):
         pytest.skip(f"{name} {reason}")
     if masked and CASES[case].get("batch") == 1:
         pytest.skip("the masks are of three samples")
-    tolerance = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-3}[dtype]
-    check_kernel(KERNELS[name], "cuda", dtype, tolerance, masked, **CASES[case])
+    check_kernel(KERNELS[name], "cuda", dtype, TOLERANCE[dtype], masked, **CASES[case])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device"))])  # fmt: skip
+def test_derivative_in_chunks(device, dtype, tolerance, masked, chunked):
+    check_derivative(device, dtype, tolerance if device == "cpu" else TOLERANCE[dtype], masked, chunked=chunked)
 
 
 # --- torch's operators, stood in for on the CPU ---

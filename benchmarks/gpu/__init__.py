@@ -1,0 +1,1 @@
+"""One command for one GPU: ``python -m benchmarks.gpu``; see :mod:`benchmarks.gpu.command`."""

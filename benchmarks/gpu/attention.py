@@ -1,0 +1,130 @@
+"""Each local attention kernel and the forward-mode derivative at a video's sizes, with plain torch beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.attention_kernels import (
+    FACTORS,
+    HEAD_DIM,
+    MIB,
+    Attend,
+    contenders,
+    matmul_rate,
+    measure_passes,
+    world_of_one,
+)
+from benchmarks.gpu.child import Context
+from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.mesh import build_mesh
+
+TOKENS, TINY_TOKENS = (8192, 32760, 75600), (384, 512)
+"""The middle one is Wan's clip at 480p, the last at 720p; no multiples of a tile, as real ones."""
+HEADS, TINY_HEADS = (3, 5, 12), (2,)
+"""Of a rank: Wan 1.3B's on 4 ranks, 14B's on 8, 1.3B's on one."""
+TIMED = 1.0
+"""Seconds of each pass that are timed, at least three runs."""
+OWN_TARGET, OTHER_TARGET = 3.5, 6.0
+"""The derivative over the same kernel's forward, six matrix products against two; and over the fastest kernel's."""
+MATH = "torch SDPA, math"
+MATH_TOKENS = 8192
+"""It writes out all of the attention matrix: ten times 1.5 GiB here, 26 GiB each at 32,760 tokens."""
+
+
+def attention(context: Context) -> None:
+    """The part: the ceiling, each kernel in a process of its own, and the derivative over forwards."""
+    context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=60)
+    found = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
+    rate = repr(found[0] * 1e12) if found else "nan"
+    # The derivative's kernel comes before the others: what it is compared with may be cut, it may not.
+    names = ["reference", *(name for name in all_kernels() if name != "reference"), "torch SDPA", MATH]
+    for i, name in enumerate(names):
+        kernel = all_kernels().get(name)
+        refusal = kernel.refuses(torch.device("cpu"), torch.bfloat16, HEAD_DIM, False) if kernel else None
+        if context.device_type == "cpu" and refusal is not None:
+            context.row(name, refused=refusal)
+            continue
+        # Half of what is left at most, so that one that is slow or hangs does not take the time of all others.
+        share = context.left() if i == len(names) - 1 else context.left() / 2
+        context.isolated(name, "benchmarks.gpu.attention:one_kernel", name, rate, seconds=share)
+    for row in ratios(context.written()):
+        context.row(row.pop("what"), **row)
+
+
+def ceiling(context: Context) -> None:
+    """The row of the fastest matrix product."""
+    rate = matmul_rate(context.device_type)
+    context.row("fastest bf16 matrix product", **{"TFLOP/s": rate / 1e12, "share": 1.0})
+
+
+def one_kernel(context: Context, name: str, rate: str) -> None:
+    """The rows of one kernel, the smallest sizes first.
+
+    Args:
+        context: of the part.
+        name: of a kernel, or of what it is compared with.
+        rate: of the ceiling, operations per second.
+    """
+    device = context.device_type
+    tokens, heads = (TINY_TOKENS, TINY_HEADS) if context.tiny else (TOKENS, HEADS)
+    with world_of_one(device):
+        attend, refusal = _attend(device, name)
+        if attend is None:
+            context.row(name, refused=refusal)
+            return
+        titles = ["JVP"] if name == MATH else [*FACTORS] if name == "reference" else [*FACTORS][:2]
+        for n in tokens if name != MATH or context.tiny else (MATH_TOKENS,):
+            for h in heads:
+                if context.left() < 10:
+                    context.row(name, tokens=n, heads=h, error="left out: its time was over")
+                    continue
+                for found in measure_passes(device, attend, n, h, titles, limit=TIMED):
+                    cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": found.title}
+                    if found.failure:
+                        context.row(name, **cells, error=found.failure)
+                        context.let_go()
+                        continue
+                    cells |= {"ms": found.seconds * 1e3, "TFLOP/s": found.rate / 1e12}
+                    cells |= {"share": found.rate / float(rate), "peak MiB": found.peak / MIB}
+                    context.row(name, **cells, **{"largest error": found.error, "right": found.is_right})
+
+
+def _attend(device: str, name: str) -> tuple[Attend | None, str | None]:
+    """What runs ``(1, S, H, D)`` tensors, or why nothing does."""
+    if name == MATH:
+        return _math, None
+    mesh = build_mesh(cp=1, device_type=device)
+    attend, refusal = next((attend, refusal) for known, attend, refusal in contenders(device, mesh) if known == name)
+    return (attend if refusal is None else None), refusal
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The only one of torch's own with a forward-mode derivative."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def ratios(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The derivative's time over that of forwards, of each size for which both are among ``rows``."""
+    times: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+    for row in rows:
+        if "ms" in row and "pass" in row:
+            times.setdefault((row["tokens"], row["heads"]), {})[row["what"], row["pass"]] = row["ms"]
+    found = []
+    for (tokens, heads), of in times.items():
+        forwards = {name: ms for (name, title), ms in of.items() if title == "forward"}
+        if ("reference", "JVP") not in of or not forwards:
+            continue
+        derivative, fastest = of["reference", "JVP"], min(forwards, key=forwards.__getitem__)
+        for name, target in (("reference", OWN_TARGET), (fastest, OTHER_TARGET)):
+            if name in forwards and (name, target) != ("reference", OTHER_TARGET):
+                ratio = derivative / forwards[name]
+                cells = {"tokens": tokens, "heads": heads, "ratio": ratio, "target": target, "met": ratio <= target}
+                found.append({"what": f"JVP over the forward of {name}", **cells})
+    return found

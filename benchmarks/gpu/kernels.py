@@ -1,0 +1,96 @@
+"""Every local attention kernel against attention written out in float64 (``tests/oracles/attention_kernels.py``).
+
+The cases are those of the tests that wait for a GPU; here each kernel has a process of its own, since one that reaches
+out of its bounds takes the device's context with it, and the largest error is a number in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.child import Context, DeviceLost, said
+from fsdp_cp.attention.kernels import all_kernels
+from tests.oracles.attention_kernels import CASES, TOLERANCE, check_derivative, check_kernel
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIM = 32
+"""Of the cases."""
+
+
+def kernels(context: Context) -> None:
+    """The part: a row for each kernel and dtype, without masks and with them."""
+    for name, kernel in all_kernels().items():
+        # Of a CPU that is told without a process; of a GPU not without starting CUDA in this one.
+        refusal = kernel.refuses(torch.device("cpu"), torch.bfloat16, HEAD_DIM, False)
+        if context.device_type == "cpu" and refusal is not None:
+            context.row(name, refused=refusal)
+        else:
+            context.isolated(name, "benchmarks.gpu.kernels:one_kernel", name, seconds=90)
+
+
+def one_kernel(context: Context, name: str) -> None:
+    """The rows of one kernel; of the reference, the only one that has it, those of its derivative too."""
+    kernel = all_kernels()[name]
+    for dtype in DTYPES:
+        for masked in (False, True):
+            label = f"{name}, {str(dtype).removeprefix('torch.')}{', masked' if masked else ''}"
+            refusal = kernel.refuses(context.device, dtype, HEAD_DIM, masked)
+            if refusal is not None:
+                context.row(label, refused=refusal)
+                continue
+            cases = {
+                case: lambda sizes=sizes, dtype=dtype, masked=masked: check_kernel(
+                    kernel, context.device_type, dtype, TOLERANCE[dtype], masked, **sizes
+                )
+                for case, sizes in CASES.items()
+                if not (masked and sizes.get("batch") == 1)  # the masks are of three samples
+            }
+            _row(context, label, cases, TOLERANCE[dtype])
+    if name == "reference":
+        for dtype in (*DTYPES, torch.float64):
+            derivatives = {
+                f"{'masked' if masked else 'plain'}, {'two chunks' if chunked else 'whole'}": (
+                    lambda dtype=dtype, masked=masked, chunked=chunked: check_derivative(
+                        context.device_type, dtype, TOLERANCE[dtype], masked, chunked=chunked
+                    )
+                )
+                for masked in (False, True)
+                for chunked in (False, True)
+            }
+            label = f"{name}, derivative, {str(dtype).removeprefix('torch.')}"
+            _row(context, label, derivatives, TOLERANCE[dtype])
+
+
+def _row(context: Context, label: str, cases: Mapping[str, Callable[[], dict[str, float]]], tolerance: float) -> None:
+    """How many of ``cases`` are right, and the largest error of those; the first that is not, by what it says.
+
+    Raises:
+        DeviceLost: one has taken the device with it; the row is written before.
+    """
+    largest, where, wrong = 0.0, "", []
+    lost = None
+    for case, check in cases.items():
+        try:
+            errors = check()
+        except Exception as error:
+            wrong.append(f"{case}: {said(error)}")
+        else:
+            worst = max(errors, key=errors.__getitem__)
+            if errors[worst] >= largest:
+                largest, where = errors[worst], f"{worst} of {case}"
+            continue
+        try:
+            context.let_go()
+        except DeviceLost as error:
+            lost = error
+            break
+    cells: dict[str, Any] = {
+        "right": f"{len(cases) - len(wrong)} of {len(cases)}" if lost is None else None,
+        "largest error": largest if where else None, "in": where, "allowed": tolerance,
+    }  # fmt: skip
+    context.row(label, **cells, **({"error": wrong[0]} if wrong else {}))
+    if lost is not None:
+        raise lost

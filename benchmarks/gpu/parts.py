@@ -1,0 +1,88 @@
+"""The parts of ``benchmarks.gpu``: what each shows, who measures it, and how long it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_SECONDS = 480
+"""Of a part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part, which a process of its own measures."""
+
+    name: str
+    """As ``--again`` takes it."""
+    target: str
+    """``module:function`` of one :class:`benchmarks.gpu.child.Context`; importable where the command is started."""
+    seconds: float
+    """After so many it is ended, with everything that it started."""
+    shows: str
+    """A line above its table."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds <= MOST_SECONDS:
+            raise ValueError(f"part {self.name!r} has {self.seconds} s; give at most {MOST_SECONDS}")
+
+
+PARTS = (
+    Part(
+        name="kernels",
+        target="benchmarks.gpu.kernels:kernels",
+        seconds=240,
+        shows="Every local kernel against attention written out in float64: forward, backward, in two chunks,"
+        " log-sum-exp and its tangent. Errors are relative by norm (those of log-sum-exps absolute, over ten), the"
+        " largest of all cases.",
+    ),
+    Part(
+        name="attention",
+        target="benchmarks.gpu.attention:attention",
+        seconds=480,
+        shows="bf16, heads of 128. Arithmetic is 4 S^2 H D for the forward, 2.5 times that for the backward, 3 times"
+        " for the derivative with its forward; the share is of the fastest matrix product of this run. Errors are"
+        " against float64, relative by norm.",
+    ),
+    Part(
+        name="wan 1.3B",
+        target="benchmarks.gpu.wan:small",
+        seconds=480,
+        shows="Three Wan 1.3B of random weights and a rollout of one step: the trainer's own steps, medians after a"
+        " round to warm up. MFU counts no recomputation; attention is its share of the time that kernels ran.",
+    ),
+    Part(
+        name="memory",
+        target="benchmarks.gpu.memory:memory",
+        seconds=300,
+        shows="What communicators and the allocator take, and the peak of each phase beside what `plan=true` says.",
+    ),
+    Part(
+        name="wan 14B block",
+        target="benchmarks.gpu.block:block",
+        seconds=240,
+        shows="One block of Wan 14B, forward and backward in bf16, as a rank of cp=8 at 720p has it: 9,450 tokens. Of"
+        " a ring its attention is over these and 40 heads, once; of Ulysses over all 75,600 tokens and 5 heads, with"
+        " the exchange done by copies on the spot. Kept is what the graph holds from forward to backward.",
+    ),
+    Part(
+        name="quickstart",
+        target="benchmarks.gpu.quickstart:quickstart",
+        seconds=480,
+        shows="The shipped teacher. The difference is the largest of losses to those of the CPU in the same steps,"
+        " relative; wanted is 1e-4 in fp32.",
+    ),
+    Part(
+        name="encoders",
+        target="benchmarks.gpu.encoders:encoders",
+        seconds=300,
+        shows="Wan's VAE and umT5-XXL with random weights, one clip or caption at a time. Errors are against fp32,"
+        " relative by norm; of random weights they say more of the arithmetic than of pictures.",
+    ),
+    Part(
+        name="wan 14B lora",
+        target="benchmarks.gpu.wan:large",
+        seconds=480,
+        shows="Teacher, student and fake score on one frozen Wan 14B of random weights, adapters of rank 64: DMD2"
+        " steps.",
+    ),
+)

@@ -1,0 +1,88 @@
+"""Run one part in a process group of its own, and end all of it when its time is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.child import RAISED, ROOT, command_of, ended, read_rows
+from benchmarks.gpu.parts import Part
+from fsdp_cp.launch import outside_of_torchrun
+
+FINISHED, FAILED, LATE = "finished", "failed", "over its time"
+PRINTED = 40
+"""Lines of a part's output that are kept."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of a part."""
+
+    status: str
+    """``finished``; ``failed``: its process ended badly, or measured nothing; ``over its time``: it was ended."""
+    seconds: float
+    error: str | None = None
+    """Why it is not finished."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
+    """The last lines of its output, where it is not finished."""
+
+
+def run_part(part: Part, *, device_type: str, tiny: bool, seconds: float) -> Outcome:
+    """Measure ``part`` in another process, for ``seconds`` at most; nothing of it is left behind."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu_") as folder:
+        rows, log = Path(folder) / "rows", Path(folder) / "log"
+        command = command_of(part.target, rows, device_type, tiny, seconds)
+        code = _run(command, log, seconds, outside_of_torchrun() | _environment(device_type))
+        found = read_rows(rows)
+        printed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-PRINTED:]
+    taken = time.monotonic() - began
+    if code is None:
+        late = f"ended after {seconds:.0f} s"
+        return Outcome(status=LATE, seconds=taken, error=_with_last_word(late, printed), rows=found, printed=printed)
+    if code != 0:
+        raised = code == RAISED and bool(found) and "error" in found[-1]
+        reason = found[-1]["error"] if raised else _with_last_word(ended(code), printed)
+        return Outcome(status=FAILED, seconds=taken, error=reason, rows=found, printed=printed)
+    if all("error" in row for row in found):
+        return Outcome(status=FAILED, seconds=taken, error="nothing could be measured", rows=found, printed=printed)
+    return Outcome(status=FINISHED, seconds=taken, rows=found)
+
+
+def _environment(device_type: str) -> dict[str, str]:
+    """Of the part: on the CPU one thread, and no GPU even where there is one."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    chosen = {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
+    return chosen | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device_type == "cpu" else {})
+
+
+def _run(command: list[str], log: Path, seconds: float, environment: dict[str, str]) -> int | None:
+    """The exit code; ``None`` after ``seconds``."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + seconds
+    try:
+        # Not process.wait: what has ended but was not waited for keeps its number, so that the group below is ours.
+        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+    finally:  # also after Ctrl-C, which does not reach another session
+        # Whatever it started goes too: a process that it left, or a compiler, would hold the GPU's memory.
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    return code
+
+
+def _with_last_word(reason: str, printed: list[str]) -> str:
+    return f"{reason}; its last line was: {printed[-1].strip()[:200]}" if printed else reason
