@@ -113,8 +113,17 @@ def predict(case: Case) -> dict[str, Any]:
     Raises:
         UserError: the planner's refusal.
     """
+    return planned(words_of(case))
+
+
+def planned(settings: Sequence[str]) -> dict[str, Any]:
+    """``plan.json`` of the run of these settings, ``plan=true`` and ``world`` among them; no process group is there.
+
+    Raises:
+        UserError: the planner's refusal.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        words = [*words_of(case), f"run_dir={folder}"]
+        words = [*settings, f"run_dir={folder}"]
         plan_command(compose_config(words), ["train.py", *words])
         return json.loads((Path(folder) / FILE).read_text())
 

@@ -19,15 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.arguments import at_least_1
-from distill.config import compose_config
-from distill.methods import build_method
-from distill.setup import plan_run
-from distill.trainer import Trainer
+from benchmarks.steps import open_trainer
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.measure.memory import peak_gib
 from fsdp_cp.measure.overlap import union
-from fsdp_cp.mesh import mesh_of_shape
-from models.load import build_roles
 
 MESHES = ((1, 2), (2, 1), (1, 1))
 """``dp_shard`` and ``cp`` of each row."""
@@ -51,32 +46,10 @@ class Result:
 def run(overrides: list[str], cycles: int) -> Result:
     """``cycles`` rounds of the quickstart on this process group, after one to warm up; the last one is profiled."""
     before = peak_gib(torch.device("cpu"))
-    config = compose_config(["experiment=quickstart", *overrides])
-    plan = plan_run(config)
     device = torch.device("cpu")
-    mesh = mesh_of_shape(plan.mesh)
-    data = config.data.build(seed=0, device=device, run_dir=plan.run_dir)
-    roles = build_roles(
-        plan.roles,
-        trained=plan.method.trained_roles,
-        mesh=mesh,
-        device=device,
-        latent_shape=data.latent_shape,
-        condition_shapes=data.condition_shapes,
-        seed=0,
-    )
-    trainer = Trainer(
-        config=config,
-        mesh=mesh,
-        device=device,
-        data=data,
-        method=build_method(config.method, roles),
-        micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
-        resume_from=None,
-    )
+    trainer = open_trainer(["experiment=quickstart", *overrides], device)
     steps = trainer._steps_of_data()
-    length = config.method.fake_updates_per_student_update + 1
+    length = trainer.config.method.fake_updates_per_student_update + 1
     for _ in range(length):
         trainer._train_step(steps)
     seconds: dict[str, list[float]] = {"student": [], "fake": []}

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class Context:
         if limit <= 0:
             self.row(what, error="left out: the part's time was over")
             return False
-        command = command_of(target, self.rows, self.device_type, self.tiny, limit, *words)
+        command = command_of(target, what, self.rows, self.device_type, self.tiny, limit, *words)
         try:
             # In this process's group, which is ended as a whole where the part is.
             done = subprocess.run(
@@ -134,6 +135,22 @@ class Context:
         if done.returncode not in (0, RAISED):
             self.row(what, error=ended(done.returncode))
         return done.returncode == 0
+
+
+def in_two_lanes(first: Sequence[Callable[[], object]], second: Sequence[Callable[[], object]]) -> None:
+    """Call those of each in turn, the two beside each other: one has the GPU, the other plans on the CPU.
+
+    Raises:
+        Exception: what one of them raised, when the other lane is through.
+    """
+
+    def through(calls: Sequence[Callable[[], object]]) -> None:
+        for call in calls:
+            call()
+
+    with ThreadPoolExecutor(2) as pool:
+        for lane in [pool.submit(through, calls) for calls in (first, second)]:
+            lane.result()
 
 
 def _plain(value: Any) -> Any:
@@ -170,15 +187,17 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def command_of(target: str, rows: Path, device_type: str, tiny: bool, seconds: float, *words: str) -> list[str]:
-    """The command line that calls ``target`` (``module:function``)."""
-    settings = [device_type, "tiny" if tiny else "whole", f"{seconds:.3f}"]
-    return [sys.executable, "-u", "-m", "benchmarks.gpu.child", target, str(rows), *settings, *words]
+def command_of(
+    target: str, what: str, rows: Path, device_type: str, tiny: bool, seconds: float, *words: str
+) -> list[str]:
+    """The command line that calls ``target`` (``module:function``); a row called ``what`` says what it raised."""
+    settings = [what, str(rows), device_type, "tiny" if tiny else "whole", f"{seconds:.3f}"]
+    return [sys.executable, "-u", "-m", "benchmarks.gpu.child", target, *settings, *words]
 
 
 def main(arguments: list[str]) -> int:
     """Exit code 0; 1 where the part raised, which is its last row."""
-    target, rows, device_type, size, seconds, *words = arguments
+    target, what, rows, device_type, size, seconds, *words = arguments
     # If whoever started this process is gone, nobody else ends it; the default action of SIGALRM does, in a hang too.
     signal.alarm(math.ceil(float(seconds)) + GRACE)
     context = Context(
@@ -189,7 +208,7 @@ def main(arguments: list[str]) -> int:
         getattr(importlib.import_module(module), function)(context, *words)
     except Exception as error:
         traceback.print_exc()
-        context.row(words[0] if words else "the part", error=said(error))
+        context.row(what, error=said(error))
         return RAISED
     return 0
 

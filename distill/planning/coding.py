@@ -33,10 +33,10 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
         return {}
     text, vae, image = encoder_settings(config)
     tokens, data = config.data.max_text_tokens, config.data
-    peaks = {"encode/captions": _peak(lambda: _text_encoder(text), lambda model: model(*_caption(tokens)))}
+    peaks = {"encode/captions": _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))}
     if data.has_clips or data.image is not None:
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
-        peaks["encode/clips"] = _peak(lambda: _vae(vae), lambda model: model.encode(torch.zeros(pixels)))
+        peaks["encode/clips"] = _peak(lambda: build_vae(vae), lambda model: model.encode(torch.zeros(pixels)))
     if data.image is not None:
         size = image["image_size"]
         peaks["encode/images"] = _peak(
@@ -44,7 +44,7 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
             lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=True),
         )
     if config.sample.at_end or config.sample.every:
-        peaks["decode"] = _peak(lambda: _vae(vae), lambda model: model.decode(torch.zeros(1, *latent_shape)))
+        peaks["decode"] = _peak(lambda: build_vae(vae), lambda model: model.decode(torch.zeros(1, *latent_shape)))
     return peaks
 
 
@@ -62,7 +62,8 @@ def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any], di
     return found["text_encoder"], found["vae"], found.get("image_encoder", {})
 
 
-def _text_encoder(settings: Mapping[str, Any]) -> nn.Module:
+def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
+    """umT5's encoder of ``config.json``, with random weights on the current default device."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     return UMT5EncoderModel(UMT5Config(**settings))
@@ -78,7 +79,8 @@ def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long)
 
 
-def _vae(settings: Mapping[str, Any]) -> Any:
+def build_vae(settings: Mapping[str, Any]) -> Any:
+    """Wan's VAE of ``config.json``, with random weights on the current default device; of ``{}`` as published."""
     from diffusers import AutoencoderKLWan
 
     known = {name: value for name, value in settings.items() if not name.startswith("_")}

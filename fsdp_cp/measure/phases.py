@@ -113,6 +113,16 @@ _at_borders: list[Callable[[], None]] = []
 """Called wherever a phase has been entered or left."""
 
 
+@contextmanager
+def at_borders(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``call`` runs wherever a phase has been entered or left; :func:`phase_now` says into which."""
+    _at_borders.append(call)
+    try:
+        yield
+    finally:
+        _at_borders.remove(call)
+
+
 def where(error: BaseException | None = None) -> str:
     """The innermost phase of now, or that was open when ``error`` was raised, as words of a sentence.
 

@@ -1,0 +1,146 @@
+"""One block of Wan 14B as a rank of ``cp=8`` runs it at 720p: time and what its graph keeps, by what is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention_kernels import MIB, timed, world_of_one
+from benchmarks.gpu.child import Context
+from benchmarks.gpu.networks import Peak, architecture_of
+from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.sharding.activations import apply_checkpointing, apply_compile
+from fsdp_cp.sharding.settings import ShardSettings
+from models.families import wan_attention
+from models.families.wan import Wan
+
+RANKS = 8
+LATENTS, TINY_LATENTS = (21, 90, 160), (3, 8, 16)
+"""Of a clip at 720p, behind the channels: 21 x 45 x 80 tokens, of which a rank has an eighth; and in small."""
+TEXT_TOKENS = 512
+ULYSSES, RING = "Ulysses 8", "ring 8, one of its chunks"
+TARGET = "benchmarks.gpu.block:one_way"
+CHECKPOINTING = ("none", "full", "selective")
+
+
+def block(context: Context) -> None:
+    """The part: each exchange, with each of the ways to recompute, eager and compiled."""
+    # All eager ones first: a compiler may take, or hang for, all the time that is left.
+    for compiled in ("eager",) if context.tiny else ("eager", "compiled"):
+        for exchange in (ULYSSES, RING):
+            context.isolated(f"{exchange}, {compiled}", TARGET, exchange, compiled, seconds=120)
+
+
+def one_way(context: Context, exchange: str, compiled: str) -> None:
+    """The rows of one exchange, eager or compiled."""
+    with world_of_one(context.device_type):
+        mesh = build_mesh(cp=1, device_type=context.device_type)
+        for kept in CHECKPOINTING:
+            settings = ShardSettings(precision="bf16", activation_checkpointing=kept, compile=compiled == "compiled")
+            context.attempt(
+                f"{exchange}, {compiled}", lambda settings=settings: _measure(context, mesh, exchange, settings),
+                recomputed=kept, needs=10,
+            )  # fmt: skip
+
+
+def _measure(context: Context, mesh: Mesh, exchange: str, settings: ShardSettings) -> dict[str, Any]:
+    """Cells of forward and backward of one block."""
+    device, peak = context.device, Peak(context.device)
+    run, tokens, heads = _block(context, mesh, settings)
+    patched = mock.patch.object(wan_attention, "context_parallel_attention", _exchanged)
+    with patched if exchange == ULYSSES else nullcontext():
+        for _ in range(2):  # the first compiles, and what libraries allocate at their first call stays
+            torch.autograd.grad(*run())
+        kept, most, out_bytes = _memory(device, peak, run)
+        forward = timed(lambda: run()[0], context.device_type, limit=2.0)
+        both = timed(lambda: torch.autograd.grad(*run()), context.device_type, limit=2.0)
+    return {
+        "tokens": tokens,
+        "heads": heads // RANKS if exchange == ULYSSES else heads,
+        "forward ms": forward * 1e3,
+        "forward + backward ms": both * 1e3,
+        "kept MiB": None if kept is None else (kept - out_bytes) / MIB,
+        "peak MiB": None if most is None else most / MIB,
+    }
+
+
+def _block(
+    context: Context, mesh: Mesh, settings: ShardSettings
+) -> tuple[Callable[[], tuple[Tensor, list[Tensor], Tensor]], int, int]:
+    """What runs the block: its output, what gradients are asked for, and the output's gradient; tokens and heads."""
+    device, family = context.device, Wan()
+    architecture = architecture_of("14b", tiny=False, layers=1)
+    if context.tiny:
+        architecture |= {"num_attention_heads": RANKS, "attention_head_dim": 12, "ffn_dim": 64, "text_dim": 8}
+    with torch.device(device):
+        network = family.build(architecture, "architecture")
+    network.to(torch.bfloat16)
+    family.restore_buffers(network, device)
+    family.parallelize(network, mesh)
+    (unit,) = family.blocks(network)
+    apply_checkpointing(unit, settings)
+    apply_compile(unit, settings)
+    width, channels = family.width(architecture), architecture["in_channels"]
+    latents = torch.empty(1, channels, *(TINY_LATENTS if context.tiny else LATENTS), device=device)
+    rotary = network.rope(latents)
+    whole = rotary[0].shape[1]
+    tokens = whole // RANKS
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    x = draw(1, tokens, width).bfloat16().requires_grad_()
+    # The modulation is added in fp32, as diffusers writes it; times of a whole sample.
+    text, modulation, grad = (
+        draw(1, TEXT_TOKENS, width).bfloat16(),
+        draw(1, 6, width),
+        draw(1, tokens, width).bfloat16(),
+    )
+    cos, sin = (table[:, :tokens].contiguous() for table in rotary)
+    weights = [parameter.requires_grad_() for parameter in unit.parameters()]
+
+    def run() -> tuple[Tensor, list[Tensor], Tensor]:
+        return unit(x, text, modulation, (cos, sin)), [x, *weights], grad
+
+    return run, tokens, family.heads(architecture)
+
+
+def _exchanged(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh, total_tokens: int | None, **options: Any) -> Tensor:
+    """Attention as a rank of a Ulysses group has it: all tokens and an eighth of the heads.
+
+    The all-to-all is a copy of the rank's own, of the same size, in place of what the other ranks would send.
+    """
+
+    def to_all_tokens(x: Tensor) -> Tensor:
+        """``(B, S, H, D)`` to ``(B, 8 S, H / 8, D)``."""
+        return x.unflatten(2, (RANKS, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+    out = _ATTENTION(*(to_all_tokens(x) for x in (q, k, v)), mesh=mesh, total_tokens=None, **options)
+    return out.unflatten(1, (RANKS, -1)).transpose(1, 2).flatten(2, 3).contiguous()
+
+
+_ATTENTION = wan_attention.context_parallel_attention
+
+
+def _memory(
+    device: torch.device, peak: Peak, run: Callable[[], tuple[Tensor, list[Tensor], Tensor]]
+) -> tuple[int | None, int | None, int]:
+    """Bytes that a forward leaves behind and that forward and backward hold at most, beyond what is there before; and
+    of the output."""
+    with peak.watched():
+        before = peak.now()
+        peak.reset()
+        out, leaves, grad = run()
+        kept = peak.now()
+        torch.autograd.grad(out, leaves, grad)
+        most = peak.read()
+    size = out.nbytes
+    if before is None or kept is None or most is None:
+        return None, None, size
+    return kept - before, most - before, size

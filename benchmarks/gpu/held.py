@@ -1,0 +1,101 @@
+"""What this process holds of a device: of communicators, of the allocator, and of tensors in each phase of a step."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.child import Context
+from benchmarks.gpu.networks import GIB, Peak, fill_on_device, gib, shapes_of, words_of
+from benchmarks.steps import open_trainer
+from fsdp_cp.launch import process_group
+from fsdp_cp.measure.memory import resident_gib
+from fsdp_cp.measure.phases import at_borders, phase_now
+from fsdp_cp.mesh import MeshShape, mesh_of_shape
+from tests.oracles.clips import RandomClips
+
+MIB = 2**20
+STEPS = 4
+"""Of the two roles in turn; the first of each allocates what optimizers keep."""
+
+
+def used_mib(device: torch.device) -> float:
+    """Of a GPU's memory what is taken by whomever, by the driver; of the CPU's what is resident of this process."""
+    if device.type == "cpu":
+        return 1024 * resident_gib()
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / MIB
+
+
+def communicators(context: Context) -> None:
+    """What each step of the way to a mesh whose groups have communicated adds."""
+    device = context.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.init()
+    before = used_mib(device)
+    # The first row holds what the driver gives to a process, whichever call it was that took it.
+    context.row("before this process's first tensor", MiB=before)
+
+    def more(what: str) -> None:
+        nonlocal before
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = used_mib(device)
+        context.row(what, **{"MiB": now, "more MiB": now - before})
+        before = now
+
+    tensor = torch.ones(1024, device=device)
+    more("a first tensor, 2 MiB of them the allocator's")
+    with process_group(device):
+        more("a process group of one rank")
+        dist.all_reduce(tensor)
+        more("its first collective")
+        mesh = mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1), device_type=device.type)
+        more("a mesh")
+        groups = {
+            group.group_name: group for group in (mesh.fsdp.get_group(), mesh.cp.get_group(), mesh.dp.get_group())
+        }
+        for group in groups.values():
+            dist.all_reduce(tensor, group=group)
+        more(f"a first collective on each of the mesh's groups: {len(groups)}")
+        assert float(tensor[0]) == 1.0  # of one rank: sums are what they were
+
+
+def phases(context: Context, name: str, size: str, method: str, *more: str) -> None:
+    """The peak of each phase of a run's steps, and of the allocator what it holds beyond tensors."""
+    device, peak = context.device, Peak(context.device)
+    words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
+    shapes = shapes_of(words)
+    clips, peaks, place = RandomClips(*shapes), dict[str, int](), ""
+
+    def border() -> None:
+        """What was held since the last border belongs to the phase in which that was."""
+        nonlocal place
+        held = peak.read()
+        assert held is not None
+        peaks[place] = max(held, peaks.get(place, 0))
+        peak.reset()
+        place = phase_now()
+
+    with process_group(device), peak.watched(), mock.patch("models.load.fill", fill_on_device):
+        trainer = open_trainer(words, device, shapes, clips)
+        data = trainer._steps_of_data()
+        peak.reset()
+        with at_borders(border):
+            for _ in range(STEPS):
+                trainer._train_step(data)
+        border()
+        for phase, size_of in sorted(peaks.items(), key=lambda item: -item[1]):
+            context.row(name, phase=phase or "between phases", **{"peak GiB": gib(size_of)})
+        if device.type == "cuda":
+            # The allocator's own peaks: those of tensors above begin anew at every border, with it too.
+            stats = torch.cuda.memory_stats(device)
+            reserved, tensors = torch.cuda.memory_reserved(device), max(peaks.values())
+            context.row(
+                f"{name}: allocator", **{"peak GiB": tensors / GIB, "reserved GiB": reserved / GIB,
+                "reserved over tensors": reserved / tensors, "retries": stats.get("num_alloc_retries", 0),
+                "MiB": used_mib(device)},
+            )  # fmt: skip

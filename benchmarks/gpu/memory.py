@@ -1,0 +1,36 @@
+"""What communicators and the allocator take of a GPU, and the peak of every phase beside its prediction."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks.gpu.child import Context, in_two_lanes
+from benchmarks.gpu.wan import TRAINED, against_plan, plan_name
+
+HELD = "benchmarks.gpu.held"
+PHASES = "ten blocks of 1.3B"
+RUN = ("1_3b", "dmd2", "layers=10", "data.num_frames=17")
+EXPANDABLE = "expandable_segments:True"
+
+
+def memory(context: Context) -> None:
+    """The part: communicators, then the same steps under two settings of the allocator, and their plan beside."""
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
+    gpu = [
+        partial(context.isolated, "communicators", f"{HELD}:communicators", seconds=90),
+        partial(context.isolated, PHASES, f"{HELD}:phases", PHASES, *RUN, seconds=120),
+    ]
+    if context.device_type == "cuda":
+        name = f"{PHASES}, {EXPANDABLE}"
+        gpu.append(partial(context.isolated, name, f"{HELD}:phases", name, *RUN, seconds=120, **settings))
+    else:
+        context.row(f"{PHASES}, {EXPANDABLE}", note="left out on the CPU, whose allocator has no such setting")
+    planned = plan_name(PHASES)
+    plan = partial(context.isolated, planned, f"{TRAINED}:plan_of_phases", planned, *RUN, CUDA_VISIBLE_DEVICES="")
+    in_two_lanes(gpu, [plan])
+    rows = context.written()
+    plans = {row["phase"]: row["planned GiB"] for row in rows if row["what"] == planned and "phase" in row}
+    peaks = {row["phase"]: row["peak GiB"] for row in rows if row["what"] == PHASES and "phase" in row}
+    for phase in plans:
+        if peaks.get(phase):
+            context.row(f"{PHASES}: plan against peak", phase=phase, **against_plan(plans[phase], peaks[phase]))

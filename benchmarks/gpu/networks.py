@@ -1,0 +1,132 @@
+"""Runs of Wan with random weights, as words of ``train.py``, and what their steps hold at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.load_memory import TINY
+from distill.config import compose_config
+from distill.planning.command import planned_shapes
+from distill.planning.watched import Shapes
+from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.reduce import local_shard
+from fsdp_cp.rng import stream_seed
+from models.families.wan import Wan
+from models.load import RolePlan
+from models.network import Network
+from models.role import Role
+
+GIB = 2**30
+ROLES = ("teacher", "student", "fake")
+
+
+def architecture_of(size: str, tiny: bool, layers: int | None = None) -> dict[str, Any]:
+    """Of the published Wan of ``size`` (``1_3b``, ``14b``), with so many blocks; or one small block."""
+    published = dict(Wan.published[f"wan2_1_t2v_{size}"])
+    return dict(TINY) if tiny else published if layers is None else published | {"num_layers": layers}
+
+
+def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> list[str]:
+    """A run of three Wans of random weights on one rank, at 480p and 81 frames, which trains and does nothing else.
+
+    Args:
+        size: ``1_3b`` or ``14b``.
+        method: of the published recipes.
+        more: other words of ``train.py``, and ``layers=N`` for so many blocks.
+        device: ``cuda`` or ``cpu``.
+        tiny: one small block and a clip of a few tokens instead.
+    """
+    layers = next((int(word.removeprefix("layers=")) for word in more if word.startswith("layers=")), None)
+    network = architecture_of(size, tiny, layers)
+    architecture = "{" + ", ".join(f"{key}: {str(value).lower()}" for key, value in network.items()) + "}"
+    small = ("data.num_frames=9", "data.height=32", "data.width=32", "data.max_text_tokens=8") if tiny else ()
+    cycles = {
+        "dmd2": ("method.fake_updates_per_student_update=1", "method.step_list=[1.0]"),
+        "rcm": ("method.consistency_steps=0", "method.student_every=2", "method.mid_times=[]"),
+    }
+    return [
+        f"experiment=wan2_1_t2v_{size}_{method}",
+        "cluster=one_gpu",
+        f"device={device}",
+        *(f"{role}.checkpoint=null" for role in ROLES),
+        *(f"{role}.architecture={architecture}" for role in ROLES),
+        *cycles[method],
+        "batch_size=1",
+        "steps=1000",
+        "sample.every=0",
+        "sample.at_end=false",
+        "sample.student_steps=[1]",
+        "export.at_end=false",
+        "checkpoint.every=0",
+        "checkpoint.at_end=false",
+        *(word for word in more if not word.startswith("layers=")),
+        *small,
+    ]
+
+
+def shapes_of(words: list[str]) -> Shapes:
+    """Of a sample's latents and condition."""
+    return planned_shapes(compose_config(words))
+
+
+@torch.no_grad()
+def fill_on_device(network: Network, plans: Sequence[RolePlan], roles: Sequence[Role], seed: int) -> None:
+    """In the place of :func:`models.fill.fill`, which draws on the CPU: three minutes of a 14B network.
+
+    Matrices are normal, and keep the size of what they multiply; biases 0, other vectors 1; adapters as they begin.
+    """
+    for name, parameter in network.base_parameters().items():
+        local = local_shard(parameter.detach())
+        if local.ndim > 1:
+            generator = torch.Generator(local.device).manual_seed(stream_seed("benchmarks.gpu", seed, name))
+            local.normal_(std=local[0].numel() ** -0.5, generator=generator)
+        else:
+            local.fill_(0.0 if name.endswith("bias") else 1.0)
+    for plan in plans:
+        if plan.lora is not None:
+            plan.lora.fill(network.module, plan.name, seed)
+
+
+class Peak:
+    """The most bytes that tensors held since :meth:`reset`: of CUDA's allocator, or on the CPU of their storages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._live: LiveStorages | None = None
+
+    @contextmanager
+    def watched(self, storages: bool = True) -> Iterator[None]:
+        """What is allocated inside counts; on the CPU only with ``storages``, which a compiler does not go with."""
+        if self.device.type == "cuda" or not storages:
+            yield
+            return
+        with LiveStorages() as self._live:
+            yield
+
+    def reset(self) -> None:
+        """Count from what is there now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif self._live is not None:
+            self._live.reset_peak()
+
+    def now(self) -> int | None:
+        """Bytes that tensors hold; ``None`` where nothing is watched."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return None if self._live is None else self._live.bytes
+
+    def read(self) -> int | None:
+        """Bytes; ``None`` where nothing is watched. The allocator counts on the host: no kernel is waited for."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return None if self._live is None else self._live.peak_bytes
+
+
+def gib(size: int | None) -> float | None:
+    """Bytes as GiB."""
+    return None if size is None else size / GIB

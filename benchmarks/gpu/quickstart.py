@@ -1,0 +1,199 @@
+"""The quickstart on a GPU: losses beside the CPU's, every method, every way to save memory, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.child import ROOT, Context, ended
+from benchmarks.gpu.networks import Peak, gib
+from benchmarks.gpu.wan import NOT_COMPILED
+from benchmarks.steps import open_trainer
+from distill.trajectories import run as write_trajectories
+from fsdp_cp.launch import process_group
+
+STEPS, COMPARED = 50, 10
+"""Of each run; and of those whose losses are compared: updates make small differences grow."""
+TINY_STEPS = 2
+WANTED = 1e-4
+TRAINED = ("student", "fake")
+OWN = "benchmarks.gpu.quickstart"
+
+
+def _every(words: Sequence[str], roles: Sequence[str] = TRAINED) -> list[str]:
+    return [f"{role}.{word}" for role in roles for word in words]
+
+
+ALL_ROLES = ("teacher", *TRAINED)
+RUNS: dict[str, list[str]] = {
+    "DMD2, bf16": ["precision=bf16"],
+    "DMD2, compiled": _every(["compile=true"], ALL_ROLES),
+    "DMD2, offload=cpu": _every(["offload=cpu"], ALL_ROLES),
+    "DMD2, activations in the host's memory": _every(["activation_offload=true", "activation_checkpointing=full"]),
+    "DMD2 with a GAN": ["method.gan_weight_student=0.03"],
+    "DMD2, adapters of rank 8, bf16": ["precision=bf16", *_every(["lora.rank=8"])],
+    **{f"{method}, bf16": [f"experiment=quickstart_{method}", "precision=bf16"]
+       for method in ("rcm", "scm", "meanflow", "dcm")},
+}  # fmt: skip
+
+
+def quickstart(context: Context) -> None:
+    """The part."""
+    with tempfile.TemporaryDirectory(prefix="gpu_") as name:
+        folder = Path(name)
+        # In a process that sees no GPU: its groups and its device are a CPU's alone.
+        kept = folder / "losses.json"
+        on_cpu = "DMD2, fp32, on the CPU"
+        context.isolated(on_cpu, f"{OWN}:on_the_cpu", on_cpu, str(kept), seconds=180, CUDA_VISIBLE_DEVICES="")
+        expected = json.loads(kept.read_text()) if kept.is_file() else []
+        with process_group(context.device):
+            _all_runs(context, folder, expected)
+
+
+def on_the_cpu(context: Context, name: str, file: str) -> None:
+    """The row of the first steps on the CPU; their losses go to ``file``."""
+    device = torch.device("cpu")
+    with tempfile.TemporaryDirectory(prefix="gpu_") as folder, process_group(device):
+        lines = _run(context, Path(folder), [], device, COMPARED)
+        Path(file).write_text(json.dumps(_losses(lines)))
+        context.row(name, **_cells(lines))
+
+
+def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None:
+    """The rows of all runs on the device, the first beside the losses ``expected``."""
+    fp32 = partial(_run, context, folder, [], context.device)
+    context.attempt("DMD2, fp32", lambda: _compared(fp32(_steps(context)), expected))
+    if context.device_type == "cuda":
+        # cuDNN's convolutions are the one place where torch rounds fp32 by itself: the patch embedding.
+        with _without_tf32():
+            context.attempt("DMD2, fp32, convolutions without TF32", lambda: _compared(fp32(COMPARED), expected))
+    for what, words in RUNS.items():
+        if context.tiny and what.endswith("compiled"):
+            context.row(what, note=NOT_COMPILED)
+            continue
+        run = partial(_run, context, folder, words, context.device, _steps(context))
+        context.attempt(what, lambda run=run: _cells(run()), needs=20)
+    words = ["experiment=quickstart_ode_regression", f"method.trajectories={folder / 'trajectories'}"]
+    words += ["method.num_trajectories=16", "method.teacher_steps=6", "batch_size=8"]
+    target = f"{OWN}:trajectories"
+    made, where = "ode_regression: its trajectories", f"run_dir={folder / 'made'}"
+    if context.isolated(made, target, made, *words, where, seconds=120):
+        run = partial(_run, context, folder, words, context.device, _steps(context))
+        context.attempt("ode_regression", lambda: _cells(run()))
+    context.attempt("train.py itself, to its report", lambda: _command(context, folder), needs=30)
+
+
+def trajectories(context: Context, name: str, *words: str) -> None:
+    """Write those that ``ode_regression`` learns from, as ``python -m distill.trajectories`` does."""
+    write_trajectories([*words, "mesh.cp=1", f"device={context.device_type}"])
+
+
+def _steps(context: Context) -> int:
+    return TINY_STEPS if context.tiny else STEPS
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def _words(words: Sequence[str], device: str, run_dir: Path) -> list[str]:
+    experiment = [] if any(word.startswith("experiment=") for word in words) else ["experiment=quickstart"]
+    return [*experiment, *words, "mesh.cp=1", f"device={device}", f"run_dir={run_dir}"]
+
+
+def _run(
+    context: Context, folder: Path, words: Sequence[str], device: torch.device, steps: int
+) -> list[dict[str, Any]]:
+    """The metrics of each of the first ``steps``, and the most that each held on a GPU."""
+    context.let_go()  # of the run before, which would count as this one's
+    steps = min(steps, TINY_STEPS) if context.tiny else steps
+    trainer = open_trainer([*_words(words, device.type, folder / "run"), "steps=1000"], device)
+    data, peak, lines = trainer._steps_of_data(), Peak(device), []
+    for _ in range(steps):
+        peak.reset()
+        metrics = trainer._train_step(data)
+        lines.append(metrics | {"peak": peak.read()})
+    return lines
+
+
+def _losses(lines: Sequence[dict[str, Any]]) -> list[float]:
+    """Of each step the loss of the role that trained."""
+    return [next(line[f"{role}/loss"] for role in TRAINED if f"{role}/loss" in line) for line in lines]
+
+
+def _cells(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a run's steps.
+
+    Raises:
+        ArithmeticError: a loss that is not finite.
+    """
+    losses = _losses(lines)
+    for i, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"the loss of step {i + 1} is {loss}")
+    later = [line["perf/seconds_per_step"] for line in lines][len(lines) // 2 :]
+    peaks = [line["peak"] for line in lines if line["peak"] is not None]
+    return {
+        "steps": len(lines),
+        "ms a step": 1e3 * statistics.median(later),
+        "first loss": losses[0],
+        "last loss": losses[-1],
+        "peak GiB": gib(max(peaks)) if peaks else None,
+    }
+
+
+def _compared(lines: Sequence[dict[str, Any]], expected: Sequence[float]) -> dict[str, Any]:
+    """Cells of a run beside the losses of the same on the CPU, where there are any."""
+    pairs = list(zip(_losses(lines), expected, strict=False))  # as many as both have
+    if not pairs:
+        return _cells(lines)
+    difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    return _cells(lines) | {"difference": difference, "of steps": len(pairs), "within 1e-4": difference <= WANTED}
+
+
+def _command(context: Context, folder: Path) -> dict[str, Any]:
+    """A run from the command line, with checkpoints, samples, export and report.
+
+    Raises:
+        RuntimeError: it does not end well, or lacks what it is to write.
+    """
+    run_dir, steps = folder / "command", 2 if context.tiny else 60
+    words = _words([f"steps={steps}", f"checkpoint.every={max(1, steps // 3)}"], context.device_type, run_dir)
+    # Its default is 256 clips of 50 steps, which take longer than the training.
+    words += ["sample.teacher_steps=[1]", "sample.report_clips=2"] if context.tiny else ["sample.report_clips=32"]
+    done = subprocess.run(
+        [sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        timeout=max(1.0, context.left() - 5),
+    )  # fmt: skip
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or [""]
+        raise RuntimeError(f"{ended(done.returncode)}: {lines[-1]}")
+    for name in ("report.html", "export/student/config.json"):
+        if not (run_dir / name).is_file():
+            raise RuntimeError(f"there is no {name}")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    last = {key: value for line in lines for key, value in line.items() if value is not None}
+    return {
+        "steps": lines[-1]["step"],
+        "ms a step": 1e3 * statistics.median(line["perf/seconds_per_step"] for line in lines[len(lines) // 2 :]),
+        "peak GiB": last["memory/peak_gib"] if context.device_type == "cuda" else None,
+        "checkpoint s": last.get("perf/checkpoint_seconds"),
+        "MFU": last.get("perf/mfu"),
+    }

@@ -1,0 +1,217 @@
+"""The trainer's own steps with whole networks: three Wan 1.3B, and adapters on one Wan 14B."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd import DeviceType, forward_ad
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import fsdp_cp.attention
+from benchmarks.attention_kernels import timed
+from benchmarks.gpu.child import Context
+from benchmarks.gpu.networks import GIB, Peak, architecture_of, fill_on_device, gib, shapes_of, words_of
+from benchmarks.planning import planned
+from benchmarks.steps import open_trainer
+from distill.trainer import Trainer
+from fsdp_cp.launch import process_group
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.sharding.shard import FORWARD_AD_SINCE
+from models.condition import text_condition
+from models.families.wan import Wan
+from tests.oracles.clips import RandomClips
+
+ROUNDS = 3
+"""Of a student's and a fake score's step each, behind one to warm up."""
+MFU_TARGET = 0.45
+DUAL = "fsdp_cp::ring_dual"
+ATTENTION = ("fsdp_cp::ring_attention", "fsdp_cp::ring_attention_backward", DUAL)
+"""Operators of all attention, of one rank too; the last is our name for what carries a derivative."""
+
+
+def plan(context: Context, name: str, size: str, method: str, *more: str) -> None:
+    """The row of a run's plan; where this is called, no GPU is seen, as where a run plans itself."""
+    words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
+    began = time.monotonic()
+    found = planned([*words, "plan=true", "world=1"])["allocated_gib"]
+    context.row(name, seconds=time.monotonic() - began, **{"planned GiB": found})
+
+
+def adapters(context: Context, name: str, size: str, method: str, *more: str) -> None:
+    """As :func:`steps`; or a row that says why not, where the frozen base alone would fill the GPU."""
+    if context.device_type == "cuda":
+        with torch.device("meta"):
+            base = Wan().build(Wan.published[f"wan2_1_t2v_{size}"], "architecture")
+        needed = 2 * sum(p.numel() for p in base.parameters()) / GIB
+        there = torch.cuda.get_device_properties(context.device).total_memory / GIB
+        if needed > 0.9 * there:
+            raise MemoryError(f"left out: the base takes {needed:.1f} GiB in bf16, and the GPU has {there:.1f}")
+    steps(context, name, size, method, *more)
+
+
+def steps(context: Context, name: str, size: str, method: str, *more: str) -> None:
+    """Rows of a run of :func:`words_of`: its steps by role, and the most that the whole held."""
+    device, peak = context.device, Peak(context.device)
+    words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
+    shapes, compiled = shapes_of(words), any(word.endswith(".compile=true") for word in more)
+    clips = RandomClips(*shapes)  # in the host's memory: on a CPU the tensors below count, and these must not
+    fast = mock.patch("models.load.fill", fill_on_device)
+    with process_group(device), peak.watched(storages=not compiled), fast:
+        began = time.monotonic()
+        trainer = open_trainer(words, device, shapes, clips)
+        context.row(f"{name}: built", seconds=time.monotonic() - began, tokens=trainer.roles["student"].tokens)
+        peak.reset()
+        data = trainer._steps_of_data()
+        cycle = _cycle(trainer)
+        began = time.monotonic()
+        most, _ = _round(trainer, data, cycle, peak)
+        taken = time.monotonic() - began
+        context.row(f"{name}: first round", seconds=taken)
+        found: dict[str, list[dict[str, Any]]] = {role: [] for role in cycle}
+        for i in range(1 if context.tiny else ROUNDS):
+            # Of a round more the first says enough, compiled or not; one is made whatever is left.
+            if i and context.left() < 2 * taken + 30:
+                break
+            began = time.monotonic()
+            of_round, metrics = _round(trainer, data, cycle, peak)
+            taken = time.monotonic() - began
+            most = {role: _larger(most[role], of_round[role]) for role in cycle}
+            for role, line in metrics.items():
+                found[role].append(line)
+        for role in dict.fromkeys(cycle):
+            context.row(f"{name}: {role} step", **_cells(role, found[role], most[role]))
+        whole = max((size for size in most.values() if size is not None), default=None)
+        context.row(f"{name}: whole run", **{"peak GiB": gib(whole), "reserved GiB": _reserved(device)})
+        if context.left() > 3 * taken + 30:
+            for role, share in _attention(trainer, data, cycle).items():
+                context.row(f"{name}: {role} step, profiled", attention=share)
+
+
+def _cycle(trainer: Trainer) -> list[str]:
+    """The roles that train, in turn, until each has."""
+    roles = [trainer.method.trained_role(step) for step in range(8)]
+    return roles[: 1 + max(roles.index(role) for role in trainer.roles)]
+
+
+def _round(
+    trainer: Trainer, data: Any, cycle: list[str], peak: Peak
+) -> tuple[dict[str, int | None], dict[str, dict[str, Any]]]:
+    """A step of each role: the most that was held in it, and its metrics."""
+    most: dict[str, int | None] = {}
+    metrics: dict[str, dict[str, Any]] = {}
+    for role in cycle:
+        peak.reset()
+        metrics[role] = trainer._train_step(data)  # it reads numbers from the device at its end: all has run by then
+        most[role] = _larger(most.get(role), peak.read())
+    return most, metrics
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else max(one, other)
+
+
+def _cells(role: str, lines: list[dict[str, Any]], most: int | None) -> dict[str, Any]:
+    seconds = statistics.median(line["perf/seconds_per_step"] for line in lines)
+    rates = [line["perf/mfu"] for line in lines if line["perf/mfu"] is not None]
+    cells: dict[str, Any] = {
+        "seconds": seconds,
+        "rounds": len(lines),
+        "TFLOP/s": lines[-1]["perf/flops"] / seconds / 1e12,
+        "MFU": statistics.median(rates) if rates else None,
+        "peak GiB": gib(most),
+        "loss": lines[-1][f"{role}/loss"],
+        "gradient norm": lines[-1][f"{role}/grad_norm"],
+    }
+    if rates:
+        cells["MFU of 0.45"] = cells["MFU"] >= MFU_TARGET
+    return cells
+
+
+def _reserved(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
+
+
+def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, float]:
+    """Of each role's step, the share of attention in the time that kernels ran (on the CPU: operators)."""
+    on_gpu = trainer.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    dual = fsdp_cp.attention.ring_dual
+
+    def named(*args: Any) -> Any:
+        with record_function(DUAL):
+            return dual(*args)
+
+    shares = {}
+    for role in cycle:
+        with profile(activities=activities) as profiler, mock.patch.object(fsdp_cp.attention, "ring_dual", named):
+            trainer._train_step(data)
+        events = profiler.key_averages()
+        # Ranges of names (phases, DUAL) are there twice, on the GPU's time line too; kernels are there once.
+        operators = [event for event in events if event.device_type == DeviceType.CPU and event.key in ATTENTION]
+        if on_gpu:
+            kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+            whole = sum(e.self_device_time_total for e in kernels if not getattr(e, "is_user_annotation", False))
+            part = sum(event.device_time_total for event in operators)
+        else:
+            whole = sum(event.self_cpu_time_total for event in events)
+            part = sum(event.cpu_time_total for event in operators)
+        shares[role] = part / whole if whole else 0.0
+    return shares
+
+
+def derivative(context: Context, name: str) -> None:
+    """A forward with its derivative in forward mode, and one without, of the plain network that nothing shards."""
+    device, peak = context.device, Peak(context.device)
+    words = words_of("1_3b", "rcm", device=context.device_type, tiny=context.tiny)
+    (latents, conditions), dtype = shapes_of(words), torch.bfloat16
+    with process_group(device), torch.no_grad(), peak.watched():
+        family, network = Wan(), _plain_network(architecture_of("1_3b", context.tiny), device)
+        family.parallelize(network, build_mesh(cp=1, device_type=device.type))
+        generator = torch.Generator(device).manual_seed(0)
+        x, t_x = (torch.randn(1, *latents, generator=generator, device=device).to(dtype) for _ in range(2))
+        text = torch.randn(1, *conditions["text"], generator=generator, device=device).to(dtype)
+        time_of, t_time = torch.full((1,), 0.5, device=device), torch.ones(1, device=device)
+        condition = text_condition(text)
+
+        def plain() -> torch.Tensor:
+            return family.outputs(network, x, time_of, condition)[0]
+
+        def dual() -> torch.Tensor:
+            with forward_ad.dual_level():
+                given = forward_ad.make_dual(x, t_x), forward_ad.make_dual(time_of, t_time)
+                tangent = forward_ad.unpack_dual(family.outputs(network, *given, condition)[0]).tangent
+                assert tangent is not None and bool(tangent.isfinite().all())
+                return tangent
+
+        def measured(run: Any) -> dict[str, Any]:
+            peak.reset()
+            run()
+            most = peak.read()
+            return {"seconds": timed(run, context.device_type, limit=5.0), "peak GiB": gib(most)}
+
+        since = ".".join(map(str, FORWARD_AD_SINCE))
+        old = torch.__version__ < FORWARD_AD_SINCE  # type: ignore[operator]  # it compares itself with tuples too
+        note = {"note": f"torch {torch.__version__} has none through FSDP2, torch {since} has"} if old else {}
+        context.attempt(f"{name}: without, unsharded", lambda: measured(plain))
+        context.attempt(f"{name}: with, unsharded", lambda: measured(dual), **note)
+
+
+def _plain_network(architecture: dict[str, Any], device: torch.device) -> Any:
+    """Of random weights drawn on the device, in bf16; its rotary tables stay in fp32, as those of roles."""
+    with torch.device(device):
+        network = Wan().build(architecture, "student.architecture")
+    network.to(torch.bfloat16)
+    Wan().restore_buffers(network, device)
+    return network.eval().requires_grad_(False)
+
+
+def plan_of_phases(context: Context, name: str, size: str, method: str, *more: str) -> None:
+    """The rows of a run's plan, by phase of training; called as :func:`plan`."""
+    words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
+    for phase, found in planned([*words, "plan=true", "world=1"])["phases"].items():
+        if not phase.startswith(("encode/", "sample/", "decode")):
+            context.row(name, phase=phase or "between phases", **{"planned GiB": found["gib"]})

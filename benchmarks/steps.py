@@ -1,0 +1,56 @@
+"""The steps of a run without the run: its trainer, opened on this process group, for benchmarks that step it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distill.config import compose_config
+from distill.data import ClipDataset
+from distill.methods import build_method
+from distill.planning.watched import Shapes
+from distill.setup import plan_run
+from distill.trainer import Trainer
+from fsdp_cp.mesh import mesh_of_shape
+from models.load import build_roles
+
+
+def open_trainer(
+    overrides: Sequence[str], device: torch.device, shapes: Shapes | None = None, data: ClipDataset | None = None
+) -> Trainer:
+    """The trainer of the run of ``overrides``, before its first step.
+
+    Args:
+        overrides: the words of ``train.py``.
+        device: of this rank.
+        shapes: of a sample's latents and condition, where the run's own data are not to be looked at.
+        data: in the place of the run's.
+
+    Raises:
+        UserError: what the run would refuse.
+    """
+    config = compose_config(list(overrides))
+    plan = plan_run(config, shapes=shapes)
+    mesh = mesh_of_shape(plan.mesh, device_type=device.type)
+    if data is None:
+        data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
+    roles = build_roles(
+        plan.roles,
+        trained=plan.method.trained_roles,
+        mesh=mesh,
+        device=device,
+        latent_shape=data.latent_shape,
+        condition_shapes=data.condition_shapes,
+        seed=config.seed,
+    )
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro_batch_size=plan.micro_batch_size,
+        run_dir=plan.run_dir,
+        resume_from=None,
+    )

@@ -1,0 +1,186 @@
+"""``python -m benchmarks.gpu``: parts that crash and hang are rows, what is finished stays; and all of it in small."""
+
+import json
+import time
+
+import pytest
+
+from benchmarks.gpu.child import ROOT, read_rows
+from benchmarks.gpu.command import main
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.process import run_part
+from benchmarks.gpu.report import Results, table
+from benchmarks.gpu.wan import against_plan
+from fsdp_cp.errors import UserError
+
+RESULTS = ROOT / "benchmarks" / "results"
+CPU = ["--device", "cpu", "--tiny"]
+
+
+def part(name: str, seconds: float = 60) -> Part:
+    return Part(name=name, target=f"tests.e2e.gpu_parts:{name}", seconds=seconds, shows=f"What {name} shows.")
+
+
+def results(out) -> dict:
+    (file,) = out.glob("*.json")
+    return json.loads(file.read_text())["parts"]
+
+
+def lives(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
+    """The others are measured, rows from before the end are kept, and nothing that a part has started is left."""
+    parts = [part("crashing"), part("hanging", seconds=3), part("raising"), part("empty"), part("good")]
+    assert main([*CPU, "--out", str(tmp_path)], parts) == 1
+    printed = capsys.readouterr().out
+    found = results(tmp_path)
+    assert [found[each.name]["status"] for each in parts] == ["failed", "over its time", "failed", "failed", "finished"]
+    assert found["crashing"]["error"] == "ended by SIGSEGV; its last line was: the last words"
+    assert found["crashing"]["rows"] == [{"what": "before", "ms": 3}]
+    assert found["hanging"]["error"] == "ended after 3 s" and found["hanging"]["seconds"] < 30
+    (row,) = found["hanging"]["rows"]
+    deadline = time.monotonic() + 10
+    while (lives(row["process"]) or lives(row["group"])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not lives(row["process"]) and not lives(row["group"])
+    before, kernel, last = found["raising"]["rows"]
+    assert before["ms"] == 1 and kernel == {
+        "what": "a kernel that fails", "tokens": 8, "error": "ZeroDivisionError: division by zero"
+    }  # fmt: skip
+    assert last["error"] == found["raising"]["error"] == "ModuleNotFoundError: No module named 'hydra'"
+    assert found["empty"]["error"] == "nothing could be measured" and len(found["empty"]["rows"]) == 1
+    assert "| too long |  |  | 3 | left out: " in printed and "| a row | 1.25 | 0.5 |  |  |" in printed
+    assert "| hanging | over its time: ended after 3 s | 3 | " in printed and "| torch 2." in printed.replace(
+        ", ", "| "
+    )
+    (page,) = tmp_path.glob("*.md")
+    assert printed.strip() == page.read_text().strip() and found["good"]["made_with"]["torch"]
+
+
+def test_what_is_finished_is_not_measured_again(tmp_path, capsys):
+    """But for ``--again``; what failed is, and what no time was left for."""
+    out = ["--out", str(tmp_path)]
+    assert main([*CPU, *out, "--only", "good"], [part("good"), part("empty")]) == 0
+    first = results(tmp_path)
+    assert list(first) == ["good"]
+    assert main([*CPU, *out, "--minutes", "0.01"], [part("good"), part("empty")]) == 1
+    assert "the 0.01 minutes were over" in results(tmp_path)["empty"]["error"]
+    # Finished parts of before are kept and shown, whatever a later start measures.
+    assert main([*CPU, *out], [part("good"), part("empty")]) == 1
+    captured = capsys.readouterr()
+    assert "good: has its result (--again 'good'" in captured.err and "| a row | 1.25 |" in captured.out
+    second = results(tmp_path)
+    assert second["good"] == first["good"] and second["empty"]["error"] == "nothing could be measured"
+    assert main([*CPU, *out, "--only", "good", "--again", "good"], [part("good"), part("empty")]) == 0
+    third = results(tmp_path)
+    assert third["good"]["seconds"] != first["good"]["seconds"] and third["empty"] == second["empty"]
+
+
+def test_processes_of_a_part_may_fail_alone():
+    found = run_part(part("isolating"), device_type="cpu", tiny=True, seconds=60)
+    assert found.status == "finished"
+    errors = {row["what"]: row.get("error") for row in found.rows}
+    assert errors == {
+        "crashing": "ended by SIGABRT", "hanging": "over its time: ended after 1 s", "raising": "ValueError: wrong",
+        "good": None, "behind them": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--device", "cpu"], "--device cpu has sizes for a test alone; add --tiny, or use --device cuda"),
+        (["--again", "wan"], "--again wan: there is no such part; use 'kernels', 'attention', 'wan 1.3B'"),
+        (["--only", "wan 1.3B", "x"], "--only x: there is no such part; use "),
+        (["--minutes", "31", *CPU], "--minutes 31 is more than 30; start the command again to go on"),
+        (["--minutes", "nan", *CPU], "argument --minutes: nan must be a number above 0"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--agein"], "unrecognized arguments: --agein"),
+        ([*CPU, "--out", "FILE"], "is a file; give a folder"),
+        ([*CPU, "--out", "FILE/below"], "cannot be written (Not a directory); give another"),
+    ],
+)
+def test_a_mistake_is_one_line(words, line, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    words = [word.replace("FILE", str(tmp_path / "file")) for word in words]
+    try:
+        code = main(words)
+    except SystemExit as ended:  # argparse's
+        code = ended.code
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == ""
+    (said,) = captured.err.splitlines()
+    assert said.startswith("error: ") and line in said and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"parts": {"good": {}}}', '{"parts": {"good": {"status": 1, "rows": []}}}']
+)
+def test_a_file_of_something_else_is_refused(text, tmp_path):
+    file = Results.read(tmp_path, "cpu x", tiny=True).file
+    file.write_text(text)
+    with pytest.raises(UserError, match="is no result of this command"):
+        Results.read(tmp_path, "cpu x", tiny=True)
+    assert file.read_text() == text
+
+
+def test_rows_are_read_to_the_last_whole_one(tmp_path):
+    file = tmp_path / "rows"
+    assert read_rows(file) == []
+    file.write_text('{"what": "a"}\n{"what": "b", "x": 1}\n{"what": "c", "x"')
+    assert [row["what"] for row in read_rows(file)] == ["a", "b"]
+    shown = table([{"what": "a | b\nc", "error": "e"}, {"what": "d", "x": 12345.6, "ok": False}])
+    assert shown.splitlines()[2:] == ["| a / b c |  |  | e |", "| d | 12,346 | **no** |  |"]
+
+
+@pytest.mark.parametrize(("planned", "measured", "fits"), [(10.4, 10.0, True), (10.6, 10.0, False), (9.4, 10.0, False)])
+def test_a_plan_may_be_off_by_a_twentieth(planned, measured, fits):
+    assert against_plan(planned, measured)["within 5 %"] is fits
+
+
+def test_a_part_takes_eight_minutes_at_most():
+    assert max(part.seconds for part in PARTS) == 480
+    with pytest.raises(ValueError, match="give at most 480"):
+        part("good", seconds=481)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_all_parts_in_small(tmp_path, capsys):
+    """Every part is finished, every row is a result, and nothing committed is touched."""
+    committed = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
+    assert main([*CPU, "--out", str(tmp_path)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == committed
+    found = results(tmp_path)
+    assert list(found) == [part.name for part in PARTS]
+    for name, record in found.items():
+        assert [row for row in record["rows"] if "error" in row] == [], name
+    rows = {name: {row["what"]: row for row in record["rows"]} for name, record in found.items()}
+    kernels = rows["kernels"]
+    assert kernels["cpu_flash, bfloat16"]["right"] == "10 of 10"
+    assert kernels["reference, derivative, float64"]["largest error"] < 1e-12
+    assert all(row["right"] for row in found["attention"]["rows"] if "largest error" in row)
+    assert any(row["what"] == "JVP over the forward of reference" for row in found["attention"]["rows"])
+    for name, run in (("wan 1.3B", "DMD2"), ("wan 1.3B", "rCM"), ("wan 14B lora", "DMD2, adapters of rank 4")):
+        assert rows[name][f"{run}: plan against peak"]["within 5 %"], run
+        assert rows[name][f"{run}: student step"]["seconds"] > 0 < rows[name][f"{run}: fake step"]["seconds"]
+    memory = [row for row in found["memory"]["rows"] if row["what"].endswith("plan against peak")]
+    assert len(memory) > 8 and all(row["within 5 %"] for row in memory)
+    blocks = {(row["what"], row["recomputed"]): row["kept MiB"] for row in found["wan 14B block"]["rows"]}
+    for way in ("Ulysses 8, eager", "ring 8, one of its chunks, eager"):
+        assert blocks[way, "full"] <= blocks[way, "selective"] < blocks[way, "none"]
+    quickstart = rows["quickstart"]
+    assert quickstart["DMD2, fp32"]["difference"] == 0 and quickstart["train.py itself, to its report"]["steps"] == 2
+    assert all(row["finite"] for row in found["encoders"]["rows"])
+    encoders = {name: row["relative error"] for name, row in rows["encoders"].items() if "relative error" in row}
+    assert all(error > 0 for error in encoders.values()), "every way is another computation, tiles too"
+    assert all(error < 0.1 for name, error in encoders.items() if "tiled" not in name)
+    # Another start has nothing to do.
+    capsys.readouterr()
+    assert main([*CPU, "--out", str(tmp_path)]) == 0 and results(tmp_path) == found
