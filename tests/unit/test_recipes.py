@@ -19,10 +19,11 @@ import models.fill
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
 from distill.methods import METHODS
+from distill.optimizers import parameter_groups
 from distill.setup import plan_run
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
-from models.load import build_role
+from models.load import build_role, sharing
 
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and -14B-Diffusers.
 SHARED = {
@@ -228,6 +229,33 @@ def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
     plan = plan_run(config)
     cp = plan.mesh.cp
     assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("method", "cluster", "world"),
+    [("dmd2", "h20x8", 8), ("rcm", "h20x4", 4), ("dmd2", "h200", 1), ("meanflow", "h200", 1)],
+)
+def test_adapters_share_one_base(method, cluster, world, pipeline):
+    words = ["experiment=wan2_1_t2v_14b_dmd2", f"method={method}", f"cluster={cluster}", "adapters=lora"]
+    config = compose_recipe(words, "14b", pipeline)
+    whole = compose_recipe([word for word in words if word != "adapters=lora"], "14b", pipeline)
+    config.world, config.dry_run = world, True
+    plan = plan_run(config)
+    assert plan.mesh.cp == world and plan.micro_batch_size == 1
+    assert len({role.base for role in plan.roles}) == 1
+    assert [shared.name for shared in sharing(plan.roles, plan.method.trained_roles)[0]] == [r.name for r in plan.roles]
+    for role in plan.roles[1:]:
+        assert role.lora.settings.rank == 64 and len(role.lora.targets) == 10 * 40
+        settings, before = getattr(config.optim, role.name), getattr(whole.optim, role.name)
+        rates = {
+            name: settings.lr * group.lr_scale
+            for group, names in parameter_groups(role.own_shapes, settings, role.name).items()
+            for name in names
+        }
+        assert settings.lr == before.lr and settings.additions_lr == before.additions_lr
+        assert {rates[name] for name in rates if ".lora_" in name} == {10 * before.lr}
+        # A second time (MeanFlow's) has the rate of whole networks.
+        assert {rate for name, rate in rates.items() if ".lora_" not in name} <= {before.additions_lr or before.lr}
 
 
 def documented():
