@@ -1,15 +1,40 @@
 """Operations on many tensors at a time, for lists of a thousand small ones; the one place that calls torch's own.
 
-``torch._foreach_*`` are private but for what ``torch.optim`` documents of them (torch 2.11 to 2.13). On CUDA each is a
-few kernels for all tensors, on the CPU a loop in C++: the same operation on each as if it were alone.
+``torch._foreach_*`` are private (torch 2.11 to 2.13). On CUDA each is a few kernels for all tensors, on the CPU a loop
+in C++: the same operation on each as if it were alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of DTensors, sharing their memory; other tensors as they are. Autograd does not see it.
+
+    ``DTensor._local_tensor``: ``to_local`` gives a view of it, at a hundred times the host's time, which for weights,
+    gradients and averages of a thousand parameters comes to as much as their update.
+
+    FSDP2 replaces a parameter's local tensor (in ``to_empty``, in loading, at the first forward where it has to pad
+    it): ask anew for each use, and keep none.
+    """
+    return [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+
+
+def in_pieces(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Neighbours whose ``sizes`` come to ``most`` at most together, or one that is larger alone; none for no sizes."""
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            yield slice(first, i)
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield slice(first, len(sizes))
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.reduce import all_reduce_scalars, local_shard
 from fsdp_cp.sharding.state import fsdp_modules, unit_layout
-from fsdp_cp.tensor_lists import squared_norms
+from fsdp_cp.tensor_lists import local_shards, squared_norms
 
 BLACKWELL = (10, 0)
 """Compute capability from which the kernels of a process start in order without CUDA_DEVICE_MAX_CONNECTIONS=1."""
@@ -43,9 +43,9 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
     mesh, grads = first.device_mesh, [parameter.grad for parameter in named.values()]
     for name, parameter in named.items():
         assert isinstance(parameter, DTensor) and parameter.device_mesh == mesh, f"{name} lies on another mesh"
-    weights = squared_norms([local_shard(parameter) for parameter in named.values()])
+    weights = squared_norms(local_shards(named.values()))
     gradients, found = torch.zeros_like(weights), torch.tensor([grad is not None for grad in grads])
-    given = [local_shard(grad) for grad in grads if grad is not None]
+    given = local_shards(grad for grad in grads if grad is not None)
     if given:
         gradients[found.to(gradients.device)] = squared_norms(given)
     # Offloaded shards lie on the CPU, but their ranks talk over NCCL.

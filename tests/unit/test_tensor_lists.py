@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fsdp_cp.tensor_lists import lerp_, multiply_, squared_norms
+from fsdp_cp.tensor_lists import in_pieces, lerp_, local_shards, multiply_, squared_norms
 
 SHAPES = [(7, 5), (0, 5), (1,), (), (3, 2, 4), (0,), (1000,)]
 
@@ -71,3 +71,17 @@ def test_a_factor_on_bf16_is_right_to_its_rounding():
 def test_nothing_to_change():
     multiply_([], 2.0)
     lerp_([], [], 0.5)
+
+
+def test_pieces():
+    sizes = [3, 3, 3, 9, 0, 1, 12, 2]
+    found = [sizes[piece] for piece in in_pieces(sizes, 9)]
+    assert found == [[3, 3, 3], [9, 0], [1], [12], [2]]
+    assert [sizes[piece] for piece in in_pieces(sizes, 100)] == [sizes]
+    assert [sizes[piece] for piece in in_pieces(sizes, 0)] == [[3], [3], [3], [9], [0], [1], [12], [2]]
+    assert list(in_pieces([], 5)) == []
+
+
+def test_plain_tensors_are_their_own_shards():
+    given = tensors(torch.float32)
+    assert all(mine is its for mine, its in zip(local_shards(iter(given)), given, strict=True))
