@@ -102,7 +102,8 @@ class OptimizerSettings:
     """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
     second time), which follows the same schedule; null for ``lr``."""
     implementation: str = "foreach"
-    """``foreach``, ``fused`` (one kernel for the whole update) or ``for_loop`` (least memory)."""
+    """``foreach`` (a temporary of 2**25 elements, or of the largest tensor), ``fused`` (one kernel for the update) or
+    ``for_loop`` (a temporary of one tensor)."""
 
 
 @dataclass(kw_only=True)
