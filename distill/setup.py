@@ -24,7 +24,7 @@ from fsdp_cp.checkpoint import read_state
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
-from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, defining, plan_role, sharing
 from models.lora.saved import find_adapters
@@ -73,6 +73,10 @@ def plan_run(
     device = choose_device(config.device)
     check_profile(config, world=world_of(config), device=device)
     sharding = {name: _sharding(config, name, method, device) for name in needed}
+    if runs_here and not config.dry_run:  # whose machine need not be the run's
+        for name in needed:
+            if sharding[name].compile:
+                require_compiler(device.type, f"{name}.compile")
     if runs_here and device.type == "cpu" and rank() == 0:
         for name in [name for name, settings in sharding.items() if settings.offload == "cpu"]:
             log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
