@@ -70,7 +70,7 @@ def plan_run(
     for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read, *bases}:
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
-    device = choose_device(config.device)
+    device = device_of(config)
     check_profile(config, world=world_of(config), device=device)
     sharding = {name: _sharding(config, name, method, device) for name in needed}
     if runs_here and not config.dry_run:  # whose machine need not be the run's
@@ -126,6 +126,21 @@ def plan_run(
         mesh=shape,
         micro_batch_size=micro_batch_size(config, shape.dp),
     )
+
+
+def device_of(config: Config) -> torch.device:
+    """This rank's device; of a dry run the CPU where torch sees no GPU, since its machine need not be the run's.
+
+    Raises:
+        UserError: as :func:`fsdp_cp.launch.choose_device`, but in a dry run.
+    """
+    if not config.dry_run or torch.cuda.is_available():
+        return choose_device(config.device)
+    if config.device == "cuda" and rank() == 0:
+        log.warning(
+            "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
+        )
+    return torch.device("cpu")
 
 
 def world_of(config: Config) -> int:

@@ -20,6 +20,7 @@ from fsdp_cp import hangs, timeouts
 from fsdp_cp.agent_store import own_part
 from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
+from fsdp_cp.gpu_files import why_unseen
 from fsdp_cp.measure.memory import mark_start
 from fsdp_cp.signals import STOPPED, Stopped
 
@@ -125,14 +126,18 @@ def choose_device(device: str) -> torch.device:
     """``auto`` (CUDA if there is one), ``cpu`` or ``cuda`` to this rank's device.
 
     Raises:
-        UserError: CUDA asked for where there is none, or more ranks on a node than it has GPUs.
+        UserError: CUDA asked for where there is none, or ``auto`` where there is a GPU that torch does not see, which
+            would otherwise be days on the CPU without a word; more ranks on a node than it has GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch sees no GPU; use device=cpu")
+        unseen = why_unseen()
+        if device == "auto" and unseen is None:
+            return torch.device("cpu")
+        raise UserError(f"device={device}, but torch sees no GPU{f': {unseen}' if unseen else ''}; use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if processes > gpus:  # asked alike on all ranks, so that all of them refuse
         raise UserError(
