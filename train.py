@@ -21,7 +21,7 @@ from distill.sweep.torchrun import wants_sweep
 from distill.trainer import Trainer
 from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken
 from fsdp_cp.error_file import recorded
-from fsdp_cp.launch import choose_allocator, end_process, exit_code, process_group, rank
+from fsdp_cp.launch import choose_allocator, choose_threads, end_process, exit_code, process_group, rank
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.signals import StopSignal, end_with_torchrun
@@ -41,6 +41,8 @@ def run(overrides: list[str], stop: StopSignal) -> None:
     refuse_foreign(plan.run_dir)
     if config.dry_run:
         return dry_run(config, plan)
+    offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
+    choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
         checkpoints = plan.run_dir / "checkpoints"
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)

@@ -165,6 +165,27 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
 
 
+def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
+    """Give a rank on a GPU, whose optimizer steps on the host, its share of this process's cores.
+
+    torchrun gives every rank ``OMP_NUM_THREADS=1`` where nothing is set, and so does the Dockerfile: AdamW over a
+    network's shards then takes one core, for seconds, while the others idle. A 1 of the user's cannot be told from
+    those; another number stays. Nothing changes on the CPU, where the number of threads changes the last digits.
+
+    Args:
+        device: this rank's.
+        host_optimizer: does a trained role have ``offload=cpu``?
+    """
+    if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return
+    # Those that this process may use: a container or SLURM may have fewer than the machine.
+    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, cores // ranks)
+    torch.set_num_threads(threads)
+    if rank() == 0:
+        log.info("offload=cpu: %d threads a rank (%d cores, %d ranks on this node)", threads, cores, ranks)
+
+
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
     """The default process group (gloo, and NCCL for CUDA) for the length of the context.

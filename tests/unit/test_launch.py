@@ -9,7 +9,7 @@ import torch
 
 from fsdp_cp import gpu_files
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import choose_allocator, choose_device
+from fsdp_cp.launch import choose_allocator, choose_device, choose_threads
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -40,6 +40,39 @@ def test_the_environment_wins_over_the_setting(environment, name, caplog):
     choose_allocator(torch.device("cuda", 0), "expandable_segments:True")
     assert os.environ[name] == "max_split_size_mb:64" and allocator().count(None) == 1
     assert f"{name}=max_split_size_mb:64 is set; cuda_allocator=expandable_segments:True is not used" in caplog.text
+
+
+# ---------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """16 of them, and torch's threads as they were afterwards."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield monkeypatch
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("given", [None, "1"])  # torchrun's, with several ranks
+@pytest.mark.parametrize(("ranks", "threads"), [(None, 16), ("4", 4), ("5", 3), ("32", 1)])
+def test_an_optimizer_on_the_host_has_its_share_of_the_cores(cores, given, ranks, threads, caplog):
+    caplog.set_level("INFO")
+    for name, value in (("OMP_NUM_THREADS", given), ("LOCAL_WORLD_SIZE", ranks)):
+        cores.delenv(name, raising=False) if value is None else cores.setenv(name, value)
+    choose_threads(torch.device("cuda", 0), host_optimizer=True)
+    assert torch.get_num_threads() == threads
+    assert f"{threads} threads a rank (16 cores, {ranks or 1} ranks on this node)" in caplog.text
+
+
+def test_threads_are_left_alone_elsewhere(cores):
+    choose_threads(torch.device("cpu"), host_optimizer=True)  # whose sums would be others
+    choose_threads(torch.device("cuda", 0), host_optimizer=False)
+    cores.setenv("OMP_NUM_THREADS", "7")
+    choose_threads(torch.device("cuda", 0), host_optimizer=True)
+    assert torch.get_num_threads() == 1
 
 
 # ---------------------------------------------------------------- a GPU that torch does not see
