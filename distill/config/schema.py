@@ -240,7 +240,7 @@ class Config:
     precision: str = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: str = "auto"
-    """``auto``, ``cpu`` or ``cuda``."""
+    """``auto``, ``cpu`` or ``cuda``; ``auto`` is the CPU without a GPU, and refuses one that torch cannot use."""
     cuda_allocator: str | None = None
     """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
     run_dir: str | None = None

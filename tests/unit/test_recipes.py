@@ -21,6 +21,7 @@ from distill.config.errors import CONFIGS
 from distill.methods import METHODS
 from distill.optimizers import parameter_groups
 from distill.setup import plan_run
+from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
 from models.load import build_role, sharing
@@ -147,7 +148,8 @@ def compose_recipe(words, network, pipeline):
     """The recipe with random weights of the published shape in place of a checkpoint."""
     architecture = json.dumps(ARCHITECTURES[network]).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
-    return compose_config([*words, f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
+    # Checked on a machine that has no GPU.
+    return compose_config([*words, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
@@ -202,7 +204,7 @@ def test_a_recipe_fits_its_nodes(recipe, world, pipeline):
 
 def test_the_recipe_of_meanflow_is_planned(pipeline):
     config = compose_recipe(words_of(*MEANFLOW, 1), "1_3b", pipeline)
-    config.world, config.dry_run = RANKS_PER_NODE, True
+    config.world = RANKS_PER_NODE
     plan = plan_run(config)
     assert [(role.name, tuple(role.additions)) for role in plan.roles] == [
         ("teacher", ()),
@@ -225,7 +227,8 @@ def test_the_recipe_of_meanflow_is_planned(pipeline):
 def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
     network = "14b" if "14b" in " ".join(words) else "1_3b"
     config = compose_recipe(words, network, pipeline)
-    config.world, config.dry_run = world, True
+    config.world = world
+    assert config.device == ("auto" if "cluster=two_processes" in words else "cuda")
     plan = plan_run(config)
     cp = plan.mesh.cp
     assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
@@ -256,6 +259,18 @@ def test_adapters_share_one_base(method, cluster, world, pipeline):
         assert {rates[name] for name in rates if ".lora_" in name} == {10 * before.lr}
         # A second time (MeanFlow's) has the rate of whole networks.
         assert {rate for name, rate in rates.items() if ".lora_" not in name} <= {before.additions_lr or before.lr}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a recipe runs where there is a GPU")
+@pytest.mark.parametrize("experiment", sorted(p.stem for p in (CONFIGS / "experiment").glob("wan2_1_*.yaml")))
+def test_a_recipe_does_not_run_on_the_cpu_unasked(experiment, pipeline):
+    network = "14b" if "14b" in experiment else "1_3b"
+    config = compose_recipe([f"experiment={experiment}"], network, pipeline)
+    config.dry_run, config.world, config.mesh.cp = False, 1, 1
+    with pytest.raises(UserError, match="^device=cuda, but torch sees no GPU"):
+        plan_run(config)
+    config.device = "cpu"
+    assert plan_run(config).mesh.world == 1, "asked for, it does"
 
 
 def documented():
