@@ -16,6 +16,8 @@ RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ca-certificates gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
+# one thread, as torchrun gives: more change the last digits of runs on the CPU. fsdp_cp/launch.py raises it on GPUs where
+# an optimizer steps on the host (offload=cpu), unless it is set to another number
 ENV PATH=/srv/venv/bin:$PATH \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \

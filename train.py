@@ -15,13 +15,13 @@ from distill.planning.suggest import suggest_command
 from distill.room import check_disk
 from distill.run_folder import command_line, held_run_dir, refuse_foreign, resume_setting, run_log, start_run
 from distill.run_status import recorded_end
-from distill.setup import check_resume, plan_run
+from distill.setup import check_resume, device_of, plan_run
 from distill.sweep.command import main as sweep
 from distill.sweep.torchrun import wants_sweep
 from distill.trainer import Trainer
 from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken
 from fsdp_cp.error_file import recorded
-from fsdp_cp.launch import choose_allocator, choose_device, end_process, exit_code, process_group, rank
+from fsdp_cp.launch import choose_allocator, choose_threads, end_process, exit_code, process_group, rank
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.signals import StopSignal, end_with_torchrun
@@ -35,12 +35,14 @@ def run(overrides: list[str], stop: StopSignal) -> None:
         return suggest_command(config, overrides)
     if config.plan:
         return plan_command(config, command_line(overrides))
-    device = choose_device(config.device)
+    device = device_of(config)
     choose_allocator(device, config.cuda_allocator)  # the checks below may start CUDA, and with it the allocator
     plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
     refuse_foreign(plan.run_dir)
     if config.dry_run:
         return dry_run(config, plan)
+    offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
+    choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
         checkpoints = plan.run_dir / "checkpoints"
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)

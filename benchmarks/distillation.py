@@ -75,11 +75,13 @@ class Run:
     changes: tuple[str, ...] = ()
     """Settings other than the recipe's."""
     seed: int = 0
+    recipe: str | None = None
+    """Experiment that it begins with; ``None`` for the method's of this benchmark."""
 
     def overrides(self) -> list[str]:
         """What ``train.py`` is told."""
         recipe = "quickstart_teacher" if self.method == "flow_matching" else f"quickstart_{self.method}"
-        own = [f"experiment={recipe}", f"seed={self.seed}", f"run_dir={self.folder}"]
+        own = [f"experiment={self.recipe or recipe}", f"seed={self.seed}", f"run_dir={self.folder}"]
         if self.method == "ode_regression":
             own.append(f"method.trajectories={self.folder}/trajectories")
         alone = ["device=cpu", "mesh.cp=1", "log.every=1"]

@@ -94,6 +94,7 @@ def settings(folder: Path, architecture: dict[str, Any], rank: int, precision: s
         *(f"{role}.architecture={network}" for role in ROLES),
         *(f"{role}.lora.rank={rank}" for role in ROLES[1:]),
         *(f"{role}.activation_checkpointing=full" for role in ROLES[1:]),
+        *(f"{role}.compile=false" for role in ROLES),  # inductor's minutes are not what is measured
         "log.every=1",
         "sample.every=0",
         "sample.at_end=false",

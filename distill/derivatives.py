@@ -63,11 +63,6 @@ def check_exact(config: Any) -> None:
                 " drowns in rounding; use student.precision=fp32 or method.jvp=exact"
             )
         return
-    if config.student.compile:
-        raise UserError(
-            "student.compile=true with method.jvp=exact: compiled blocks have no forward-mode AD;"
-            " use student.compile=false, or method.jvp=finite_difference in fp32"
-        )
     if torch.__version__ < FORWARD_AD_SINCE:
         raise UserError(
             f"method.jvp=exact needs torch {'.'.join(map(str, FORWARD_AD_SINCE))} or newer, not {torch.__version__};"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from distill.config import OptimizerSettings
 from fsdp_cp.errors import UserError
+from fsdp_cp.tensor_lists import in_pieces, local_shards
 from models.additions.base import PREFIX
 from models.role import Role
 
@@ -73,11 +75,21 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
     return groups
 
 
+_PIECE = 2**25
+"""Elements that one call of ``foreach`` takes: it makes a temporary of as many, for all tensors of a call."""
+
+
 class RoleOptimizer:
-    """AdamW over a role's sharded masters.
+    """AdamW over a role's sharded masters: torch's own update of each rank's part of them, as plain tensors.
+
+    Given the DTensors torch's AdamW propagates placements through lists of all of them, at the first update for twenty
+    seconds of a thousand parameters. The update is of each element alone, so the parts are all it needs.
+
+    Parameters are looked up by name at each update, and their parts with them: FSDP2 replaces those (see
+    :func:`fsdp_cp.tensor_lists.local_shards`), and loading may replace the parameters too.
 
     Adam's state is made at once, not at the first step: a checkpoint written before this role's first update then
-    has the same entries as any other, and memory does not grow later.
+    has the same entries as any other, and memory does not grow later. It is sharded as the parameters are.
 
     Raises:
         UserError: see :func:`parameter_groups`.
@@ -86,39 +98,66 @@ class RoleOptimizer:
     def __init__(self, role: Role, settings: OptimizerSettings):
         self.role, self.settings = role, settings
         named = role.named_parameters()
-        groups = parameter_groups(named, settings, f"optim.{role.name}")
-        # betas as floats: an integer 0 raises in torch 2.13.
-        betas = (float(settings.betas[0]), float(settings.betas[1]))
-        self.adamw = torch.optim.AdamW(
-            [{"params": [named[name] for name in names], **group._asdict()} for group, names in groups.items()],
-            lr=settings.lr,
-            betas=betas,
-            eps=settings.eps,
-            # One of them always: for DTensors torch would choose to loop over the parameters.
-            foreach=settings.implementation == "foreach",
-            fused=settings.implementation == "fused",
-        )
-        for parameter in role.parameters():
+        self.groups = parameter_groups(named, settings, f"optim.{role.name}")
+        self._state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in named.items():
             # The fused kernel counts steps on the parameters' device, the others on the CPU.
             device = parameter.device if settings.implementation == "fused" else torch.device("cpu")
-            self.adamw.state[parameter] = {
+            self._state[name] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
+    @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update with rate ``lr``, times each group's ``lr_scale``; gradients are cleared afterwards."""
-        for group in self.adamw.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        self.adamw.step()
-        self.adamw.zero_grad()
+        """One update with rate ``lr``, times each group's ``lr_scale``; gradients are cleared afterwards.
+
+        A parameter without a gradient stays as it is, and its count of steps does too.
+        """
+        named = self.role.named_parameters()
+        for group, names in self.groups.items():
+            given = [name for name in names if named[name].grad is not None]
+            self._update(lr * group.lr_scale, group.weight_decay, {name: named[name] for name in given})
+        _clear(named.values())
+
+    def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter]) -> None:
+        weights = local_shards(named.values())
+        grads = local_shards(parameter.grad for parameter in named.values() if parameter.grad is not None)
+        means, squares = (local_shards(self._state[name][key] for name in named) for key in ("exp_avg", "exp_avg_sq"))
+        # Of an empty shard too: on all ranks it must have counted as many, for another mesh to go on from.
+        steps = [self._state[name]["step"] for name in named]
+        implementation = self.settings.implementation
+        most = _PIECE if implementation == "foreach" else sum(weight.numel() for weight in weights)
+        for piece in in_pieces([weight.numel() for weight in weights], most):
+            adamw(
+                weights[piece],
+                grads[piece],
+                means[piece],
+                squares[piece],
+                [],
+                steps[piece],
+                foreach=implementation == "foreach",
+                fused=implementation == "fused",
+                amsgrad=False,
+                # As floats: an integer 0 raises in torch 2.13.
+                beta1=float(self.settings.betas[0]),
+                beta2=float(self.settings.betas[1]),
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self.settings.eps,
+                maximize=False,
+            )
 
     def clear_gradients(self) -> None:
         """Forget the gradients without an update."""
-        self.adamw.zero_grad()
+        _clear(self.role.parameters())
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Adam's state by parameter name; the tensors are the live ones, so loading into them restores it."""
-        names: dict[Any, str] = {p: name for name, p in self.role.named_parameters().items()}
-        return {names[p]: dict(state) for p, state in self.adamw.state.items()}
+        return {name: dict(state) for name, state in self._state.items()}
+
+
+def _clear(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

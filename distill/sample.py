@@ -154,6 +154,8 @@ def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
     config.run_dir = str(run_dir)  # which may have moved since
     config.world, config.dry_run = None, False
     config.sample.captions, config.sample.images = [], []  # of the training; its images need not be there any more
+    # A student of GPUs may be looked at anywhere.
+    config.device = arguments.device or ("auto" if config.device == "cuda" else config.device)
     check(config)
     # A few-step student knows the times of its own list alone.
     most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
@@ -213,6 +215,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--count", type=int, default=4, help="clips, where no caption is given")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs"
+    )
     parser.add_argument(
         "--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default"
     )

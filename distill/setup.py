@@ -24,7 +24,7 @@ from fsdp_cp.checkpoint import read_state
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
-from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, defining, plan_role, sharing
 from models.lora.saved import find_adapters
@@ -70,9 +70,13 @@ def plan_run(
     for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read, *bases}:
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
-    device = choose_device(config.device)
+    device = device_of(config)
     check_profile(config, world=world_of(config), device=device)
     sharding = {name: _sharding(config, name, method, device) for name in needed}
+    if runs_here and not config.dry_run:  # whose machine need not be the run's
+        for name in needed:
+            if sharding[name].compile:
+                require_compiler(device.type, f"{name}.compile")
     if runs_here and device.type == "cpu" and rank() == 0:
         for name in [name for name, settings in sharding.items() if settings.offload == "cpu"]:
             log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
@@ -122,6 +126,21 @@ def plan_run(
         mesh=shape,
         micro_batch_size=micro_batch_size(config, shape.dp),
     )
+
+
+def device_of(config: Config) -> torch.device:
+    """This rank's device; of a dry run the CPU where torch sees no GPU, since its machine need not be the run's.
+
+    Raises:
+        UserError: as :func:`fsdp_cp.launch.choose_device`, but in a dry run.
+    """
+    if not config.dry_run or torch.cuda.is_available():
+        return choose_device(config.device)
+    if config.device == "cuda" and rank() == 0:
+        log.warning(
+            "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
+        )
+    return torch.device("cpu")
 
 
 def world_of(config: Config) -> int:

@@ -24,16 +24,22 @@ def _(x):
     raise RuntimeError("context parallelism has no forward-mode AD in a compiled graph; call the module uncompiled")
 
 
-def may_be_dual(x: Tensor) -> bool:
-    """Are we inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), so that ``x`` may have a tangent?
+def inside_dual_level() -> bool:
+    """Are we inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), where tensors may have tangents?
 
     ``forward_ad._current_level`` is private (torch 2.11 to 2.13); Dynamo guards on it, so that a graph compiled without
     tangents is not used again where there may be some.
+    """
+    return forward_ad._current_level >= 0
+
+
+def may_be_dual(x: Tensor) -> bool:
+    """May ``x`` have a tangent (:func:`inside_dual_level`)?
 
     Raises:
         RuntimeError: while Dynamo compiles the caller.
     """
-    if forward_ad._current_level < 0:
+    if not inside_dual_level():
         return False
     if torch.compiler.is_compiling():
         _refuse_compiled_duals(x)

@@ -20,6 +20,7 @@ from fsdp_cp import hangs, timeouts
 from fsdp_cp.agent_store import own_part
 from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
+from fsdp_cp.gpu_files import why_unseen
 from fsdp_cp.measure.memory import mark_start
 from fsdp_cp.signals import STOPPED, Stopped
 
@@ -125,14 +126,18 @@ def choose_device(device: str) -> torch.device:
     """``auto`` (CUDA if there is one), ``cpu`` or ``cuda`` to this rank's device.
 
     Raises:
-        UserError: CUDA asked for where there is none, or more ranks on a node than it has GPUs.
+        UserError: CUDA asked for where there is none, or ``auto`` where there is a GPU that torch does not see, which
+            would otherwise be days on the CPU without a word; more ranks on a node than it has GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch sees no GPU; use device=cpu")
+        unseen = why_unseen()
+        if device == "auto" and unseen is None:
+            return torch.device("cpu")
+        raise UserError(f"device={device}, but torch sees no GPU{f': {unseen}' if unseen else ''}; use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if processes > gpus:  # asked alike on all ranks, so that all of them refuse
         raise UserError(
@@ -158,6 +163,27 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
             log.warning("%s=%s is set; cuda_allocator=%s is not used", name, os.environ[name], settings)
             return
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
+
+
+def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
+    """Give a rank on a GPU, whose optimizer steps on the host, its share of this process's cores.
+
+    torchrun gives every rank ``OMP_NUM_THREADS=1`` where nothing is set, and so does the Dockerfile: AdamW over a
+    network's shards then takes one core, for seconds, while the others idle. A 1 of the user's cannot be told from
+    those; another number stays. Nothing changes on the CPU, where the number of threads changes the last digits.
+
+    Args:
+        device: this rank's.
+        host_optimizer: does a trained role have ``offload=cpu``?
+    """
+    if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return
+    # Those that this process may use: a container or SLURM may have fewer than the machine.
+    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, cores // ranks)
+    torch.set_num_threads(threads)
+    if rank() == 0:
+        log.info("offload=cpu: %d threads a rank (%d cores, %d ranks on this node)", threads, cores, ranks)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.tensor_lists import local_shards, multiply_, squared_norms
 
 T = TypeVar("T")
 
@@ -94,18 +95,24 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
     Args:
         parameters: DTensors of one mesh, sharded over its last axis.
     """
-    square: Tensor | None = None
+    device: torch.device | None = None
     mesh: DeviceMesh | None = None
+    grads: list[Tensor] = []
     for parameter in parameters:
         assert isinstance(parameter, DTensor), "shard_module has made them"
         if mesh is None:
-            mesh = parameter.device_mesh
-            square = torch.zeros((), dtype=torch.float64, device=parameter.to_local().device)
-        assert parameter.device_mesh == mesh, "one mesh per gradient norm"
+            mesh, device = parameter.device_mesh, local_shard(parameter).device
+        assert parameter.device_mesh is mesh or parameter.device_mesh == mesh, "one mesh per gradient norm"
         assert isinstance(parameter.placements[-1], Shard)
         if parameter.grad is not None:
-            square += torch.linalg.vector_norm(local_shard(parameter.grad), dtype=torch.float64).square()
-    assert mesh is not None and square is not None, "no parameters"
+            grads.append(parameter.grad)
+    assert mesh is not None, "no parameters"
+    if grads:
+        # One after the other, as a loop would: sum() adds in an order of its own, and the last digits of a run's norms
+        # would depend on it.
+        square = squared_norms(local_shards(grads)).cumsum(0)[-1]
+    else:
+        square = torch.zeros((), dtype=torch.float64, device=device)
     square = square.to(mesh.device_type)  # gradients offloaded to the CPU: the mesh may have NCCL alone
     dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
     return square
@@ -124,9 +131,7 @@ def full_tensor(x: Tensor) -> Tensor:
 @torch.no_grad()
 def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by ``factor``, in place."""
-    grads = [local_shard(p.grad) for p in parameters if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    multiply_(local_shards(p.grad for p in parameters if p.grad is not None), factor)
 
 
 def local_shard(x: Tensor) -> Tensor:

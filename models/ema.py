@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.reduce import local_shard
+from fsdp_cp.tensor_lists import lerp_, local_shards
 from models.role import Role
 
 
@@ -51,8 +52,7 @@ class Ema:
         """Average in the weights after the role's ``update``-th optimizer step (0-based)."""
         b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
         current = self.role.weights()
-        average = [local_shard(w) for w in self.weights.values()]
-        torch._foreach_lerp_(average, [local_shard(current[name]) for name in self.weights], 1 - b)
+        lerp_(local_shards(self.weights.values()), local_shards(current[name] for name in self.weights), 1 - b)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

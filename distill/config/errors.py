@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distill.config.kinds import Setting
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("experiment", "model", "method", "data", "cluster", "mesh", "optim")
+GROUPS = ("experiment", "model", "method", "data", "cluster", "adapters", "mesh", "optim")
 """What is chosen by the name of a file."""
 _REMOVED = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 """Experiments of earlier versions that are now composed."""

@@ -102,7 +102,8 @@ class OptimizerSettings:
     """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
     second time), which follows the same schedule; null for ``lr``."""
     implementation: str = "foreach"
-    """``foreach``, ``fused`` (one kernel for the whole update) or ``for_loop`` (least memory)."""
+    """``foreach`` (a temporary of 2**25 elements, or of the largest tensor), ``fused`` (one kernel for the update) or
+    ``for_loop`` (a temporary of one tensor)."""
 
 
 @dataclass(kw_only=True)
@@ -239,7 +240,7 @@ class Config:
     precision: str = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: str = "auto"
-    """``auto``, ``cpu`` or ``cuda``."""
+    """``auto``, ``cpu`` or ``cuda``; ``auto`` is the CPU without a GPU, and refuses one that torch cannot use."""
     cuda_allocator: str | None = None
     """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
     run_dir: str | None = None

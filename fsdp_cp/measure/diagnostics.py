@@ -9,18 +9,20 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.reduce import all_reduce_scalars, local_shard
 from fsdp_cp.sharding.state import fsdp_modules, unit_layout
+from fsdp_cp.tensor_lists import local_shards, squared_norms
 
 BLACKWELL = (10, 0)
 """Compute capability from which the kernels of a process start in order without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 
+@torch.no_grad()  # with gradients on, every shard would be a call of autograd
 def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float, float | None]]:
     """Euclidean norm of each parameter and of its gradient, by name; the same on every rank.
 
@@ -38,24 +40,21 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
         return {}
     first = next(iter(named.values()))
     assert isinstance(first, DTensor), "a root of shard_module"
-    mesh, rows = first.device_mesh, []
+    mesh, grads = first.device_mesh, [parameter.grad for parameter in named.values()]
     for name, parameter in named.items():
         assert isinstance(parameter, DTensor) and parameter.device_mesh == mesh, f"{name} lies on another mesh"
-        weight = _square(parameter)
-        found = parameter.grad
-        gradient = torch.zeros_like(weight) if found is None else _square(found)
-        rows.append(torch.stack([weight, gradient, torch.full_like(weight, found is not None)]))
-    sums = torch.stack(rows).to(mesh.device_type)  # offloaded shards lie on the CPU, but their ranks talk over NCCL
+    weights = squared_norms(local_shards(named.values()))
+    gradients, found = torch.zeros_like(weights), torch.tensor([grad is not None for grad in grads])
+    given = local_shards(grad for grad in grads if grad is not None)
+    if given:
+        gradients[found.to(gradients.device)] = squared_norms(given)
+    # Offloaded shards lie on the CPU, but their ranks talk over NCCL.
+    sums = torch.stack([weights, gradients, found.to(weights)], dim=1).to(mesh.device_type)
     dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
     return {
-        name: (weight**0.5, gradient**0.5 if found else None)
-        for name, (weight, gradient, found) in zip(named, sums.tolist(), strict=True)
+        name: (weight**0.5, gradient**0.5 if known else None)
+        for name, (weight, gradient, known) in zip(named, sums.tolist(), strict=True)
     }
-
-
-def _square(x: Tensor) -> Tensor:
-    """Of this rank's shard of a DTensor; 0 for an empty one."""
-    return torch.linalg.vector_norm(local_shard(x.detach()), dtype=torch.float64).square()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fsdp_cp.duals import inside_dual_level
 from fsdp_cp.host_memory import host_buffer
 from fsdp_cp.sequence_lengths import entered, within
 from fsdp_cp.sharding.settings import ShardSettings, find_operator
@@ -99,23 +99,20 @@ def _keeping_contexts(operators: frozenset) -> Callable[[], tuple]:
 def compile_forward(module: nn.Module) -> None:
     """``torch.compile`` the ``forward`` of ``module`` as one graph, in place; a graph break is an error.
 
-    Forward-mode AD is refused: compiled graphs lose tangents without a word.
+    Inside ``forward_ad.dual_level()`` and ``torch.func.jvp`` the module runs uncompiled: compiled graphs lose tangents
+    without a word. Whether there may be one is asked of the level and not of the arguments, since a tangent comes in by
+    what ``forward`` closes over too (a second time that an addition reads).
     """
     # Units share their graphs, one per shape (until sizes are dynamic) and gradient mode, and networks of one class do
     # too: torch's limit of 8, after which fullgraph is an error, is soon reached. An argument of torch 2.13.
     limit: dict[str, Any] = (
         {"recompile_limit": MOST_GRAPHS} if "recompile_limit" in signature(torch.compile).parameters else {}
     )
-    compiled = torch.compile(module.forward, fullgraph=True, **limit)
+    uncompiled = module.forward
+    compiled = torch.compile(uncompiled, fullgraph=True, **limit)
 
     def forward(*args, **kwargs):
-        if any(
-            forward_ad.unpack_dual(x).tangent is not None for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        ):
-            raise RuntimeError(
-                "forward-mode AD through a compiled unit would lose its tangents; set compile=false for this network"
-            )
-        return compiled(*args, **kwargs)
+        return (uncompiled if inside_dual_level() else compiled)(*args, **kwargs)
 
     module.forward = forward
 

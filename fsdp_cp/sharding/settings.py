@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,6 +203,25 @@ TRAINED_ONLY = (
     "gradient_scale",
 )
 """Settings of :class:`ShardSettings`, beside ``master_dtype``, that say nothing about a frozen network."""
+
+
+def require_compiler(device_type: str, setting: str) -> None:
+    """Refuse compiled units where torch would find no compiler at their first forward, with all weights loaded.
+
+    Args:
+        device_type: on ``cuda`` Triton builds its launchers in C, on ``cpu`` inductor its kernels in C++.
+        setting: what asks for it, e.g. ``student.compile``.
+
+    Raises:
+        UserError: none is on the ``PATH``, or the one that ``CC`` or ``CXX`` names is not.
+    """
+    language, variable, usual = ("C", "CC", ("gcc", "clang")) if device_type == "cuda" else ("C++", "CXX", ("g++",))
+    given = os.environ.get(variable)
+    if not any(map(shutil.which, shlex.split(given)[:1] if given else usual)):
+        raise UserError(
+            f"{setting}=true needs a {language} compiler, and there is no {given or ' or '.join(usual)}; install one,"
+            f" name it in {variable}, or use {setting}=false"
+        )
 
 
 def find_operator(name: str, setting: str) -> torch._ops.OpOverload:

@@ -43,7 +43,7 @@ def gan(**changes) -> Setup:
     return Setup(**{"method": METHOD, "steps": 4, "precision": "fp64"} | changes)
 
 
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,11 @@ def oracle(checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("dp_shard", "cp"), [sizes if sizes == (2, 2) else pytest.param(*sizes, marks=slow) for sizes in MESHES]
+    ("dp_shard", "cp"),
+    [
+        sizes if sizes == (2, 2) else pytest.param(*sizes, marks=long if sizes in ((1, 1), (2, 1)) else slow)
+        for sizes in MESHES
+    ],
 )
 def test_every_mesh_is_one_process(pools, checkpoints, oracle, dp_shard, cp):
     setup = gan(dp_shard=dp_shard, cp=cp)
@@ -79,23 +83,22 @@ def test_the_gan_is_felt(checkpoints, oracle):
             assert share > 1e-3 or any(name.startswith(prefix) for prefix in behind), (step, name, share)
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=long)])
 def test_uneven_tokens(pools, checkpoints, cp):
     setup = gan(cp=cp, latent_shape=UNEVEN, steps=2)
     difference = compare(trace_on_ranks(setup, checkpoints, pools[cp]), oracle_trace(setup, checkpoints))
     assert difference.largest < BOUND, difference
 
 
-@slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {"activation_checkpointing": True},
-        {"micro_batch_size": 2},
-        {"changes": {"all": {"strategy": "optim_grads"}}},
-        {"changes": {"all": {"strategy": "optim"}}},
-        {"changes": {"all": {"strategy": "no_shard"}}},
-        {"changes": {"all": {"keep_gathered": True}}},
+        pytest.param({"activation_checkpointing": True}, marks=slow),
+        pytest.param({"micro_batch_size": 2}, marks=slow),
+        pytest.param({"changes": {"all": {"strategy": "optim_grads"}}}, marks=long),
+        pytest.param({"changes": {"all": {"strategy": "optim"}}}, marks=slow),
+        pytest.param({"changes": {"all": {"strategy": "no_shard"}}}, marks=long),
+        pytest.param({"changes": {"all": {"keep_gathered": True}}}, marks=long),
     ],
     ids=str,
 )
@@ -146,8 +149,15 @@ def _student_step(folder, setup):
     return frozen, trained, state, all(torch.equal(before[n], after[n]) for n in before), reduced
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("optim_grads_params", "bf16"),
+        pytest.param("optim", "fp32", marks=slow),
+        pytest.param("optim_grads_params", "fp32", marks=long),
+        pytest.param("optim", "bf16", marks=long),
+    ],
+)
 def test_the_fake_score_gets_no_gradient_from_the_student(pools, checkpoints, strategy, precision):
     setup = gan(dp_shard=1, cp=2, precision=precision, changes={"all": {"strategy": strategy}})
     for frozen, trained, state, same, reduced in pools[2].run(_student_step, checkpoints, setup):

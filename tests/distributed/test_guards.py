@@ -112,7 +112,7 @@ def test_dtypes_inside_a_checkpointed_block(pools, settings):
     assert "got x (float32) in 'blocks.1.norm' (LayerNorm)" in message or "in 'blocks.1.qkv' (Linear)" in message
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dtypes_inside_a_compiled_block(pools):
     (message,) = pools[1].run(_wrapped_dtypes, {"compile": True})
     assert "precision='bf16' computes in bfloat16, but Transformer got x (float32)" in message
@@ -270,7 +270,7 @@ def _finite_difference(strategy, cp):
     return len(errors), max(errors)
 
 
-@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_penalty_by_finite_differences(pools, strategy, cp):
     for compared, error in pools[4].run(_finite_difference, strategy, cp):
@@ -307,7 +307,7 @@ def _inference_first(settings, cp):
     return True
 
 
-@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "settings",
     [

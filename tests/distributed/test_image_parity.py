@@ -54,7 +54,12 @@ def oracle(checkpoints, method):
 
 
 @pytest.mark.parametrize(
-    ("dp_shard", "cp"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (2, 1), (1, 2)))]
+    ("dp_shard", "cp"),
+    [
+        (2, 2),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 1), (2, 1))),
+    ],
 )
 def test_five_steps(pools, checkpoints, method, oracle, dp_shard, cp):
     setup = setup_of(method, dp_shard, cp)

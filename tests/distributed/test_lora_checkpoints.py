@@ -151,7 +151,7 @@ def _pipeline(folder):
     )
 
 
-@pytest.mark.parametrize("weights", [pytest.param("raw", marks=slow), "ema"])
+@pytest.mark.parametrize("weights", [pytest.param("raw", marks=pytest.mark.long), "ema"])
 @pytest.mark.parametrize("kind", [None, "merged", "diffusers-lora", "wan-lora"])
 def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path, kind, weights):
     run_dir, _, says = straight
@@ -199,6 +199,7 @@ def test_the_base_is_not_written_over(checkpoints, straight, tmp_path, capsys):
     assert "would replace the adapters' base" in capsys.readouterr().err and (base / "config.json").is_file()
 
 
+@slow
 def test_modules_that_were_trained_whole(pools, checkpoints, tmp_path, capsys):
     setup = Setup(cp=2, lora=WHOLE, steps=2)
     _, says = pools[2].run(_run, setup, checkpoints, tmp_path / "run", 0, 2)[0]

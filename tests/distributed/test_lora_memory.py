@@ -85,8 +85,15 @@ def _sizes():
     return blocks, embedder, of(network) - blocks - embedder, adapters
 
 
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("strategy", "cp"),
+    [
+        pytest.param("optim_grads_params", 1, marks=pytest.mark.long),
+        pytest.param("optim_grads_params", 2, marks=pytest.mark.slow),
+        pytest.param("optim", 1, marks=pytest.mark.slow),
+        pytest.param("optim", 2, marks=pytest.mark.long),
+    ],
+)
 def test_bytes_and_calls(pools, checkpoints, cp, strategy):
     blocks, embedder, rest, adapters = _sizes()
     with_adapters = blocks + sum(adapters.values())

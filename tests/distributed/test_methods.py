@@ -38,8 +38,9 @@ METHODS = {
     "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),
 }  # fmt: skip
 FAST = ("flow_matching", "rcm", "dmd2, last step, GAN", "meanflow", "dcm")
-slow = pytest.mark.slow
-MESHES = (*(pytest.param(*sizes, marks=slow) for sizes in ((1, 1), (2, 1), (1, 2))), (2, 2))
+slow, long = pytest.mark.slow, pytest.mark.long
+# DMD2 goes over all meshes in test_parity.py; here the others are those on which samples and tokens are split at once.
+MESHES = (*(pytest.param(*sizes, marks=long) for sizes in ((1, 1), (2, 1))), pytest.param(1, 2, marks=slow), (2, 2))
 
 
 @pytest.fixture(scope="module", params=[name if name in FAST else pytest.param(name, marks=slow) for name in METHODS])

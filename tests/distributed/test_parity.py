@@ -7,16 +7,20 @@ from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import MESHES, Setup, Trace
 from tests.oracles.sharded_run import trace_on_ranks
 
+slow, long = pytest.mark.slow, pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def oracle(checkpoints):
     return oracle_trace(Setup(), checkpoints)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("dp_shard", "cp"),
-    [sizes if sizes in ((2, 2), (1, 4)) else pytest.param(*sizes, marks=pytest.mark.slow) for sizes in MESHES],
+    ("dp_shard", "cp", "checkpointing"),
+    [
+        *((*sizes, False) if sizes == (2, 2) else pytest.param(*sizes, False, marks=slow) for sizes in MESHES),
+        *(pytest.param(*sizes, True, marks=slow if sizes in ((2, 2), (1, 4)) else long) for sizes in MESHES),
+    ],
 )
 def test_dmd2_in_fp32(pools, checkpoints, oracle, dp_shard, cp, checkpointing):
     setup = Setup(dp_shard=dp_shard, cp=cp, activation_checkpointing=checkpointing)
@@ -26,8 +30,9 @@ def test_dmd2_in_fp32(pools, checkpoints, oracle, dp_shard, cp, checkpointing):
     assert difference.largest < 1e-5, difference
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
+@pytest.mark.parametrize(
+    ("dp_shard", "cp"), [pytest.param(*sizes, marks=slow if sizes in ((2, 2), (1, 4)) else long) for sizes in MESHES]
+)
 def test_dmd2_in_fp64(pools, checkpoints, dp_shard, cp):
     """As far as Wan's norms allow, which diffusers computes in fp32."""
     setup = Setup(dp_shard=dp_shard, cp=cp, precision="fp64", steps=1)
@@ -40,7 +45,7 @@ def test_replicas(pools, checkpoints, oracle, sizes):
     assert compare(trace_on_ranks(Setup(**sizes), checkpoints, pools[4]), oracle).largest < 1e-5
 
 
-@pytest.mark.parametrize("micro_batch_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize("micro_batch_size", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
 def test_accumulation(pools, checkpoints, oracle, micro_batch_size):
     """1 x 4 micro-batches equal 4 x 1."""
     setup = Setup(cp=2, micro_batch_size=micro_batch_size)

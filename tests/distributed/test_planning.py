@@ -84,8 +84,8 @@ CASES |= {
         "student.lora.train=[proj_out]",
     ),
 }
-FAST = ("ring", "adapters")
-LONG = ("one rank, checkpointed, accumulated", "both")
+FAST = ("ring",)
+SLOW = ("adapters", "samples", "derivative, offloaded", "derivative, ring")
 
 
 def _planned(world, words, layers=2):
@@ -101,7 +101,7 @@ def _measured(world, words):
 @pytest.mark.parametrize(
     "case",
     [
-        case if case in FAST else pytest.param(case, marks=pytest.mark.long if case in LONG else pytest.mark.slow)
+        case if case in FAST else pytest.param(case, marks=pytest.mark.slow if case in SLOW else pytest.mark.long)
         for case in CASES
     ],
 )

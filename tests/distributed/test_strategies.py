@@ -162,7 +162,8 @@ def test_the_table_covers_every_pair():
     assert len(PAIRWISE) < len(wanted) / 6
 
 
-# One of each strategy, and the switches that reorder gathers; the others are slow tests.
+# One of each strategy, and the switches that reorder gathers; the others are slow tests, of the other meshes those that
+# split samples alone or tokens alone are long ones.
 QUICK = {PAIRWISE[i] for i in (0, 4, 6, 10, 13)}
 QUICK_SWITCHES = {"mixed strategies", "keep_gathered"}
 
@@ -180,8 +181,14 @@ def test_parity(pools, checkpoints, oracles, row):
     _check(_row(*row), pools, checkpoints, oracles)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", OTHER_MESHES, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.slow if row[1] == "replicas" or row[0] == "optim" else pytest.mark.long)
+        for row in OTHER_MESHES
+    ],
+    ids=lambda row: "-".join(map(str, row)),
+)
 def test_parity_on_other_meshes(pools, checkpoints, oracles, row):
     _check(_row(*row), pools, checkpoints, oracles)
 

@@ -37,6 +37,7 @@ TYPING: dict[str, list[tuple[str, str]]] = {
         ("precision=null", "precision=null must be a text"),
         ("precision=[fp32]", "use fp32 or bf16"),
         ("device=gpu", "use auto or cpu or cuda"),
+        ("CUDA_VISIBLE_DEVICES=-1 train.py device=cuda dry_run=false", "but torch sees no GPU; use device=cpu"),
         ("device=cuda:0", "use auto or cpu or cuda"),
         ("cuda_allocator=fast", "use name:value"),
         ("dry_run=maybe", "dry_run=maybe must be true or false"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import distillation, modes, overhead, planning, stability, weak_scaling
+from benchmarks import distillation, lora, modes, overhead, planning, stability, weak_scaling
 from distill.planning.hardware import load_hardware
 from distill.planning.simulation import Simulation, StepCost
 from distill.report.measures import HIGHER_IS_BETTER
@@ -43,6 +43,21 @@ def test_distillation_in_small(tmp_path, capsys):
         with pytest.raises(distillation.UserError, match=f"{part} is of other settings"):
             distillation.main(["--quick", "--out", str(out)])
         settings.write_text(kept)
+
+
+@pytest.mark.long
+def test_lora_in_small(tmp_path, capsys):
+    out = tmp_path / "students"
+    assert lora.main(["--quick", "--ranks", "4", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for row in ("teacher, 50 steps", "whole networks, 1 step", "rank 4, 4 steps"):
+        assert f"| {row} | " in printed
+    rows = {line.split("|")[1].strip(): line.split("|")[2:] for line in printed.splitlines() if " | 0." in line}
+    assert rows["rank 4"][2] == rows["whole networks"][2] == " 2 ", "as many updates of the student"
+    assert "| rank 4, 1 step | colour accuracy | " in printed
+    assert lora.main(["--quick", "--ranks", "4", "--out", str(out)]) == 0 and capsys.readouterr().out == printed
+    with pytest.raises(lora.UserError, match="is of other settings"):
+        lora.main(["--quick", "--ranks", "4", "--rate", "3", "--out", str(out)])
 
 
 @pytest.mark.long

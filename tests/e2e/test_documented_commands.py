@@ -139,9 +139,10 @@ def test_command(item, places, capsys, monkeypatch):
 
 
 def _in_small() -> list:
-    """With the slow tests, or with those of the benchmarks."""
+    """With the slow tests; with the long ones benchmarks, and runs of methods, which differ in their method alone."""
+    long = re.compile(r"-m benchmarks\.|quickstart_(teacher|scm|meanflow|dcm)\b")
     marks = {True: pytest.mark.long, False: pytest.mark.slow}
-    return [pytest.param(item, marks=marks["-m benchmarks." in item.command]) for item in _cases(slow=True)]
+    return [pytest.param(item, marks=marks[bool(long.search(item.command))]) for item in _cases(slow=True)]
 
 
 @pytest.mark.parametrize("item", _in_small(), ids=_name)

@@ -261,3 +261,31 @@ def _many_graphs(count):
 
 def test_more_graphs_than_torch_allows_by_itself():
     assert _many_graphs(torch._dynamo.config.recompile_limit + 2) == torch._dynamo.config.recompile_limit + 2
+
+
+class _Scaled(nn.Module):
+    """Reads ``factor``, which is no argument of its forward."""
+
+    def forward(self, x):
+        return (x * self.factor).sin()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_tangents_pass_a_compiled_unit(checkpointing):
+    """Of an argument, and of what the unit reads elsewhere; a graph is used again behind them."""
+    unit, x, along = _Scaled(), torch.rand(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    unit.factor = torch.rand(5, dtype=torch.float64)
+    slope = (x * unit.factor).cos()
+    with Counted() as counted, torch.no_grad():
+        wrap_unit(unit, ShardSettings(compile=True, activation_checkpointing=checkpointing))
+        plain = unit.forward(x)
+        with forward_ad.dual_level():
+            of_argument = forward_ad.unpack_dual(unit.forward(forward_ad.make_dual(x, along))).tangent
+            factor, unit.factor = unit.factor, forward_ad.make_dual(unit.factor, along)
+            of_factor = forward_ad.unpack_dual(unit.forward(x)).tangent
+            unit.factor = factor
+        again = unit.forward(x)
+    assert counted.graphs == 1
+    torch.testing.assert_close(of_argument, slope * unit.factor * along)
+    torch.testing.assert_close(of_factor, slope * x * along)
+    assert torch.equal(plain, again)

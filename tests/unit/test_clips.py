@@ -203,6 +203,7 @@ def test_damaged_pictures_do_not_pass_as_data(tmp_path):
     assert any("is damaged" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (REAL / "motorcycle.mp4").is_file(), reason="needs ../shared/videos")
 def test_a_4k_clip_is_never_held_in_memory():
     """31 frames of 3840x2160 are 770 MB as bytes and 3 GB as floats; decoder and one frame take about 250 MB."""

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
-from fsdp_cp.launch import choose_allocator
+from fsdp_cp import gpu_files
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import choose_allocator, choose_device, choose_threads
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -38,6 +40,98 @@ def test_the_environment_wins_over_the_setting(environment, name, caplog):
     choose_allocator(torch.device("cuda", 0), "expandable_segments:True")
     assert os.environ[name] == "max_split_size_mb:64" and allocator().count(None) == 1
     assert f"{name}=max_split_size_mb:64 is set; cuda_allocator=expandable_segments:True is not used" in caplog.text
+
+
+# ---------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """16 of them, and torch's threads as they were afterwards."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield monkeypatch
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("given", [None, "1"])  # torchrun's, with several ranks
+@pytest.mark.parametrize(("ranks", "threads"), [(None, 16), ("4", 4), ("5", 3), ("32", 1)])
+def test_an_optimizer_on_the_host_has_its_share_of_the_cores(cores, given, ranks, threads, caplog):
+    caplog.set_level("INFO")
+    for name, value in (("OMP_NUM_THREADS", given), ("LOCAL_WORLD_SIZE", ranks)):
+        cores.delenv(name, raising=False) if value is None else cores.setenv(name, value)
+    choose_threads(torch.device("cuda", 0), host_optimizer=True)
+    assert torch.get_num_threads() == threads
+    assert f"{threads} threads a rank (16 cores, {ranks or 1} ranks on this node)" in caplog.text
+
+
+def test_threads_are_left_alone_elsewhere(cores):
+    choose_threads(torch.device("cpu"), host_optimizer=True)  # whose sums would be others
+    choose_threads(torch.device("cuda", 0), host_optimizer=False)
+    cores.setenv("OMP_NUM_THREADS", "7")
+    choose_threads(torch.device("cuda", 0), host_optimizer=True)
+    assert torch.get_num_threads() == 1
+
+
+# ---------------------------------------------------------------- a GPU that torch does not see
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with a GPU's device file and an old driver, under a torch that sees none."""
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 11\n"
+    )
+    monkeypatch.setattr(gpu_files, "DEVICE_FILES", (tmp_path / "nvidia0", tmp_path / "nvidiactl"))
+    monkeypatch.setattr(gpu_files, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+def refusal(device: str) -> str:
+    with pytest.raises(UserError) as caught:
+        choose_device(device)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"device={device}, but torch sees no GPU: there is ") and line.endswith("; use device=cpu")
+    return line
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_an_old_driver_is_no_reason_to_compute_on_the_cpu(machine, device, tmp_path):
+    line = refusal(device)
+    assert f"{tmp_path}/nvidiactl, but the driver 535.104.05 may be too old" in line
+    assert "CUDA 13.0, which needs 580 or newer" in line
+    (tmp_path / "version").unlink()
+    assert "but the driver may be too old" in refusal(device)
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_other_causes_of_an_unseen_gpu(machine, tmp_path):
+    machine.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES=7 may name none of its GPUs" in refusal("auto")
+    machine.setattr(os, "access", lambda file, how: False)  # root may open any file
+    assert "this user may not open it" in refusal("auto")
+    machine.setattr(torch.version, "cuda", None)
+    assert "is built without CUDA; install the one of constraints.txt" in refusal("auto")
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", None])
+def test_the_cpu_where_there_is_no_gpu_or_it_is_hidden(machine, hidden, tmp_path):
+    if hidden is None:
+        (tmp_path / "nvidiactl").unlink()
+    else:
+        machine.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(UserError, match="^device=cuda, but torch sees no GPU; use device=cpu$"):
+        choose_device("cuda")
+
+
+# ---------------------------------------------------------------- the end of a process
 
 
 LATE_COLLECTIVES = """

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from distill import optimizers
 from distill.config import OptimizerSettings, compose_config
 from distill.optimizers import RoleOptimizer, learning_rate, parameter_groups
 from fsdp_cp.errors import UserError
+from fsdp_cp.measure.memory import LiveStorages
 from models.families.wan import Wan
 from models.network import Network
 from models.role import Role
@@ -184,13 +186,54 @@ def test_a_pattern_without_effect_is_refused_by_name(settings, message):
 def test_every_implementation_is_the_one_that_was_asked_for_and_the_same_update(implementation):
     ours, reference = role(), role()
     optimizer = RoleOptimizer(ours, OptimizerSettings(lr=1e-2, implementation=implementation, lr_scale={"2.*": 0.5}))
-    chosen = {name for name in ("foreach", "fused") if optimizer.adamw.param_groups[0][name]}
-    assert chosen == {implementation} - {"for_loop"}
     plain = RoleOptimizer(reference, OptimizerSettings(lr=1e-2, implementation="for_loop", lr_scale={"2.*": 0.5}))
     for step in range(3):
         for each in (optimizer, plain):
             backward(each.role.network, step)
-            each.step(1e-2)
+            with torch.profiler.profile(acc_events=True) as profile:
+                each.step(1e-2)
+            ran = {event.name for event in profile.events()}
+            kernels = {
+                "foreach": "aten::_foreach_addcdiv_",
+                "fused": "aten::_fused_adamw_",
+                "for_loop": "aten::addcdiv_",
+            }
+            mine = implementation if each is optimizer else "for_loop"
+            # On the CPU foreach calls addcdiv_ itself.
+            others = kernels.keys() - {mine, "for_loop"}
+            assert kernels[mine] in ran and not any(kernels[other] in ran for other in others)
     assert optimizer.state().keys() == plain.state().keys(), "a checkpoint of one is one of the other"
     for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("most", [1, 24, 40])
+def test_foreach_in_pieces_is_the_same_update_with_a_smaller_temporary(monkeypatch, most):
+    """Of 32, 8, 32 and 4 elements: neighbours come together up to ``most``, and each is updated once."""
+    settings = OptimizerSettings(lr=1e-2, weight_decay=0.1, lr_scale={"2.bias": 0.5})
+    whole, pieces = (RoleOptimizer(role(), settings) for _ in range(2))
+    peaks = []
+    for step in range(3):
+        for each, size in ((whole, 2**25), (pieces, most)):
+            monkeypatch.setattr(optimizers, "_PIECE", size)
+            backward(each.role.network, step)
+            with LiveStorages() as live:
+                each.step(1e-2)
+            peaks.append(live.peak_bytes)
+    for mine, theirs in zip(pieces.role.parameters(), whole.role.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for name, state in whole.state().items():
+        assert all(torch.equal(pieces.state()[name][key], value) for key, value in state.items())
+    assert max(peaks[1::2]) < max(peaks[::2]) - 4 * 20, "bytes: a temporary of all but the largest parameters less"
+
+
+def test_a_parameter_without_a_gradient_stays_and_does_not_count():
+    optimizer = RoleOptimizer(role(), OptimizerSettings(lr=1e-2, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in optimizer.role.named_parameters().items()}
+    backward(optimizer.role.network, 0)
+    optimizer.role.network[0].bias.grad = None
+    optimizer.step(1e-2)
+    moved = {name for name, p in optimizer.role.named_parameters().items() if not torch.equal(p, before[name])}
+    counted = {name for name, state in optimizer.state().items() if state["step"] == 1}
+    assert moved == counted == before.keys() - {"0.bias"}
+    assert not optimizer.state()["0.bias"]["exp_avg_sq"].any()

@@ -19,10 +19,12 @@ import models.fill
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
 from distill.methods import METHODS
+from distill.optimizers import parameter_groups
 from distill.setup import plan_run
+from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
-from models.load import build_role
+from models.load import build_role, sharing
 
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and -14B-Diffusers.
 SHARED = {
@@ -146,7 +148,8 @@ def compose_recipe(words, network, pipeline):
     """The recipe with random weights of the published shape in place of a checkpoint."""
     architecture = json.dumps(ARCHITECTURES[network]).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
-    return compose_config([*words, f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
+    # Checked on a machine that has no GPU.
+    return compose_config([*words, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids="-".join)
@@ -201,7 +204,7 @@ def test_a_recipe_fits_its_nodes(recipe, world, pipeline):
 
 def test_the_recipe_of_meanflow_is_planned(pipeline):
     config = compose_recipe(words_of(*MEANFLOW, 1), "1_3b", pipeline)
-    config.world, config.dry_run = RANKS_PER_NODE, True
+    config.world = RANKS_PER_NODE
     plan = plan_run(config)
     assert [(role.name, tuple(role.additions)) for role in plan.roles] == [
         ("teacher", ()),
@@ -224,10 +227,50 @@ def test_the_recipe_of_meanflow_is_planned(pipeline):
 def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
     network = "14b" if "14b" in " ".join(words) else "1_3b"
     config = compose_recipe(words, network, pipeline)
-    config.world, config.dry_run = world, True
+    config.world = world
+    assert config.device == ("auto" if "cluster=two_processes" in words else "cuda")
     plan = plan_run(config)
     cp = plan.mesh.cp
     assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("method", "cluster", "world"),
+    [("dmd2", "h20x8", 8), ("rcm", "h20x4", 4), ("dmd2", "h200", 1), ("meanflow", "h200", 1)],
+)
+def test_adapters_share_one_base(method, cluster, world, pipeline):
+    words = ["experiment=wan2_1_t2v_14b_dmd2", f"method={method}", f"cluster={cluster}", "adapters=lora"]
+    config = compose_recipe(words, "14b", pipeline)
+    whole = compose_recipe([word for word in words if word != "adapters=lora"], "14b", pipeline)
+    config.world, config.dry_run = world, True
+    plan = plan_run(config)
+    assert plan.mesh.cp == world and plan.micro_batch_size == 1
+    assert len({role.base for role in plan.roles}) == 1
+    assert [shared.name for shared in sharing(plan.roles, plan.method.trained_roles)[0]] == [r.name for r in plan.roles]
+    for role in plan.roles[1:]:
+        assert role.lora.settings.rank == 64 and len(role.lora.targets) == 10 * 40
+        settings, before = getattr(config.optim, role.name), getattr(whole.optim, role.name)
+        rates = {
+            name: settings.lr * group.lr_scale
+            for group, names in parameter_groups(role.own_shapes, settings, role.name).items()
+            for name in names
+        }
+        assert settings.lr == before.lr and settings.additions_lr == before.additions_lr
+        assert {rates[name] for name in rates if ".lora_" in name} == {10 * before.lr}
+        # A second time (MeanFlow's) has the rate of whole networks.
+        assert {rate for name, rate in rates.items() if ".lora_" not in name} <= {before.additions_lr or before.lr}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a recipe runs where there is a GPU")
+@pytest.mark.parametrize("experiment", sorted(p.stem for p in (CONFIGS / "experiment").glob("wan2_1_*.yaml")))
+def test_a_recipe_does_not_run_on_the_cpu_unasked(experiment, pipeline):
+    network = "14b" if "14b" in experiment else "1_3b"
+    config = compose_recipe([f"experiment={experiment}"], network, pipeline)
+    config.dry_run, config.world, config.mesh.cp = False, 1, 1
+    with pytest.raises(UserError, match="^device=cuda, but torch sees no GPU"):
+        plan_run(config)
+    config.device = "cpu"
+    assert plan_run(config).mesh.world == 1, "asked for, it does"
 
 
 def documented():

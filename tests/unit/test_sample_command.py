@@ -57,6 +57,16 @@ def clips(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()} - {"fsdp_cp_export.json"}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU it is used")
+def test_a_student_of_gpus_is_sampled_without_one(run_dir, tmp_path, capsys):
+    config = OmegaConf.load(run_dir / "config.yaml")
+    config.device = "cuda"
+    OmegaConf.save(config, run_dir / "config.yaml")
+    words = [str(run_dir), "--steps", "1", "--count", "1", "--out", str(tmp_path / "clips")]
+    assert "device=cuda, but torch sees no GPU" in refused(capsys, *words, "--device", "cuda")
+    assert main(words) == 0 and clips(tmp_path / "clips") == {"0.mp4", "samples.png"}
+
+
 def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
     out = tmp_path / "clips"
     assert main([str(captions_run), "--caption", "a bird, flying", "--caption", "a red square", "--out", str(out)]) == 0

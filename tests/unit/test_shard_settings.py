@@ -1,13 +1,14 @@
 """How a network is sharded, as settings: every value and pair that is refused, and every one that is not."""
 
 import itertools
+import re
 from dataclasses import fields
 
 import pytest
 import torch
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator
+from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator, require_compiler
 
 # Every field with a value other than its default, to be had under optim_grads_params alone.
 CHANGED = {
@@ -197,3 +198,20 @@ def test_operators_by_name():
     assert find_operator("aten::mm", "x") is torch.ops.aten.mm.default
     assert find_operator("aten.add.Tensor", "x") is torch.ops.aten.add.Tensor
     assert find_operator("fsdp_cp.ring_attention", "x") is torch.ops.fsdp_cp.ring_attention.default
+
+
+@pytest.mark.parametrize(("device", "usual", "variable"), [("cuda", "gcc", "CC"), ("cpu", "g++", "CXX")])
+def test_compiled_units_need_a_compiler(device, usual, variable, tmp_path, monkeypatch):
+    """As Triton and inductor look for one; ``CC="ccache gcc"`` is the program ccache."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(UserError, match=f"fake.compile=true needs a C.* there is no {re.escape(usual)}"):
+        require_compiler(device, "fake.compile")
+    for name in (usual, "ccache"):
+        (tmp_path / name).touch(mode=0o755)
+    require_compiler(device, "fake.compile")
+    monkeypatch.setenv(variable, "ccache mine")
+    require_compiler(device, "fake.compile")
+    monkeypatch.setenv(variable, "mine")
+    with pytest.raises(UserError, match=f"there is no mine; install one, name it in {variable}, or use fake.compile=f"):
+        require_compiler(device, "fake.compile")

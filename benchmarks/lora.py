@@ -1,0 +1,163 @@
+"""How far are adapters from whole networks? ``python -m benchmarks.lora`` distils the quickstart's teacher with both.
+
+Students of ``experiment=quickstart`` (DMD2) whose student and fake score are adapters on the teacher, of several ranks,
+beside students of whole networks: the same steps, so the same network evaluations, and the same seeds. One process a
+run, as many runs at a time as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in
+minutes that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.arguments import at_least_1
+from benchmarks.distillation import (
+    CLIPS,
+    COUNTS_FROM,
+    FULL,
+    ROOT,
+    STUDENT_STEPS,
+    Row,
+    Run,
+    all_settings,
+    claim,
+    clip_flops,
+    closed,
+    in_words,
+    measured,
+    over_seeds,
+    renders,
+    table,
+    train_all,
+)
+from distill.config import compose_config, load_config
+from distill.report.measures import HIGHER_IS_BETTER, worse_by
+from fsdp_cp.errors import UserError
+from models.load import plan_role
+
+RECIPE = "quickstart"
+WHOLE = "whole networks"
+TEACHER_STEPS = (*STUDENT_STEPS, FULL)
+
+
+def runs_of(rank: int | None, args: argparse.Namespace) -> list[Run]:
+    """The students of one line, a seed each.
+
+    Args:
+        rank: of student's and fake score's adapters; ``None`` for whole networks.
+        args: the command line.
+    """
+    changes: tuple[str, ...] = ()
+    name = "whole"
+    if rank is not None:
+        name = f"rank_{rank}"
+        changes = ("adapters=lora", *(f"{role}.lora.rank={rank}" for role in ("student", "fake")))
+        changes += tuple(f"optim.{role}.lr_scale={{*.lora_*: {args.rate}}}" for role in ("student", "fake"))
+    if args.quick:
+        changes += ("steps=10", "batch_size=8")
+    return [
+        Run(method="dmd2", recipe=RECIPE, folder=args.out / name / str(seed), changes=changes, seed=seed)
+        for seed in range(args.seeds)
+    ]
+
+
+def students(runs: Sequence[Run], name: str, count: int) -> dict[int, Row]:
+    """Measures over the seeds, by the steps that the students take."""
+    rows = {}
+    for steps in STUDENT_STEPS:
+        each = [
+            measured(
+                load_config(run.folder / "config.yaml"),
+                "student",
+                run.folder / "export" / "student",
+                steps,
+                run.folder / f"student_{steps}.json",
+                count,
+            )
+            for run in runs
+        ]
+        rows[steps] = over_seeds(each, name)
+    return rows
+
+
+def distances(teachers: dict[int, Row], whole: dict[int, Row], adapters: dict[int, Row], name: str) -> list[str]:
+    """Lines of the second table: what counts, what both win back of it, and the difference.
+
+    A measure counts where the teacher in so few steps is worse than in 50 by three standard errors, as in
+    :mod:`benchmarks.distillation`.
+    """
+    lines = []
+    for steps, row in adapters.items():
+        for key in HIGHER_IS_BETTER:
+            teacher, full = teachers[steps], teachers[FULL]
+            if worse_by(teacher.measures[key], full.measures[key], key) < COUNTS_FROM:
+                continue
+            ours, theirs = row.measures[key], whole[steps].measures[key]
+            error = math.hypot(ours.standard_error, theirs.standard_error)
+            shares = [closed(teacher, full, student, key) for student in (row, whole[steps])]
+            lines.append(
+                f"| {name}, {in_words(steps)} | {key.replace('_', ' ')} | {shares[0]:.0%} | {shares[1]:.0%} |"
+                f" {ours.value - theirs.value:+.3f} ± {error:.3f} |"
+            )
+    return lines
+
+
+def trained_parameters(run: Run) -> int:
+    """How many parameters of its own the student has."""
+    config = load_config(run.folder / "config.yaml")
+    plan = plan_role("student", checkpoint=str(ROOT / str(config.teacher.checkpoint)), lora=config.student.lora)
+    return sum(math.prod(shape) for shape in plan.own_shapes.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=at_least_1, nargs="+", default=[4, 16], help="of the adapters")
+    parser.add_argument("--rate", type=float, default=10.0, help="of adapters, over the recipe's")
+    parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each line")
+    parser.add_argument("--out", type=Path, default=Path("runs/lora"), help="runs and measures; kept")
+    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--quick", action="store_true", help="one seed, one rank, 10 steps")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.ranks, args.seeds, args.out = args.ranks[:1], 1, args.out.with_name(args.out.name + "_quick")
+    args.out, count = args.out.resolve(), CLIPS // 8 if args.quick else CLIPS
+    lines = {WHOLE: runs_of(None, args)} | {f"rank {rank}": runs_of(rank, args) for rank in args.ranks}
+    train_all([run for seed in zip(*lines.values(), strict=True) for run in seed], args.workers)
+    torch.set_num_threads(args.workers)
+
+    config = compose_config([f"experiment={RECIPE}", f"run_dir={args.out}"])
+    source, measures = ROOT / config.teacher.checkpoint, args.out / "teacher"
+    claim(measures, all_settings(config))
+    teachers = {n: measured(config, "teacher", source, n, measures / f"{n}.json", count) for n in TEACHER_STEPS}
+    rows = {name: students(runs, name, count) for name, runs in lines.items()}
+    print(
+        table([renders(config, count), *teachers.values(), *(row for each in rows.values() for row in each.values())])
+    )
+    forward = clip_flops(config)
+    print("\n| | parameters of the student | network evaluations of a clip, thousands, by seed | its updates |")
+    print("|---|---|---|---|")
+    for name, runs in lines.items():
+        spent = ", ".join(f"{run.evaluations(forward) / 1e3:.1f}" for run in runs)
+        print(f"| {name} | {trained_parameters(runs[0]):,} | {spent} | {runs[0].student_updates()} |")
+    print(f"\n| | measure | closed | closed by {WHOLE} | difference of the measure |\n|---|---|---|---|---|")
+    for name, each in rows.items():
+        if name != WHOLE:
+            print("\n".join(distances(teachers, rows[WHOLE], each, name)))
+    return 0
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

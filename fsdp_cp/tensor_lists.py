@@ -1,0 +1,66 @@
+"""Operations on many tensors at a time, for lists of a thousand small ones; the one place that calls torch's own.
+
+``torch._foreach_*`` are private (torch 2.11 to 2.13). On CUDA each is a few kernels for all tensors, on the CPU a loop
+in C++: the same operation on each as if it were alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of DTensors, sharing their memory; other tensors as they are. Autograd does not see it.
+
+    ``DTensor._local_tensor``: ``to_local`` gives a view of it, at a hundred times the host's time, which for weights,
+    gradients and averages of a thousand parameters comes to as much as their update.
+
+    FSDP2 replaces a parameter's local tensor (in ``to_empty``, in loading, at the first forward where it has to pad
+    it): ask anew for each use, and keep none.
+    """
+    return [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+
+
+def in_pieces(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Neighbours whose ``sizes`` come to ``most`` at most together, or one that is larger alone; none for no sizes."""
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            yield slice(first, i)
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield slice(first, len(sizes))
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Square of the Euclidean norm of each tensor, computed in fp64: ``(n,)``, on the device of the first.
+
+    Args:
+        tensors: plain ones on one device, at least one; of any dtypes, empty ones included.
+
+    Raises:
+        ValueError: an empty list, whose device nobody knows.
+    """
+    if not tensors:
+        raise ValueError("squared_norms of no tensors has no device; leave the call out")
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+
+
+def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply each by ``factor``, in place; an empty list is left as it is.
+
+    On the CPU torch rounds ``factor`` to bf16 for tensors in bf16, which it would not do for one alone.
+    """
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
+    """Move each towards its like by the share ``weight`` of the way, in place; empty lists are left as they are."""
+    if tensors:
+        torch._foreach_lerp_(list(tensors), list(towards), weight)

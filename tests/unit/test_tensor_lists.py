@@ -1,0 +1,87 @@
+"""Operations on lists of tensors: each tensor as if it were alone, to the last digit."""
+
+import math
+
+import pytest
+import torch
+
+from fsdp_cp.tensor_lists import in_pieces, lerp_, local_shards, multiply_, squared_norms
+
+SHAPES = [(7, 5), (0, 5), (1,), (), (3, 2, 4), (0,), (1000,)]
+
+
+def tensors(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [(100 * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_squared_norms_are_those_of_each_alone(dtype):
+    given = tensors(dtype)
+    alone = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in given])
+    found = squared_norms(given)
+    assert found.dtype == torch.float64 and torch.equal(found, alone)
+    truth = torch.stack([x.double().square().sum() for x in given])
+    torch.testing.assert_close(found, truth, rtol=1e-13, atol=0)
+
+
+def test_squared_norms_of_mixed_dtypes_and_of_slices():
+    matrix = torch.randn(6, 8)
+    given = [matrix[:, 1:4], matrix.T, matrix.double(), matrix.bfloat16()[2:]]
+    alone = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in given])
+    assert torch.equal(squared_norms(given), alone)
+
+
+def test_squared_norms_beyond_the_range_of_fp32():
+    assert squared_norms([torch.full((4,), 3e38)]).tolist() == [pytest.approx(4 * float(torch.tensor(3e38)) ** 2)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_its_own_norm_alone(bad):
+    given = tensors(torch.float32)
+    given[4][1, 1, 2] = bad
+    finite = squared_norms(given).isfinite().tolist()
+    assert finite == [i != 4 for i in range(len(given))]
+
+
+def test_squared_norms_of_nothing():
+    with pytest.raises(ValueError, match="has no device"):
+        squared_norms([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_changes_in_place_are_those_of_each_alone(dtype):
+    given, towards = tensors(dtype), tensors(dtype, seed=1)
+    expected = [(x * 0.3).lerp(y, 0.125) for x, y in zip(given, towards, strict=True)]
+    storages = [x.data_ptr() for x in given]
+    multiply_(given, 0.3)
+    lerp_(given, towards, 0.125)
+    assert all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
+    assert [x.data_ptr() for x in given] == storages
+
+
+def test_a_factor_on_bf16_is_right_to_its_rounding():
+    given = tensors(torch.bfloat16)
+    expected = [x.float() * 0.3 for x in given]
+    multiply_(given, 0.3)
+    for x, y in zip(given, expected, strict=True):
+        torch.testing.assert_close(x.float(), y, rtol=2**-7, atol=0)
+
+
+def test_nothing_to_change():
+    multiply_([], 2.0)
+    lerp_([], [], 0.5)
+
+
+def test_pieces():
+    sizes = [3, 3, 3, 9, 0, 1, 12, 2]
+    found = [sizes[piece] for piece in in_pieces(sizes, 9)]
+    assert found == [[3, 3, 3], [9, 0], [1], [12], [2]]
+    assert [sizes[piece] for piece in in_pieces(sizes, 100)] == [sizes]
+    assert [sizes[piece] for piece in in_pieces(sizes, 0)] == [[3], [3], [3], [9], [0], [1], [12], [2]]
+    assert list(in_pieces([], 5)) == []
+
+
+def test_plain_tensors_are_their_own_shards():
+    given = tensors(torch.float32)
+    assert all(mine is its for mine, its in zip(local_shards(iter(given)), given, strict=True))
