@@ -1,7 +1,7 @@
 """How far are adapters from whole networks? ``python -m benchmarks.lora`` distils the quickstart's teacher with both.
 
 Students of ``experiment=quickstart`` (DMD2) whose student and fake score are adapters on the teacher, of several ranks,
-beside students of whole networks: the same steps, so the same network evaluations, and the same seeds. One process a
+beside students of whole networks: the same steps and the same seeds. One process a
 run, as many runs at a time as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in
 minutes that it works.
 """

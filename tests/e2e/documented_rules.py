@@ -343,7 +343,11 @@ RULES = [
     Rule(r"(python|torchrun .*) -m (distill\.sample|models\.export) (RUN|/shared)[^\[]*", on_a_run, slow=True),
     Rule(r"python -m tests\.tiny_pipeline /tmp/pipeline", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
-    Rule(r"python -m benchmarks\.(distillation|modes|stability)", form, why="tests/e2e/test_benchmarks.py runs them"),
+    Rule(
+        r"python -m benchmarks\.(distillation|modes|stability|lora( --ranks 16)?)",
+        form,
+        why="tests/e2e/test_benchmarks.py runs them",
+    ),
     Rule(r"python -m benchmarks\.(planning|overhead|weak_scaling)( --.+)?", form, why="as those"),
     Rule(r"python -m benchmarks\.gpu( --device cpu --tiny)?", form, why="tests/e2e/test_gpu_benchmark.py, in small"),
     Rule(r"python -m benchmarks\.real_size --out \S+", form, why="tests/e2e/test_benchmarks.py runs it in small"),

@@ -94,7 +94,9 @@ def test_what_the_readme_says_to_add_for_a_wish_is_planned(wish, places, capsys)
 
     added = wishes()[wish]
     (line,) = {c for c in of_markdown((ROOT / "README.md").read_text()) if "experiment=wan2_1_t2v_1_3b_dmd2" in c}
-    world = {"cluster=h20x8x4": 32, "cluster=one_gpu": 1}.get(added.split()[0], 8)
+    world = {"cluster=h20x8x4": 32, "cluster=one_gpu": 1, "cluster=h20x4": 4, "cluster=h200": 1}.get(
+        added.split()[0], 8
+    )
     mine = places.root / "ckpt" / "mine"
     mine.exists() or mine.symlink_to(places.root / "ckpt" / "Wan2.1-T2V-1.3B-Diffusers")
     words = [*taken_apart(line).words, *added.split(), f"world={world}", "dry_run=true"]
