@@ -244,9 +244,9 @@ def test_encoders_take_what_real_ones_do():
     vae = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1, "temperal_downsample": [True],
            "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}  # fmt: skip
     for network, call in (
-        (lambda: coding._text_encoder(text), lambda model: model(*coding._caption(24))),
-        (lambda: coding._vae(vae), lambda model: model.encode(torch.zeros(1, 3, 9, 32, 32))),
-        (lambda: coding._vae(vae), lambda model: model.decode(torch.zeros(1, 4, 5, 16, 16))),
+        (lambda: coding.build_text_encoder(text), lambda model: model(*coding._caption(24))),
+        (lambda: coding.build_vae(vae), lambda model: model.encode(torch.zeros(1, 3, 9, 32, 32))),
+        (lambda: coding.build_vae(vae), lambda model: model.decode(torch.zeros(1, 4, 5, 16, 16))),
     ):
         told = coding._peak(network, call)
         with LiveStorages() as live, torch.no_grad():
