@@ -46,7 +46,8 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
         gradient = torch.zeros_like(weight) if found is None else _square(found)
         rows.append(torch.stack([weight, gradient, torch.full_like(weight, found is not None)]))
     sums = torch.stack(rows).to(mesh.device_type)  # offloaded shards lie on the CPU, but their ranks talk over NCCL
-    dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
+    if mesh.size(mesh.ndim - 1) > 1:
+        dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
     return {
         name: (weight**0.5, gradient**0.5 if found else None)
         for name, (weight, gradient, found) in zip(named, sums.tolist(), strict=True)
