@@ -10,26 +10,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_cp.communicators import connect, connect_once, of_their_own
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.timeouts import inherited_timeout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """Sizes of the mesh axes, all at least 1; their product is the world size."""
+    """Sizes of the mesh axes, all at least 1, whose product is the world size; and ``own_groups``."""
 
     dp_replicate: int
     dp_shard: int
     ring: int
     ulysses: int
+    own_groups: bool = False
 
     @property
     def world(self) -> int:
@@ -61,6 +63,7 @@ def resolve_mesh(
     cp: int = 1,
     ulysses: int | Literal["auto"] = "auto",
     ring: int | Literal["auto"] = "auto",
+    own_groups: bool = False,
     heads: int | None = None,
     sharded: bool = True,
 ) -> MeshShape:
@@ -74,6 +77,8 @@ def resolve_mesh(
         ulysses: degree of the Ulysses all-to-all, a divisor of ``heads``; ``"auto"`` is ``cp / ring`` where ``ring``
             is set, else ``gcd(heads, cp)``.
         ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. Where both are set, their product is ``cp``.
+        own_groups: give ``ring`` and ``ulysses`` process groups of their own where they span the world. DeviceMesh
+            hands out the default group there, so that their exchanges and FSDP's gathers queue behind each other.
         heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` where
             no attention is split, or any number of heads would do (``ulysses`` is ``cp`` then).
         sharded: is any network sharded? ``False`` where all of them have ``strategy="no_shard"``: replicas alone will
@@ -96,7 +101,7 @@ def resolve_mesh(
         raise UserError(f"heads={heads!r} is no number of attention heads; use an integer of at least 1, or None")
     shape = _fit(world_size, heads, sharded, **given)
     if isinstance(shape, MeshShape):
-        return shape
+        return replace(shape, own_groups=own_groups)
     raise UserError(f"{shape}; use {_advice(world_size, heads, sharded, given)}")
 
 
@@ -267,12 +272,6 @@ def check_mesh(mesh: object) -> None:
         )
 
 
-@lru_cache(maxsize=64)
-def _gather_ring(ring: DeviceMesh) -> None:
-    """NCCL's first ``batch_isend_irecv`` on a group needs all its ranks; a step of the ring may leave some out."""
-    dist.barrier(ring.get_group(), device_ids=[torch.cuda.current_device()])
-
-
 def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     """The ``(ring, ulysses)`` axes of a mesh as plain data.
 
@@ -295,8 +294,8 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
             " fsdp_cp.build_mesh returns"
         )
     groups = {name: mesh.get_group(name) for name in names}
-    if mesh.device_type == "cuda" and "ring" in names and mesh["ring"].size() > 1:
-        _gather_ring(mesh["ring"])
+    if mesh.device_type == "cuda":
+        connect_once(mesh)  # another's, which build_mesh has not connected
     axes: list[Any] = []
     for name in ("ring", "ulysses"):
         # The group of an axis of size 1 is never communicated over, so any name that exists stands for it.
@@ -336,6 +335,7 @@ def build_mesh(
     cp: int = 1,
     ulysses: int | Literal["auto"] = "auto",
     ring: int | Literal["auto"] = "auto",
+    own_groups: bool = False,
     heads: int | None = None,
     sharded: bool = True,
     device_type: str = "cpu",
@@ -353,6 +353,7 @@ def build_mesh(
         cp=cp,
         ulysses=ulysses,
         ring=ring,
+        own_groups=own_groups,
         heads=heads,
         sharded=sharded,
     )
@@ -376,17 +377,16 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
     _require_process_group()
     device_type = _checked_device_type(device_type)
     axes = ("dp_replicate", "dp_shard", "ring", "ulysses")
+    sizes = tuple(getattr(shape, axis) for axis in axes)
+    own = of_their_own({"ring": shape.ring, "ulysses": shape.ulysses} if shape.own_groups else {})
     with inherited_timeout():
-        root = init_device_mesh(
-            device_type, (shape.dp_replicate, shape.dp_shard, shape.ring, shape.ulysses), mesh_dim_names=axes
-        )
+        root = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=own)
         world = _flattened(root, axes, "world")
         shard = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
         data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
         context = _flattened(root, ("ring", "ulysses"), "cp")
         fsdp = _replicated(device_type, shape) if shape.dp_replicate > 1 else shard
-    if device_type == "cuda" and shape.ring > 1:
-        _gather_ring(root["ring"])
+    connect(world, fsdp, data, context, root["ring", "ulysses"])  # not dp_shard's, which nothing is sent over
     return Mesh(
         shape=shape,
         device_mesh=root,

@@ -65,6 +65,8 @@ def all_reduce_scalars(
     values: list[float], mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> list[float]:
     """Reduce several numbers over a one-dimensional mesh in one fp64 collective; the same result on every rank."""
+    if mesh.size() == 1:  # NCCL would make a communicator for it, with buffers of its own
+        return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     dist.all_reduce(packed, op=op, group=mesh.get_group())
     return packed.tolist()
@@ -114,7 +116,8 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
     else:
         square = torch.zeros((), dtype=torch.float64, device=device)
     square = square.to(mesh.device_type)  # gradients offloaded to the CPU: the mesh may have NCCL alone
-    dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
+    if mesh.size(mesh.ndim - 1) > 1:
+        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
     return square
 
 
@@ -125,7 +128,9 @@ def full_tensor(x: Tensor) -> Tensor:
     """
     if not isinstance(x, DTensor):
         return x
-    return cast(DTensor, x.to(x.device_mesh.device_type)).full_tensor()
+    moved = cast(DTensor, x.to(x.device_mesh.device_type))
+    # A copy, as a gather makes: what the caller does to it must not reach the weights.
+    return moved.to_local().clone() if x.device_mesh.size() == 1 else moved.full_tensor()
 
 
 @torch.no_grad()

@@ -50,7 +50,8 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
         gradients[found.to(gradients.device)] = squared_norms(given)
     # Offloaded shards lie on the CPU, but their ranks talk over NCCL.
     sums = torch.stack([weights, gradients, found.to(weights)], dim=1).to(mesh.device_type)
-    dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
+    if mesh.size(mesh.ndim - 1) > 1:
+        dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
     return {
         name: (weight**0.5, gradient**0.5 if known else None)
         for name, (weight, gradient, known) in zip(named, sums.tolist(), strict=True)

@@ -74,6 +74,9 @@ class CollectiveCounter(TorchDispatchMode):
         self.by_group: Counter[tuple[str, str]] = Counter()
         """Bytes sent, by kind and group: a mesh's by the name of its axis (``group_desc``)."""
 
+        self.alone: Counter[tuple[str, str]] = Counter()
+        """Calls in groups of one rank, by kind and group: on NCCL each such group costs a communicator."""
+
     @property
     def total_bytes(self) -> int:
         """Bytes sent, of all kinds."""
@@ -96,6 +99,8 @@ class CollectiveCounter(TorchDispatchMode):
         size = sum(x.numel() * x.element_size() for x in tree_leaves(args[argument]))
         self.calls[kind] += 1
         group = _group(func, args)
+        if group.size() == 1:
+            self.alone[kind, group.group_desc] += 1
         sent = round(size * share(group.size()))
         self.bytes[kind] += sent
         self.by_group[kind, group.group_desc] += sent

@@ -149,7 +149,7 @@ def _modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> 
 
 def _shard_mesh(mesh: Mesh, settings: ShardSettings) -> DeviceMesh:
     if settings.strategy == "no_shard":
-        return mesh.replicas
+        return mesh.replicas if mesh.world.size() > 1 else mesh.world  # FSDP2 would sum over one replica
     return mesh.fsdp if settings.replicate else mesh.world
 
 

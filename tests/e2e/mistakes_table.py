@@ -21,6 +21,7 @@ SETTINGS: dict[str, list[tuple[str, str]]] = TYPING | {
         ("mesh.ulysses=true", "must be auto or a number of at least 1"),
         ("mesh.ulysses=null", "mesh.ulysses=null must be auto or a number"),
         ("mesh.ulysses=[1]", "must be auto or a number"),
+        ("mesh.own_groups=2", "mesh.own_groups=2 must be true or false"),
         ("mesh.ring=many", "must be auto or a number"),
         ("world=0", "world=0 must be at least 1"),
         ("world=two", "world=two must be a whole number, or null"),

@@ -209,7 +209,7 @@ def test_an_unknown_choice_lists_those_that_exist(override, parts):
 
 
 def test_where_nothing_of_its_group_is_near_the_groups_settings_are_named():
-    named = "mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.ulysses, mesh.ring"
+    named = "mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.ulysses, mesh.ring, mesh.own_groups"
     assert refusal("mesh.tensor_parallel=2") == f"there is no setting mesh.tensor_parallel; use {named}"
 
 

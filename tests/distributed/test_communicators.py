@@ -1,0 +1,134 @@
+"""Which process groups a step talks over: none of one rank, and groups of their own where they are asked for."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distill.trainer import Trainer
+from fsdp_cp.communicators import first_collectives, groups_of
+from fsdp_cp.measure.diagnostics import parameter_norms
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.reduce import full_tensor
+from tests.oracles import sharded_run
+from tests.oracles.runs import Setup, make_config
+
+
+def _one_cycle(setup, folder):
+    """A step of the student and one of the fake score, with what is logged of them; calls by kind and group."""
+    trainer = sharded_run.make_trainer(setup, folder, make_config(setup, folder))
+    trainer._update = partial(Trainer._update, trainer)  # without the full gradients that the oracle is compared with
+    data = trainer._steps_of_data()
+    with CollectiveCounter() as sent:
+        for _ in range(2):
+            trainer._train_step(data)
+        role = trainer.roles["student"]
+        parameter_norms(role.named_parameters())
+        full_tensor(next(iter(role.parameters())))
+    return dict(sent.alone), sum(sent.calls.values())
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("no_shard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_no_collective_over_a_group_of_one_rank(pools, checkpoints, sizes, strategy):
+    """NCCL would make a communicator for each, with some hundred MiB of buffers."""
+    setup = Setup(dp_shard=sizes[0], cp=sizes[1], steps=2, changes={"all": {"strategy": strategy}})
+    for alone, calls in pools[setup.world_size].run(_one_cycle, setup, checkpoints):
+        assert alone == {}
+        assert calls == 0 if setup.world_size == 1 else calls >= 10
+
+
+def _counts_one_rank():
+    lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with CollectiveCounter() as sent:
+        dist.all_reduce(torch.ones(3), group=lone)
+        dist.all_reduce(torch.ones(3))
+    return sum(sent.alone.values()), sent.calls["all_reduce"]
+
+
+def test_the_counter_tells_a_group_of_one_rank(pools):
+    assert pools[2].run(_counts_one_rank) == [(1, 2)] * 2
+
+
+# ---------------------------------------------------------------- the first collective of each group
+
+
+def _connected(sizes):
+    mesh = build_mesh(**sizes)
+    views = (mesh.world, mesh.fsdp, mesh.dp, mesh.cp, mesh.ring, mesh.ulysses)
+    with CollectiveCounter() as sent:
+        build_mesh(**sizes)
+        built = sum(sent.calls.values())
+        groups = groups_of(*views)
+        first_collectives(groups, torch.device("cpu"))
+    wanted = {group for view in views for group in view.get_all_groups() if group.size() > 1}
+    return built, dict(sent.calls), len(groups), set(groups) == wanted, dict(sent.alone)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"cp": 1}, 1),  # fsdp, dp and the world are the default group
+        ({"cp": 4}, 1),
+        ({"cp": 4, "own_groups": True}, 2),
+        ({"cp": 4, "ring": 2}, 3),
+        ({"cp": 2}, 4),  # the world, dp, cp, and ulysses, which has the same ranks
+        ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and what shards inside of them
+    ],
+    ids=str,
+)
+def test_every_group_has_one_collective(pools, sizes, count):
+    """None on gloo by itself; what is done on CUDA is done here over gloo: a sum in each group, in one order."""
+    for built, calls, groups, complete, alone in pools[4].run(_connected, sizes):
+        assert built == 0 and complete and alone == {}
+        assert calls == {"all_reduce": groups} and count == groups, groups
+
+
+# ---------------------------------------------------------------- groups of their own
+
+
+def _names(sizes, own_groups):
+    mesh = build_mesh(**sizes, own_groups=own_groups)
+    default = dist.group.WORLD
+    found = {name: getattr(mesh, name).get_group() is default for name in ("fsdp", "cp", "ring", "ulysses")}
+    context, groups = mesh.context, (mesh.ring.get_group(), mesh.ulysses.get_group())
+    assert (context.ring_group, context.ulysses_group) == tuple(group.group_name for group in groups)
+    return found, [group.size() for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "apart"),
+    [({"cp": 4}, "ulysses"), ({"cp": 4, "ring": 4}, "ring"), ({"cp": 4, "ring": 2}, None), ({"cp": 2}, None)],
+    ids=str,
+)
+def test_which_axes_have_the_default_group(pools, sizes, apart):
+    shared, alone = (pools[4].run(_names, sizes, own) for own in (False, True))
+    for (before, degrees), (after, same) in zip(shared, alone, strict=True):
+        assert degrees == same
+        assert after == (before if apart is None else before | {apart: False})
+        assert after["fsdp"] and (apart is None or before[apart])
+
+
+def _trace(setup, folder, own_groups):
+    with pytest.MonkeyPatch.context() as patch:
+        given = {"cp": setup.cp, "heads": setup.architecture["num_attention_heads"], "own_groups": own_groups}
+        patch.setattr(sharded_run, "_mesh", lambda *sizes: build_mesh(**given))
+        with CollectiveCounter() as sent:
+            trace = sharded_run.sharded_trace(setup, folder)
+    exchanges = {group for kind, group in sent.by_group if kind in ("all_to_all", "send")}
+    return trace, exchanges, {group for kind, group in sent.by_group if kind == "reduce_scatter"}
+
+
+def test_groups_of_their_own_change_no_digit(pools, checkpoints):
+    setup = Setup(cp=2, steps=2)
+    runs = [pools[2].run(_trace, setup, checkpoints, own)[0] for own in (False, True)]
+    assert [exchanges for _, exchanges, _ in runs] == [{"default_pg"}, {"mesh_ulysses"}]
+    assert all(reduced == {"default_pg"} for _, _, reduced in runs)
+    shared, apart = (trace for trace, _, _ in runs)
+    assert shared.losses == apart.losses and shared.norms == apart.norms
+    for before, after in zip(shared.gradients, apart.gradients, strict=True):
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    for role, weights in shared.weights.items():
+        assert all(torch.equal(weight, apart.weights[role][name]) for name, weight in weights.items())
