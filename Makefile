@@ -52,7 +52,7 @@ test-slow: $(STAMP)  ## the tests marked slow
 	  { code=$$?; [ $$code -eq 5 ] && echo "no test is marked slow"; }
 
 .PHONY: test-long
-test-long: $(STAMP)  ## programs of benchmarks/ in small, a whole sweep, inductor: when one of them has changed
+test-long: $(STAMP)  ## benchmarks/ in small, a whole sweep, inductor, the rest of the tables of meshes and settings
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 .PHONY: lint
