@@ -69,7 +69,9 @@ def refuse_ours(words: Sequence[str]) -> None:
             raise UserError(f"{word}: {_OURS[key]}")
 
 
-def check_points(fixed: Sequence[str], points: Sequence[Point], *, world: int, planned: bool) -> list[Checked]:
+def check_points(
+    fixed: Sequence[str], points: Sequence[Point], *, world: int, planned: bool, elsewhere: bool = False
+) -> list[Checked]:
     """Compose and check all ``points``.
 
     Args:
@@ -77,16 +79,17 @@ def check_points(fixed: Sequence[str], points: Sequence[Point], *, world: int, p
         points: of the sweep.
         world: ranks of a point's job.
         planned: as the planner checks: no checkpoint, data or GPU need be there.
+        elsewhere: a launcher starts the jobs on other machines, which have the GPUs.
     """
     logger = logging.getLogger("distill.setup")
     before, logger.disabled = logger.disabled, True  # the same warnings for every point, which its own run says too
     try:
-        return [_check(fixed, point, world, planned) for point in points]
+        return [_check(fixed, point, world, planned, elsewhere) for point in points]
     finally:
         logger.disabled = before
 
 
-def _check(fixed: Sequence[str], point: Point, world: int, planned: bool) -> Checked:
+def _check(fixed: Sequence[str], point: Point, world: int, planned: bool, elsewhere: bool) -> Checked:
     words = [*fixed, *point.words]
     try:
         given = {word.partition("=")[0].lstrip("+") for word in words}
@@ -102,7 +105,7 @@ def _check(fixed: Sequence[str], point: Point, world: int, planned: bool) -> Che
                 f"steps={config.steps} leaves nothing to measure: {warm_up} steps of warm-up and {period} in which each"
                 f" role has its turn; use steps={warm_up + period} or more, or leave it out"
             )
-        config.world = world
+        config.world, config.dry_run = world, elsewhere
         shapes = None
         if planned:
             config = as_planned(config)

@@ -83,7 +83,7 @@ def sweep(arguments: Sequence[str]) -> None:
         f"{len(points)} points of {given.world} ranks each (torchrun {' '.join(given.torchrun)}); checking them",
         flush=True,
     )
-    checked = check_points(found.fixed, points, world=given.world, planned=given.plan)
+    checked = check_points(found.fixed, points, world=given.world, planned=given.plan, elsewhere=bool(given.hydra))
     refused = [point for point in checked if point.refusal is not None]
     if len(refused) == len(checked):
         raise UserError(refused[0].refusal + _and_others(len(refused)))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from distill.config import compose_config
@@ -146,6 +147,16 @@ def test_whole_turns_of_the_roles_are_measured():
         words = ["experiment=quickstart_rcm", f"method.consistency_steps={consistency}", "method.student_every=3"]
         first, period = role_turns(compose_config(words))
         assert period == turns[1] and (consistency == 1000 or first <= consistency), (first, period)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_is_asked_for_where_the_jobs_run():
+    """Here by torchrun: none of them could; on other machines by a launcher: this one may be a login node."""
+    found = parse_words([*(word for word in QUICK if not word.startswith("device=")), "device=cuda", "seed=1,2"])
+    for elsewhere, refusal in ((False, "device=cuda, but torch sees no GPU; use device=cpu"), (True, None)):
+        checked = check_points(found.fixed, found.points(), world=2, planned=False, elsewhere=elsewhere)
+        assert [point.refusal for point in checked] == [refusal] * 2
+        assert not any("dry_run" in word for point in checked for word in point.words)
 
 
 SUMMARY = """\
