@@ -29,6 +29,7 @@ METHODS = {
     ),
 }  # fmt: skip
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
+FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective", "activation_offload": True}
 IMAGE_ARCHITECTURE = ARCHITECTURE | {"in_channels": 2 * LATENT_SHAPE[0] + 4, "image_dim": 14, "added_kv_proj_dim": 48}
 CONDITION = {
@@ -87,14 +88,19 @@ def test_rcm(pools, checkpoints, cp):
         assert made[EVALUATED:] == [4] * (STEPS - EVALUATED), made
 
 
-@slow
-@pytest.mark.parametrize("name", ["scm", "meanflow", "gan"])
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "cp"),
+    [
+        pytest.param(name, cp, marks=slow if (name, cp) == ("meanflow", 2) else long)
+        for name in ("scm", "meanflow", "gan")
+        for cp in (1, 2)
+    ],
+)
 def test_other_methods(pools, checkpoints, name, cp):
     _run(pools, checkpoints, cp=cp, method=METHODS[name])
 
 
-@slow
+@long
 def test_image_to_video(pools, tmp_path):
     """Of which the recipe's model= compiles the blocks too: the images' keys and values are a second attention."""
     write_checkpoints(tmp_path, IMAGE_ARCHITECTURE)
@@ -102,9 +108,15 @@ def test_image_to_video(pools, tmp_path):
     _run(pools, tmp_path, cp=2, method=METHODS["rcm"], **image)
 
 
-@slow
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["whole", "adapters"])
-@pytest.mark.parametrize("changes", [{"activation_checkpointing": "full"}, SELECTIVE, {}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "lora"),
+    [
+        pytest.param(changes, lora, marks=slow if changes == FULL and lora else long)
+        for changes in (FULL, SELECTIVE, {})
+        for lora in ({}, LORA)
+    ],
+    ids=str,
+)
 def test_with_recomputation_and_adapters(pools, checkpoints, lora, changes):
     """A network with adapters has a graph for each role, and derives the role's that asks."""
     _run(pools, checkpoints, cp=2, method=METHODS["rcm"], lora=lora, changes=changes)
