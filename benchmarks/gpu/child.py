@@ -200,6 +200,8 @@ def main(arguments: list[str]) -> int:
     target, what, rows, device_type, size, seconds, *words = arguments
     # If whoever started this process is gone, nobody else ends it; the default action of SIGALRM does, in a hang too.
     signal.alarm(math.ceil(float(seconds)) + GRACE)
+    if os.getpgrp() == os.getpid():  # the part's own process: when it is told to end, its other ones end too
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     context = Context(
         device_type=device_type, tiny=size == "tiny", rows=Path(rows), deadline=time.time() + float(seconds)
     )

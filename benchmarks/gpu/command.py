@@ -8,7 +8,7 @@ part, to ``benchmarks/results/gpu_DEVICE.md`` and ``.json``: device, driver, ver
 ``python -m benchmarks.gpu --device cpu --tiny`` runs every part at test size, on a machine without a GPU; without
 ``--out`` it keeps nothing. fp8 has no rows, since there is no fp8 yet.
 
-Exit codes: 0; 1 where a part that was wanted is not finished; 2 with one line for a user's mistake.
+Exit codes: 0; 1 where a part that was wanted is not finished; 2 with one line for a user's mistake; 75 after SIGTERM.
 
 From Python, :func:`main` takes other parts: a part is any function of a :class:`benchmarks.gpu.child.Context` that can
 be imported, by its name.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ from benchmarks.gpu.process import FINISHED, run_part
 from benchmarks.gpu.report import NOT_RUN, Results
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
+from fsdp_cp.signals import Stopped
 
 MINUTES = 30.0
 LEAST_SECONDS = 15.0
@@ -54,6 +56,15 @@ def main(argv: list[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     unfinished: list[str] = []
     code = exit_code(lambda: unfinished.extend(_measure(args, parts)))
     return code or int(bool(unfinished))
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """Of SIGTERM, whose own action would leave the part that is measured to run on: it is ended on the way out.
+
+    Raises:
+        Stopped: always.
+    """
+    raise Stopped(f"stopped by {signal.Signals(number).name}; the same command goes on with the part that it was at")
 
 
 class _Parser(argparse.ArgumentParser):

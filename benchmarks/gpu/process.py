@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.gpu.child import RAISED, ROOT, command_of, ended, read_rows
 from benchmarks.gpu.parts import Part
 from fsdp_cp.launch import outside_of_torchrun
+from fsdp_cp.signals import end_with_parent
 
 FINISHED, FAILED, LATE = "finished", "failed", "over its time"
 PRINTED = 40
@@ -66,9 +67,10 @@ def _environment(device_type: str) -> dict[str, str]:
 def _run(command: list[str], log: Path, seconds: float, environment: dict[str, str]) -> int | None:
     """The exit code; ``None`` after ``seconds``."""
     with log.open("wb") as stream:
+        # It ends with this process, should that be killed: nobody else would end it before its time.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=end_with_parent,
         )  # fmt: skip
     deadline = time.monotonic() + seconds
     try:

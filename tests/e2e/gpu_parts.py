@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from benchmarks.gpu.child import Context
 
@@ -47,6 +48,17 @@ def isolating(context: Context) -> None:
     for name, seconds in (("crashing", 60.0), ("hanging", 1.0), ("raising", 60.0), ("good", 60.0)):
         context.isolated(name, f"tests.e2e.gpu_parts:{name}_with_words", name, seconds=seconds)
     context.row("behind them", ms=4)
+
+
+def telling(context: Context) -> None:
+    """Hangs in a process of its own; both write which they are into the folder that ``TELL`` names."""
+    Path(os.environ["TELL"], str(os.getpid())).touch()
+    context.isolated("inside", "tests.e2e.gpu_parts:telling_inside")
+
+
+def telling_inside(context: Context) -> None:
+    Path(os.environ["TELL"], str(os.getpid())).touch()
+    time.sleep(600)
 
 
 def crashing_with_words(context: Context, word: str) -> None:

@@ -1,6 +1,10 @@
 """``python -m benchmarks.gpu``: parts that crash and hang are rows, what is finished stays; and all of it in small."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -34,6 +38,13 @@ def lives(process: int) -> bool:
         return False
 
 
+def until(holds, seconds=30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
 def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     """The others are measured, rows from before the end are kept, and nothing that a part has started is left."""
     parts = [part("crashing"), part("hanging", seconds=3), part("raising"), part("empty"), part("good")]
@@ -45,10 +56,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     assert found["crashing"]["rows"] == [{"what": "before", "ms": 3}]
     assert found["hanging"]["error"] == "ended after 3 s" and found["hanging"]["seconds"] < 30
     (row,) = found["hanging"]["rows"]
-    deadline = time.monotonic() + 10
-    while (lives(row["process"]) or lives(row["group"])) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not lives(row["process"]) and not lives(row["group"])
+    assert until(lambda: not lives(row["process"]) and not lives(row["group"]))
     before, kernel, last = found["raising"]["rows"]
     assert before["ms"] == 1 and kernel == {
         "what": "a kernel that fails", "tokens": 8, "error": "ZeroDivisionError: division by zero"
@@ -61,6 +69,29 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     )
     (page,) = tmp_path.glob("*.md")
     assert printed.strip() == page.read_text().strip() and found["good"]["made_with"]["torch"]
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
+def test_nothing_runs_on_behind_a_command_that_is_ended(sent, code, tmp_path):
+    """Else a part would hold the GPU until its time is over, and the next start would share it."""
+    tell, out = tmp_path / "tell", tmp_path / "out"
+    tell.mkdir()
+    script = (
+        "import signal, sys\nfrom benchmarks.gpu.command import main, stop\nfrom benchmarks.gpu.parts import Part\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "part = Part(name='telling', target='tests.e2e.gpu_parts:telling', seconds=60, shows='')\n"
+        f"sys.exit(main({[*CPU, '--out', str(out)]}, [part]))"
+    )
+    command = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"TELL": str(tell)})
+    try:
+        assert until(lambda: len(list(tell.iterdir())) == 2)
+        command.send_signal(sent)
+        assert command.wait(timeout=30) == code
+    finally:
+        command.kill()
+        command.wait()
+    processes = [int(file.name) for file in tell.iterdir()]
+    assert until(lambda: not any(map(lives, processes)))
 
 
 def test_what_is_finished_is_not_measured_again(tmp_path, capsys):
