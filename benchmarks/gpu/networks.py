@@ -54,6 +54,8 @@ def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> lis
         f"device={device}",
         *(f"{role}.checkpoint=null" for role in ROLES),
         *(f"{role}.architecture={architecture}" for role in ROLES),
+        # The recipes compile on GPUs: rows would be of compiled blocks that do not say so.
+        *(f"{role}.compile=false" for role in ROLES),
         *cycles[method],
         "batch_size=1",
         "steps=1000",

@@ -48,7 +48,8 @@ PARTS = (
         target="benchmarks.gpu.wan:small",
         seconds=480,
         shows="Three Wan 1.3B of random weights and a rollout of one step: the trainer's own steps, medians after a"
-        " round to warm up. MFU counts no recomputation; attention is its share of the time that kernels ran.",
+        " round to warm up; blocks are compiled where a row says so. MFU counts no recomputation; attention is its"
+        " share of the time that kernels ran.",
     ),
     Part(
         name="memory",
