@@ -51,9 +51,22 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of files, with a ``.metadata`` that cannot run code or name files elsewhere."""
+    """torch's reader of files, with a ``.metadata`` that cannot run code or name files elsewhere.
+
+    It is read once: an export loads tensor by tensor, and each ``dcp.load`` asks for it again (0.3 s at 1.3B, which was
+    200 s for 600 adapters).
+    """
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        assert self._metadata.storage_meta is not None
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         folder = Path(self.path)
         try:
             with (folder / ".metadata").open("rb") as stream:
@@ -65,7 +78,6 @@ class _Reader(FileSystemReader):
             raise UserError(f"{folder}/.metadata is damaged or unsafe ({reason}); use another checkpoint") from error
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 

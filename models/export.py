@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
@@ -48,6 +49,8 @@ class _Saved:
     config: dict[str, Any]
     tensors: Mapping[str, TensorStorageMetadata]
     """By name."""
+    reader: FileSystemReader
+    """Of the checkpoint; one, since it reads the list of its tensors once."""
 
     def read(self, name: str) -> Tensor:
         """One of them, whole."""
@@ -55,7 +58,7 @@ class _Saved:
         value = torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
         with readable(self.checkpoint), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
-            dcp.load({key: value}, storage_reader=reader(self.checkpoint), no_dist=True)
+            dcp.load({key: value}, storage_reader=self.reader, no_dist=True)
         return value
 
     @property
@@ -79,7 +82,8 @@ def _find(checkpoint: Path, role: str, weights: str) -> _Saved:
     """
     state = read_state(checkpoint)
     prefix = f"{role}.{_KINDS[weights]}."
-    metadata = reader(checkpoint).read_metadata().state_dict_metadata
+    files = reader(checkpoint)
+    metadata = files.read_metadata().state_dict_metadata
     named = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if not named:
         held = sorted({(key.split(".")[0], key.split(".")[1]) for key in metadata} - {("student", "adamw")})
@@ -97,6 +101,7 @@ def _find(checkpoint: Path, role: str, weights: str) -> _Saved:
         state=state,
         config=configs[role],
         tensors=cast("dict[str, TensorStorageMetadata]", named),  # weights are nothing else
+        reader=files,
     )
 
 

@@ -133,7 +133,10 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
         raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
     try:
         yield unfinished
-        unfinished.chmod(0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
+        # mkdtemp's folders are their owner's alone, and so are safetensors' files (0.8): a group could not read them
+        unfinished.chmod(0o777 & ~_umask())
+        for file in unfinished.iterdir():
+            file.chmod(0o666 & ~_umask())
         files = {p.name: _state(p) for p in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
         _put_in_place(unfinished, folder, move_aside)

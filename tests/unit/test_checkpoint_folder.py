@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from fsdp_cp.checkpoint import (
     Checkpoints,
@@ -16,6 +17,7 @@ from fsdp_cp.checkpoint import (
     refuse_overtaken,
     step_folder,
 )
+from fsdp_cp.checkpoint_reader import _Unpickler, reader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from fsdp_cp.signals import Stopped
@@ -114,6 +116,18 @@ def test_a_signal_while_one_is_read_is_no_damage(folder, monkeypatch):
     monkeypatch.setattr("fsdp_cp.checkpoint_reader._Reader.read_data", stopped)
     with pytest.raises(Stopped, match="stopped by SIGTERM"):
         load(step_folder(folder, 2), tensors(9))
+
+
+def test_a_reader_reads_the_list_of_tensors_once(folder, monkeypatch):
+    """An export loads tensor by tensor; the list again for each is quadratic (200 s for 600 adapters of 1.3B)."""
+    newest, opened, unpickle = step_folder(folder, 2), [], _Unpickler.load
+    monkeypatch.setattr(_Unpickler, "load", lambda self: opened.append(1) or unpickle(self))
+    files, saved = reader(newest), tensors(2)["student"]
+    for name, expected in saved.items():
+        value = torch.empty(SHAPE)
+        dcp.load({f"student.{name}": value}, storage_reader=files, no_dist=True)
+        assert torch.equal(value, expected)
+    assert len(opened) == 1
 
 
 def test_none_that_is_whole_is_no_reason_to_begin_anew(folder):

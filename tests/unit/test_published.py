@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
 from models.export_folder import export_scheduler
@@ -34,6 +36,9 @@ def test_a_new_an_empty_and_an_earlier_export_are_written(tmp_path):
     write(out, "one", ("config.json", "a", "b"))
     assert {p.name for p in out.iterdir()} == {"config.json", "a", "b", MANIFEST}
     assert out.stat().st_mode & 0o777 == 0o777 & ~_umask(), "not mkdtemp's, which others cannot read"
+    with published(out, {"text": "tensors"}) as unfinished:
+        save_file({"a": torch.ones(2)}, unfinished / "a.safetensors")
+    assert (out / "a.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask(), "safetensors' files are as private"
     write(out, "two")
     assert {p.name for p in out.iterdir()} == {"config.json", "weights.safetensors", MANIFEST}
     assert (out / "config.json").read_text() == "two"
