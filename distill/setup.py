@@ -117,6 +117,8 @@ def plan_run(
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
+    for name, settings in sharding.items():
+        settings.copies(shape, f"{name}.")
     _check_attention(config, roles, heads // shape.ulysses, device)
     return RunPlan(
         run_dir=Path(config.run_dir),

@@ -35,6 +35,7 @@ CASES = {
     ),
     "ring": (2, "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
     "samples": (2, "mesh.cp=1", "student.strategy=optim", "fake.strategy=optim_grads", "fake.ema.enabled=true"),
+    "teacher in halves": (4, "mesh.cp=2", "teacher.shard_ranks=2"),
     "both": (4, "mesh.cp=2", "micro_batch_size=1", "student.strategy=no_shard", "fake.gather_stream=compute"),
     "derivative, offloaded": (
         1,
@@ -86,7 +87,7 @@ CASES |= {
     ),
 }
 FAST = ("ring",)
-SLOW = ("adapters", "samples", "derivative, offloaded", "derivative, ring")
+SLOW = ("adapters", "teacher in halves", "samples", "derivative, offloaded", "derivative, ring")
 
 
 def _planned(world, words, layers=2):
