@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise UserError(f"--video {args.video} {error}; give another") from error
             table = measure(folder, video)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {str(error).replace('data.', '--')}", file=sys.stderr)
             return 2
     weights = args.encoders.name if args.encoders else "random weights"
     print(f"{args.frames} frames of {args.height} x {args.width}, {weights}, torch {torch.__version__},"
