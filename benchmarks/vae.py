@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             folder = inspect_encoders(args.encoders or _random_wan(Path(made)))
             folder.check(clip)
             if args.video is None:
-                render_clips(Path(made), 1, frames=args.frames + 1, height=args.height, width=args.width)
+                render_clips(Path(made), 1, frames=2 * args.frames + 1, height=args.height, width=args.width)
             try:
                 video = read_clip(args.video or Path(made) / "clip_0.mp4", clip)
             except ClipError as error:
