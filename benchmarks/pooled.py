@@ -78,8 +78,8 @@ class Figures:
     """Bytes of one memory that is planned for each kind of step by itself: the most of them."""
     per_network: int = 0
     """Bytes of a pool for each network."""
-    one_plan: int = 0
-    """Bytes of one plan for the union of all steps, made of the same lifetimes as the two before."""
+    passes_together: int = 0
+    """Bytes of a pool in which a unit's weights lie in the same place in forward and in backward."""
 
 
 def train(sizes: dict[str, Any], buffers: str, folder: Path, architecture: dict[str, Any], steps: int) -> Figures:
@@ -115,10 +115,10 @@ def train(sizes: dict[str, Any], buffers: str, folder: Path, architecture: dict[
     figures.weights = {name: full_tensors(role.weights()) for name, role in trainer.roles.items()}
     figures.overlaps, figures.outputs, figures.outputs_in_pool = watch.overlaps, watch.outputs, watch.outputs_in_memory
     figures.plans, figures.held = pool.plans, pool.nbytes
-    figures.in_all, figures.most_alive = sum(whole.sizes.values()), whole.most_alive
+    figures.in_all, figures.most_alive = whole.in_all, whole.most_alive
     figures.per_kind = max(trace.held() for trace in watch.traces.values())
     figures.per_network = sum(whole.held(name) for name in networks)
-    figures.one_plan = whole.held()
+    figures.passes_together = whole.held(passes_apart=False)
     return figures
 
 
@@ -206,17 +206,19 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(
         "\n| | all buffers | most alive at once | held by the pool | of what is alive | of all |"
-        " a pool for each network | for each kind of step |\n|---|---|---|---|---|---|---|---|"
+        " planned for each kind of step | one place for both passes | a pool for each network |\n"
+        "|---|---|---|---|---|---|---|---|---|"
     )
     for name, ranks_of in found.items():
         kib = {
             key: max(getattr(figures[0], key) for figures in ranks_of) / 1024
-            for key in ("in_all", "most_alive", "per_network", "per_kind")
+            for key in ("in_all", "most_alive", "per_network", "per_kind", "passes_together")
         }
         held = max(pooled.held for _, pooled, _ in ranks_of) / 1024
         print(
             f"| {name} | {kib['in_all']:.1f} | {kib['most_alive']:.1f} | {held:.1f} | {held / kib['most_alive']:.3f} |"
-            f" {held / kib['in_all']:.3f} | {kib['per_network']:.1f} | {kib['per_kind']:.1f} |"
+            f" {held / kib['in_all']:.3f} | {kib['per_kind']:.1f} | {kib['passes_together']:.1f} |"
+            f" {kib['per_network']:.1f} |"
         )
     faults = [f"{name}: {fault}" for name, ranks_of in found.items() for each in ranks_of for fault in faults_of(*each)]
     outputs = sum(own.outputs for own, _, _ in next(iter(found.values()))[:1])

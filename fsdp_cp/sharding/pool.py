@@ -80,6 +80,8 @@ class BufferPool:
         """Most bytes alive at once where one of them was not planned yet: no plan holds less."""
         self.broken_off = 0
         """Steps that ended in an exception."""
+        self.put_off = False
+        """Note what is asked for, and do not plan yet where a step ends."""
         self._memory: Tensor | None = None
         self._known: list[weakref.ref[Buffer]] = []
         self._alive: dict[int, Buffer] = {}
@@ -104,8 +106,10 @@ class BufferPool:
     def owns(self, tensor: Tensor) -> bool:
         """Is ``tensor`` a part of the pool's memory?"""
         memory = self._memory
-        if memory is None or isinstance(tensor, FakeTensor):
-            return memory is not None and tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata
+        if memory is None:
+            return False
+        if isinstance(memory, FakeTensor):
+            return tensor.untyped_storage()._cdata == memory.untyped_storage()._cdata
         return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
 
     def allocate(
@@ -194,7 +198,7 @@ class BufferPool:
 
     def end_step(self) -> None:
         """Plan anew, if something was asked for in this step that the plan does not have."""
-        if self._unforeseen is None:
+        if self._unforeseen is None or self.put_off:
             return
         with self._lock:
             name, self._unforeseen = self._unforeseen, None
@@ -210,7 +214,7 @@ class BufferPool:
             for buffer in buffers:
                 buffer.neighbours = weakref.WeakSet(other for other in buffers if _overlap(buffer, other))
             self.plans += 1
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not isinstance(self._memory, FakeTensor) and not (dist.is_initialized() and dist.get_rank()):
             log.info(
                 "communication_buffers=pooled: %s%d buffers of collectives, %.1f MiB in all, share %.1f MiB; at most"
                 " %.1f MiB of them were alive at once",

@@ -33,19 +33,28 @@ def pool_buffers(root: ShardedModule, pool: BufferPool, ranks: int) -> None:
     assert ranks > 1, "no collective to serve"
     names = {id(module): name for name, module in root.named_modules()}
     for unit in fsdp_modules(root):
-        name = names[id(unit)] or type(root).__name__
+        name = names[id(unit)] or "the root"
         unit.set_custom_all_gather(_AllGather(pool, name))
         unit.set_custom_reduce_scatter(_ReduceScatter(pool, name, ranks))
     vars(root)[POOL] = pool
 
 
-class _Kinds(dict[int, list[Buffer]]):
-    """Of one unit and one purpose, by elements and their size: it may reduce all gradients in one step, and few of them
-    in another."""
+class _Kinds(dict[tuple[int, bool], list[Buffer]]):
+    """Of one unit and one purpose, by bytes: it may reduce all gradients in one step, and few of them in another."""
 
-    def of(self, shape: Sequence[int], dtype: torch.dtype) -> list[Buffer]:
+    def of(self, shape: Sequence[int], dtype: torch.dtype, again: bool = False) -> list[Buffer]:
+        """Those of one size; of a gather in backward (``again``) others than of one in forward.
+
+        Another unit is gathered before it there, and gradients wait beside it: with one place for both passes a pool
+        would hold a unit more.
+        """
         (count,) = shape
-        return self.setdefault(count * dtype.itemsize, [])
+        return self.setdefault((count * dtype.itemsize, again), [])
+
+
+def _in_backward() -> bool:
+    """As FSDP2 asks, by a private call of torch 2.11 to 2.13; nothing but where a buffer lies depends on it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _AllGather(DefaultAllGather):
@@ -54,7 +63,7 @@ class _AllGather(DefaultAllGather):
         self._pool, self._name, self._kinds = pool, f"the all-gather of {name}", _Kinds()
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kind = self._kinds.of(size, dtype)
+        kind = self._kinds.of(size, dtype, _in_backward())
         return self._pool.allocate(kind, self._name, size, dtype=dtype, device=device)
 
 

@@ -10,11 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_cp.sharding.offsets import place
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 
+AGAIN = "gather in backward"
 Key = tuple[str, int, str, int, int]
 """Network, unit, purpose, bytes, and which of those alive at once."""
 
@@ -36,12 +38,28 @@ class Trace:
             self.sizes.setdefault(other, other[3])
         self.most_alive = max(self.most_alive, key[3] + sum(other[3] for other in alive))
 
-    def held(self, network: str | None = None) -> int:
-        """Bytes of one piece of memory for all buffers; or for those of one network alone."""
-        keys = [key for key in self.sizes if network in (None, key[0])]
-        position = {key: i for i, key in enumerate(keys)}
-        conflicts = [{position[other] for other in self.conflicts[key] if other in position} for key in keys]
-        return place([self.sizes[key] for key in keys], conflicts)[1]
+    @property
+    def in_all(self) -> int:
+        """Bytes of all buffers; of a unit that is gathered in forward and in backward, once."""
+        return sum(size for key, size in self.sizes.items() if key[2] != AGAIN)
+
+    def held(self, network: str | None = None, *, passes_apart: bool = True) -> int:
+        """Bytes of one piece of memory for all buffers.
+
+        Args:
+            network: for those of this one alone.
+            passes_apart: a unit's weights may lie elsewhere in backward than in forward.
+        """
+        names = {
+            key: key if passes_apart or key[2] != AGAIN else (*key[:2], "gather", *key[3:])
+            for key in self.sizes
+            if network in (None, key[0])
+        }
+        position = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+        conflicts: list[set[int]] = [set() for _ in position]
+        for key, name in names.items():
+            conflicts[position[name]] |= {position[names[other]] for other in self.conflicts[key] if other in names}
+        return place([name[3] for name in position], conflicts)[1]
 
 
 class BufferWatch:
@@ -103,6 +121,8 @@ class BufferWatch:
             begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             alive = dict(self._alive)
             self.overlaps += any(begin < stop and start < end for start, stop, _ in alive.values())
+            if purpose == "gather" and torch._C._current_graph_task_id() != -1:  # private: in a backward (2.11 to 2.13)
+                purpose = AGAIN
             copies = ((network, unit, purpose, tensor.nbytes, n) for n in itertools.count())
             key = next(key for key in copies if key not in alive)
             self.traces.setdefault(self.kind, Trace()).note(key, set(alive))
