@@ -27,6 +27,7 @@ from fsdp_cp.measure.phases import phase
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.pool import BufferPool
 from fsdp_cp.sharding.state import pool_at
+from tests.oracles import sharded_run
 from tests.oracles.buffers import BufferWatch, union
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, make_config
@@ -94,6 +95,7 @@ def train(sizes: dict[str, Any], buffers: str, folder: Path, architecture: dict[
         architecture=architecture,
         changes={"all": {"communication_buffers": buffers}},
     )
+    sharded_run._mesh.cache_clear()  # a pool is a mesh's, and would know the networks of the run before
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     networks = {name: role.network for name, role in trainer.method.roles.items()}
     pool = pool_at(networks["student"]) or BufferPool()

@@ -13,6 +13,7 @@ from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.sharding.accumulation import discard_step
 from fsdp_cp.sharding.pool import pool_of
 from fsdp_cp.sharding.state import frozen, fsdp_modules, param_groups, pool_at
+from models.lora.settings import LoraSettings
 from tests.oracles.buffers import BufferWatch
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE
@@ -310,12 +311,20 @@ def test_inference_mode_may_come_first(pools):
 # --- the trainer ---
 
 
+ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 2, "cp": 2}], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp_shard": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "lora": ADAPTERS}],
+    ids=["2 ranks", "4 ranks", "adapters on one base"],
+)
 def test_teacher_student_and_fake_score_share_it(pools, checkpoints, sizes):
     """DMD2 over 20 steps of two lengths of clips, with samples between."""
     world = sizes.get("dp_shard", 1) * sizes.get("cp", 1)
     for figures in pools[world].run(both, sizes, checkpoints, dict(ARCHITECTURE), 20):
         assert faults_of(*figures) == []
-        pooled = figures[1]
-        assert pooled.plans == 2 and pooled.held < 1.1 * figures[0].most_alive and pooled.held < 0.25 * pooled.in_all
+        own, pooled, _ = figures
+        assert pooled.plans <= 2 and pooled.held < 1.1 * own.most_alive, (pooled.held, own.most_alive)
+        assert pooled.held < (0.6 if "lora" in sizes else 0.25) * pooled.in_all

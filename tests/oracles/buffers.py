@@ -92,7 +92,7 @@ class BufferWatch:
         self._stack = ExitStack()
 
     def __enter__(self) -> BufferWatch:
-        for name, network in self.networks.items():
+        for name, network in {id(network): (name, network) for name, network in self.networks.items()}.values():
             for i, unit in enumerate(fsdp_modules(network)):
                 for group in param_groups(unit):
                     gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
