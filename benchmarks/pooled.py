@@ -255,9 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     outputs = sum(own.outputs for own, _, _ in next(iter(found.values()))[:1])
     print(f"\nOutputs of reduce-scatters, which become gradients and are not pooled: {outputs} in {steps} steps.")
     pooled_time, own_time = host_microseconds()
-    print(
-        f"Host: {pooled_time:.0f} us a buffer from the pool, {own_time:.0f} from torch's allocator (CPU time of one process)."
-    )
+    print(f"Host, CPU time: {pooled_time:.0f} us a buffer from the pool, {own_time:.0f} from torch's allocator.")
     print("\n" + ("\n".join(f"BROKEN: {fault}" for fault in faults) if faults else "all bounds kept"), flush=True)
     return 1 if faults else 0
 

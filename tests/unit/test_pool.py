@@ -235,3 +235,26 @@ def test_another_stream_waits_for_the_one_that_let_go(quick, monkeypatch):
     now[0] = compute
     gradients.ask()
     assert compute.waited_for == [copy_in]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_of_a_gpu_do_not_write_over_each_other():
+    """Each stream fills, works on and sums what it asked for, and lets go at once: FSDP2 lets go as early as that."""
+    device, pool, sums = torch.device("cuda", torch.cuda.current_device()), BufferPool(), []
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    kinds = [[] for _ in range(9)]
+    for step in range(20):
+        for i, kind in enumerate(kinds):
+            with torch.cuda.stream(streams[i % 3]):
+                count = (1 + i) * 2**20
+                buffer = pool.allocate(kind, str(i), (count,), dtype=torch.float32, device=device)
+                buffer.fill_(step + i)
+                for _ in range(20):
+                    buffer += 1
+                sums.append((buffer.double().sum(), (step + i + 20) * count))
+                del buffer
+        pool.end_step()
+    torch.cuda.synchronize(device)
+    assert all(float(found) == expected for found, expected in sums)
+    assert pool.plans == 1 and pool.allocations == len(kinds)
+    assert pool.nbytes == 9 * 2**22, "the largest: the host has let go of each before it asks for the next"
