@@ -135,7 +135,7 @@ def test_a_plan_that_is_wrong_is_said_to_be(change, kept):
 def test_pooled_in_small(capsys):
     assert pooled.main(["--tiny"]) == 0
     printed = capsys.readouterr().out
-    assert "| 2 ranks, dp=2 | 32 to 64 | all | 48 | 8 | 0 | 2 | yes |" in printed and "all bounds kept" in printed
+    assert "| 2 ranks, dp=2 | 32 to 64 | all | 48 | 16 | 0 | 2 | yes |" in printed and "all bounds kept" in printed
 
 
 @pytest.mark.long
