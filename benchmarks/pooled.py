@@ -201,7 +201,7 @@ def faults_of(own: Figures, pooled: Figures, same: bool) -> list[str]:
         found.append(f"allocations after the second step: {pooled.allocations}")
     if pooled.requests != own.requests:
         found.append("other requests than with torch's own buffers")
-    if not own.most_alive <= pooled.held < own.in_all:
+    if not 0 < pooled.held < own.in_all:
         found.append(f"holds {pooled.held} bytes, of {own.in_all} in all and {own.most_alive} at once")
     return found
 
@@ -213,9 +213,10 @@ def main(argv: list[str] | None = None) -> int:
     architecture, steps = (dict(ARCHITECTURE), 6) if args.tiny else (WAN, 20)
     cases = {name: sizes for name, sizes in CASES.items() if name in TINY or not args.tiny}
     print(
-        f"torch {torch.__version__}, gloo, {platform.machine()}, one thread a rank; {architecture['num_layers']} blocks"
+        f"torch {torch.__version__}, gloo, {platform.machine()}, one thread a rank; DMD2, three networks of"
+        f" {architecture['num_layers']} blocks, {steps} steps of two lengths, samples after every {SAMPLE_EVERY}th; KiB"
+        " and calls of the rank with most."
     )
-    print(f"a network, {steps} steps, samples after every {SAMPLE_EVERY}th; KiB and calls of the rank with most.")
     found: dict[str, list[tuple[Figures, Figures, bool]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), architecture)
