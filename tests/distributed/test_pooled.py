@@ -134,8 +134,16 @@ def _compare(names):
     return found
 
 
-def test_every_way_to_shard_trains_as_without(pools):
-    for found in pools[WORLD].run(_compare, list(CASES)):
+QUICK = ("optim_grads_params", "replicas", "offload")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param(tuple(sorted(CASES.keys() - set(QUICK))), marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_every_way_to_shard_trains_as_without(pools, names):
+    for found in pools[WORLD].run(_compare, names):
         for name, (same, faults, allocations, share, plans) in found.items():
             assert same and faults == (0, 0), name
             # The second step has samples behind it, the fourth another length: neither asks for anything else.
