@@ -29,7 +29,7 @@ from distill.report.media import contact_sheet, write_mp4
 from distill.report.row import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.run_facts import default_settings
-from distill.sampling import generate, sample_captions
+from distill.sampling import decode, generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
@@ -100,9 +100,9 @@ class Evaluator:
                 advance=bar.update,
                 clips=items,
             )
-            if rank() != 0:
-                return None
-            clips = self.data.decode(latents.float().cpu()).numpy()
+            clips = decode(self.data, latents)
+        if clips is None:
+            return None
         seconds = time.perf_counter() - started
         share = sum(self.method.evaluations(*row) for row in then) / self.method.evaluations(role, steps)
         left = f"; about {_duration(seconds * share)} of sampling left" if then else ""
@@ -153,7 +153,7 @@ class Evaluator:
             if metrics is not None:
                 metrics.show(step, sheet, videos, measures, fps=self.data.fps)
             log.info("samples of step %d: %s", step, path)
-            self.data.release()
+        self.data.release()
         barrier()
 
     def _write_videos(self, stem: str, clips: np.ndarray) -> list[Path]:
@@ -208,8 +208,8 @@ class Evaluator:
                 )
                 if heldout is not None:
                     log.info("measured %s in %s", rows[-1].name, _duration(time.perf_counter() - started))
-        if rank() == 0:
-            real = self._real_clips(captions, heldout)
+        real = self._real_clips(captions, heldout)
+        if real is not None:
             reference = ReportRow(
                 name="data" if heldout is None else "held-out renders",
                 role="heldout",
@@ -245,7 +245,7 @@ class Evaluator:
                     defaults=default_settings(self.config),
                     updates=self._updates(facts.get("steps", 0)),
                 )
-            self.data.release()
+        self.data.release()
         barrier()
 
     def _updates(self, steps: int) -> dict[str, int]:
@@ -253,10 +253,10 @@ class Evaluator:
         turns = [self.method.trained_role(step) for step in range(steps)]
         return {name: turns.count(name) for name in sorted(set(turns))}
 
-    def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray:
-        """A real clip for each of ``captions``, uint8 ``(n, T, H, W, 3)``; few clips may show several times."""
+    def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray | None:
+        """A real clip for each of ``captions``, as :func:`decode` gives them; few clips may show several times."""
         source: ClipDataset = self.data if heldout is None else heldout
-        return source.decode(torch.stack([source[i]["latents"] for i in self._items(captions, source)])).numpy()
+        return decode(source, torch.stack([source[i]["latents"] for i in self._items(captions, source)]))
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """An item of ``source`` for each of ``captions``, each as late as possible again."""

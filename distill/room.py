@@ -38,11 +38,9 @@ def role_bytes(config: Config, plan: RunPlan, role: RolePlan, shape: MeshShape) 
     averaged = trained and getattr(config, role.name).ema.enabled
     count = sum(math.prod(each) for each in role.own_shapes.values())
     settings = role.sharding
-    ranks = shape.dp_shard * shape.cp * (1 if settings.replicate else shape.dp_replicate)
+    ranks = shape.world // settings.copies(shape)
     stored = {"keep": 4, "fp32": 4, "bf16": 2}[settings.master_dtype] if trained else _BYTES[settings.precision]
     computed = _BYTES[settings.precision]
-    if settings.strategy == "no_shard":
-        ranks = 1
     gathered = computed if settings.strategy in ("optim", "optim_grads") else 0  # for the whole step
     held = stored / ranks + gathered
     base = 0.0

@@ -21,7 +21,7 @@ from distill.config import Config, load_config
 from distill.config.checks import check, check_images
 from distill.methods import METHODS, build_method
 from distill.report.media import contact_sheet, write_mp4
-from distill.sampling import generate, sample_captions
+from distill.sampling import decode, generate, sample_captions
 from fsdp_cp.error_file import recorded
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, world_size
@@ -122,10 +122,10 @@ def sample(
                 batch=max(1, -(-len(captions) // world_size())) if config.data.cheap_frames else 1,
                 advance=bar.update,
             )
-        if rank() == 0:
-            clips = data.decode(latents.float().cpu()).numpy()
+        clips = decode(data, latents)
+        if clips is not None:
             _write(folder, clips, captions, data.fps, f"student, {steps} steps")
-    if rank() == 0:
+    if clips is not None:
         print(f"{len(clips)} clips in {out}")
 
 

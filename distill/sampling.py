@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distill.data import ClipDataset
 from distill.methods import Method
+from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import gather_samples
+from fsdp_cp.reduce import gather_samples, gathered
 from fsdp_cp.rng import StepRandom
 
 
@@ -26,6 +28,18 @@ def sample_captions(data: ClipDataset, count: int) -> list[str]:
         s for s in range(round(0.618 * len(captions)) or 1, 2 * len(captions)) if math.gcd(s, len(captions)) == 1
     )
     return [captions[i * stride % len(captions)] for i in range(count)]
+
+
+def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
+    """Clips of ``latents`` (n, C, T, H, W), which every rank holds: uint8 (n, T, H, W, 3) on rank 0, else ``None``.
+
+    Called by all ranks: clip i is decoded by rank ``i % world``, and the VAE of a rank that has none is not loaded.
+    """
+    mine = latents[rank() :: world_size()]
+    parts = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
+    if parts is None:
+        return None
+    return torch.stack([parts[i % len(parts)][i // len(parts)] for i in range(len(latents))]).numpy()
 
 
 @torch.no_grad()

@@ -117,6 +117,8 @@ def plan_run(
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
+    for name, settings in sharding.items():
+        settings.copies(shape, f"{name}.")
     _check_attention(config, roles, heads // shape.ulysses, device)
     return RunPlan(
         run_dir=Path(config.run_dir),
@@ -136,10 +138,6 @@ def device_of(config: Config) -> torch.device:
     """
     if not config.dry_run or torch.cuda.is_available():
         return choose_device(config.device)
-    if config.device == "cuda" and rank() == 0:
-        log.warning(
-            "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
-        )
     return torch.device("cpu")
 
 

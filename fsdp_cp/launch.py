@@ -178,12 +178,16 @@ def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
     """
     if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
-    # Those that this process may use: a container or SLURM may have fewer than the machine.
-    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = max(1, cores // ranks)
+    threads = share_of_cores()
     torch.set_num_threads(threads)
     if rank() == 0:
-        log.info("offload=cpu: %d threads a rank (%d cores, %d ranks on this node)", threads, cores, ranks)
+        log.info("offload=cpu: %d threads a rank (its share of this node's cores)", threads)
+
+
+def share_of_cores() -> int:
+    """Cores of this node for each of its ranks, at least 1."""
+    # Those that this process may use: a container or SLURM may have fewer than the machine.
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextmanager
@@ -194,7 +198,7 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
 
     Args:
         device: this rank's device.
-        timeout: of a collective; long, since rank 0 alone decodes samples while the others wait.
+        timeout: of a collective; long, since rank 0 alone writes samples and the report while the others wait.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

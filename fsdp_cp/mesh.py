@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -229,6 +229,7 @@ class Mesh:
     ring: DeviceMesh
     ulysses: DeviceMesh
     context: ContextGroups
+    _within: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property  # of this mesh, not by value: its process groups die with it
     def replicas(self) -> DeviceMesh:
@@ -236,6 +237,15 @@ class Mesh:
         sizes = (self.world.size(), 1)
         with inherited_timeout():
             return init_device_mesh(self.device_type, sizes, mesh_dim_names=("dp_replicate", "dp_shard_cp"))
+
+    def within(self, ranks: int) -> DeviceMesh:
+        """All ranks as copies of ``ranks`` neighbours each (world / ranks x ranks). First asked for by all ranks."""
+        if ranks not in self._within:
+            sizes, names = (self.world.size() // ranks, ranks), ("copies", f"shard_{ranks}")
+            with inherited_timeout():
+                self._within[ranks] = init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
+            connect(self._within[ranks])
+        return self._within[ranks]
 
     @property
     def dp_rank(self) -> int:

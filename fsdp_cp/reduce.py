@@ -55,6 +55,20 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     return [result for _, result in answers]
 
 
+def gathered(work: Callable[[], T]) -> list[T] | None:
+    """Run ``work`` on every rank; the results in rank order on rank 0, ``None`` elsewhere. Raises as ``on_all_ranks``.
+
+    For what is large: :func:`on_all_ranks` brings all of it to every rank.
+    """
+    made: list[T] = []
+    on_all_ranks(lambda: made.append(work()))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return made
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(made[0], parts)
+    return parts
+
+
 def barrier() -> None:
     """Wait for every rank; nothing without a process group."""
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -49,6 +49,8 @@ class EncodedData:
         max_text_tokens: int = 512,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        vae_dtype: torch.dtype | None = None,
+        vae_tiling: bool = False,
         captions: Sequence[str] = (),
         image: str | None = None,
         images: Sequence[str] = (),
@@ -64,6 +66,7 @@ class EncodedData:
             negative_prompt: text of ``null``.
             max_text_tokens: L; longer captions are cut (and logged), shorter ones filled with zeros.
             device, dtype: where and in which precision the encoders run; latents and embeddings are fp32.
+            vae_dtype, vae_tiling: of the VAE, to encode and to decode; ``dtype`` and whole frames by default.
             captions: others to embed, beside the items' own; they are no part of ``fingerprint``.
             image: ``first_frame`` for the items' first images as conditions, ``None`` for none.
             images: files of the images of ``captions``, in their order, or none.
@@ -107,6 +110,8 @@ class EncodedData:
             max_text_tokens=max_text_tokens,
             device=self.device,
             dtype=dtype,
+            vae_dtype=vae_dtype,
+            vae_tiling=vae_tiling,
         )
         self._items = self._usable(checked[0][1])
         own = dict.fromkeys([*self.captions(), negative_prompt])
@@ -207,7 +212,7 @@ class EncodedData:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (n, C, t, h, w) on any device -> uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""
         if self._codec is None:
-            self._codec = VideoCodec(self.encoders, device=self.device, dtype=self.dtype)
+            self._codec = self.cache.codec()
         return self._codec.decode(latents)
 
     def release(self) -> None:

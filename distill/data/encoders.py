@@ -190,12 +190,20 @@ class VideoCodec:
     ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it.
     """
 
-    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings."""
+    def __init__(
+        self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False
+    ) -> None:
+        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+
+        With ``tiling`` frames larger than 256 pixels go through it in tiles of that size, 64 of them shared with the
+        next, where diffusers blends the two: less memory, and what a pixel sees ends at its tile.
+        """
         from diffusers import AutoencoderKLWan
 
         self.device, self.dtype = device, dtype
         self.vae = load_part(AutoencoderKLWan, folder.path, "vae", torch_dtype=dtype).to(device)
+        if tiling:
+            self.vae.enable_tiling()
         statistics = (torch.tensor(self.vae.config[name]).float() for name in ("latents_mean", "latents_std"))
         self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in statistics)
 

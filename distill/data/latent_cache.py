@@ -18,31 +18,25 @@ import gc
 import hashlib
 import json
 import logging
-import os
-import socket
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from tqdm import tqdm
 
+from distill.data.cache_files import Damaged, read_tensor, write_tensor
 from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, clean_caption
 from distill.data.image_encoder import PARTS as IMAGE_PARTS
 from distill.data.image_encoder import ImageEncoder, ImageEncoderFolder
+from distill.data.shares import ReadAhead, Shares, first_of_each, node
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-_ROUND = 4
 IMAGE_FOLDERS = ("image_latents", "image_embeds")
 _FOLDERS = ("latents", "text", *IMAGE_FOLDERS)
 _DAY = 24 * 3600.0
@@ -63,10 +57,24 @@ class LatentCache:
         max_text_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        vae_dtype: torch.dtype | None = None,
+        vae_tiling: bool = False,
     ) -> None:
-        """Create the folders; collective. Raises ``UserError`` if ``folder`` cannot be made or is not one for all."""
+        """Create the folders; collective. Raises ``UserError`` if ``folder`` cannot be made or is not one for all.
+
+        Args:
+            folder: is created.
+            encoders: the pipeline folder.
+            clip: length, size and rate of clips.
+            max_text_tokens: of an embedding.
+            device: where the encoders run.
+            dtype: of the text and the image encoder.
+            vae_dtype: of the VAE; ``dtype`` by default.
+            vae_tiling: see :class:`distill.data.encoders.VideoCodec`.
+        """
         self.folder, self.encoders, self.clip = Path(folder).absolute(), encoders, clip
         self.max_text_tokens, self.device, self.dtype = max_text_tokens, device, dtype
+        self.vae_dtype, self.vae_tiling = vae_dtype or dtype, vae_tiling
         self.latent_shape = encoders.latent_shape(clip)
         self.encoded_clips = 0
         """Clips that this rank put through the VAE."""
@@ -75,13 +83,14 @@ class LatentCache:
         self.encoded_images = 0
         """First frames that this rank encoded."""
         peers = on_all_ranks(self._prepare)
-        self.index = next(number for number, (who, _) in enumerate(peers) if who == rank())
-        self.size = len(peers)
-        assert len({who for who, _ in peers}) == self.size, "RANK in the environment is not the process group's rank"
-        if len({folder for _, folder in peers}) > 1:
+        ranks = tuple(range(len(peers)))
+        assert tuple(who for who, _, _ in peers) == ranks, "RANK in the environment is not the process group's rank"
+        self._all = Shares(ranks=ranks)
+        self._one_a_node = Shares(ranks=first_of_each([where for _, where, _ in peers]))
+        if len({folder for _, _, folder in peers}) > 1:
             raise UserError(f"data.cache={folder} is another folder on another rank; give an absolute path")
 
-    def _prepare(self) -> tuple[int, str]:
+    def _prepare(self) -> tuple[int, str, str]:
         try:
             for part in ("latents", "text"):
                 (self.folder / part).mkdir(parents=True, exist_ok=True)
@@ -95,7 +104,7 @@ class LatentCache:
                     left.unlink()
             except OSError:  # another rank was first; or the folder can only be read, which may be enough
                 continue
-        return rank(), str(self.folder)
+        return rank(), node(), str(self.folder)
 
     # Writing, all ranks together
 
@@ -109,37 +118,48 @@ class LatentCache:
             "decoder": DECODER_VERSION,
             "vae": self._identity("vae"),
             "clip": [self.clip.num_frames, self.clip.height, self.clip.width, float(self.clip.fps)],
-            "dtype": str(self.dtype),
+            "dtype": str(self.vae_dtype),
+            **self._tiling(),
         }
         codec: VideoCodec | None = None
 
-        def write(i: int) -> tuple[str, str]:
-            nonlocal codec
+        def read(i: int) -> tuple[str, str, torch.Tensor | None]:
+            """What is known of file i, or its key and, where that is not in the cache, its frames."""
             try:
                 if files[i].exists() and not files[i].is_file():  # a pipe would never end
-                    return "error", "is not a file"
+                    return "error", "is not a file", None
                 key = _hash(settings | {"bytes": _file_hash(files[i])})
             except FileNotFoundError:
-                return "error", "is missing"
+                return "error", "is missing", None
             except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
-                return "error", f"cannot be read ({getattr(error, 'strerror', None) or 'a link to itself'})"
-            target = self._latents_file(key)
-            if self._holds(target, "latents", self._is_latents):
-                return "key", key
+                return "error", f"cannot be read ({getattr(error, 'strerror', None) or 'a link to itself'})", None
+            if self._holds(self._latents_file(key), "latents", self._is_latents):
+                return "key", key, None
             try:
-                video = read_clip(files[i], self.clip)
+                return "key", key, read_clip(files[i], self.clip)
             except ClipError as error:
-                return "error", str(error)
+                return "error", str(error), None
+
+        def write(i: int) -> tuple[str, str]:
+            nonlocal codec
+            what, value, video = ahead.take(i)
+            if video is None:
+                return what, value
+            target = self._latents_file(value)
+            if target in written:  # the same bytes under another name, read before the first was written
+                return what, value
             if codec is None:  # not loaded at all where nothing is left to do
-                codec = VideoCodec(self.encoders, device=self.device, dtype=self.dtype)
+                codec = self.codec()
             latents = codec.encode(video)
             self.encoded_clips += 1
-            if not latents.isfinite().all():
-                raise UserError(f"{files[i].name}: the VAE's latents are not finite in {self.dtype}; encode in float32")
+            self._require_finite(files[i].name, "latents", latents)
             self._write(target, "latents", latents, {"file": files[i].name} | settings)
-            return "key", key
+            written.add(target)
+            return what, value
 
-        results = self._share_out(len(files), write, "latents")
+        written: set[Path] = set()
+        with ReadAhead(read, self._all.own(len(files))) as ahead:
+            results = self._all.run(len(files), write, "latents", "clip")
         if codec is not None:
             codec = None
             self.release_memory()
@@ -147,7 +167,9 @@ class LatentCache:
         return results
 
     def write_texts(self, captions: list[str]) -> list[str]:
-        """Embeddings of every caption, encoding those that are not there yet; caption i is rank ``i % world``'s.
+        """Embeddings of every caption, encoding those that are not there yet: one rank of each node, in turn.
+
+        On every rank Wan's text encoder would be 22.7 GB eight times over in the memory of a node.
 
         Returns the KEY of each, the same on every rank. Frees the text encoder.
         """
@@ -174,7 +196,7 @@ class LatentCache:
                 self._write(target, "text", text, {"caption": captions[i]} | settings)
             return key
 
-        keys = self._share_out(len(captions), write, "captions")
+        keys = self._one_a_node.run(len(captions), write, "captions", "caption")
         if encoder is not None:
             encoder = None
             self.release_memory()
@@ -195,6 +217,8 @@ class LatentCache:
             "image_encoder": self._identity(*IMAGE_PARTS),
             "clip": [self.clip.num_frames, self.clip.height, self.clip.width],
             "dtype": str(self.dtype),
+            **({"vae_dtype": str(self.vae_dtype)} if self.vae_dtype != self.dtype else {}),
+            **self._tiling(),
         }
         loaded: tuple[VideoCodec, ImageEncoder] | None = None
 
@@ -209,25 +233,35 @@ class LatentCache:
             except OSError as error:
                 raise UserError(f"{files[i]} cannot be read ({error.strerror}); give another image") from error
             if loaded is None:
-                codec = VideoCodec(self.encoders, device=self.device, dtype=self.dtype)
-                loaded = codec, ImageEncoder(folder, device=self.device, dtype=self.dtype)
+                loaded = self.codec(), ImageEncoder(folder, device=self.device, dtype=self.dtype)
             codec, encoder = loaded
             video = torch.cat([frame, frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])], dim=1)
             levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
             made = {"image_latents": codec.encode(video), "image_embeds": encoder.encode(levels)}
             self.encoded_images += 1
             for part, tensor in made.items():
-                if not tensor.isfinite().all():
-                    raise UserError(f"{files[i].name}: its {part} are not finite in {self.dtype}; encode in float32")
+                self._require_finite(files[i].name, part, tensor)
                 self._write(targets[part], part, tensor, {"file": files[i].name} | settings)
             return key
 
-        keys = self._share_out(len(files), write, "images")
+        keys = self._all.run(len(files), write, "images", "image")
         if loaded is not None:
             loaded = None
             self.release_memory()
         self._require_shared([self._image_file(part, key) for key in keys for part in IMAGE_FOLDERS])
         return keys
+
+    def codec(self) -> VideoCodec:
+        """The VAE that latents are made with, newly loaded."""
+        return VideoCodec(self.encoders, device=self.device, dtype=self.vae_dtype, tiling=self.vae_tiling)
+
+    def _tiling(self) -> dict[str, Any]:
+        """The part of a key that is there for tiles alone: without them keys are those of before."""
+        return {"tiling": True} if self.vae_tiling else {}
+
+    def _require_finite(self, name: str, what: str, tensor: torch.Tensor) -> None:
+        if not tensor.isfinite().all():
+            raise UserError(f"{name}: its {what} are not finite in {self.vae_dtype}; set data.vae_precision=fp32")
 
     def _fits(self, part: str, folder: ImageEncoderFolder) -> Callable[[Sequence[int]], bool]:
         if part == "image_latents":
@@ -253,24 +287,6 @@ class LatentCache:
     def _is_text(self, shape: Sequence[int]) -> bool:
         return len(shape) == 2 and 0 < shape[0] <= self.max_text_tokens and shape[1] == self.encoders.text_width
 
-    def _share_out(self, count: int, work: Callable[[int], T], what: str) -> list[T]:
-        """``work(i)`` on rank ``i % size`` for i below ``count``; all results on every rank.
-
-        In rounds of a few: a failure reaches all ranks soon, and no rank waits in a collective while another works off
-        its whole share, which would pass the group's timeout.
-        """
-        results: list[T] = []
-        step = self.size * _ROUND
-        with tqdm(total=count, desc=what, unit="", disable=rank() != 0, leave=False, delay=2) as bar:
-            for first in range(0, count, step):
-                mine = range(first + self.index, min(first + step, count), self.size)
-                parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
-                merged = {i: result for part in parts for i, result in part.items()}
-                results += [merged[i] for i in sorted(merged)]
-                bar.update(len(merged))
-        assert len(results) == count
-        return results
-
     def _identity(self, *parts: str) -> dict[str, str]:
         """Hash of every file of these sub-folders of the pipeline, each read by one rank."""
         files = self.encoders.files(*parts)
@@ -278,7 +294,7 @@ class LatentCache:
 
         def mine() -> tuple[list[str], dict[str, str]]:
             try:
-                return names, {names[j]: _file_hash(files[j]) for j in range(self.index, len(files), self.size)}
+                return names, {names[j]: _file_hash(files[j]) for j in self._all.own(len(files))}
             except OSError as error:
                 raise UserError(
                     f"data.encoders={self.encoders.path}: {error.filename} cannot be read ({error.strerror})"
@@ -313,24 +329,15 @@ class LatentCache:
         if not file.exists():
             return False
         try:
-            _read(file, name, fits)
-        except _Damaged as error:
+            read_tensor(file, name, fits)
+        except Damaged as error:
             logger.warning("cache file %s is damaged (%s); it is written again", file, error)
             return False
         return True
 
     def _write(self, file: Path, name: str, tensor: torch.Tensor, about: dict[str, Any]) -> None:
-        """Write under a name of this process's own, then rename: a reader never sees part of a file."""
-        part = file.with_name(f".{file.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
-        tensor = tensor.float().contiguous()
-        notes = {"about": json.dumps(about, sort_keys=True), "crc32": _checksum(tensor)}
         try:
-            try:
-                file.parent.mkdir(exist_ok=True)
-                part.write_bytes(save({name: tensor}, metadata=notes))
-                os.replace(part, file)
-            finally:
-                part.unlink(missing_ok=True)
+            write_tensor(file, name, tensor, about)
         except OSError as error:  # a full disk, or a folder that can only be read
             raise UserError(
                 f"data.cache={self.folder} cannot be written ({error.strerror}); give a folder with space for it; what"
@@ -350,46 +357,12 @@ class LatentCache:
 
     def _get(self, file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> torch.Tensor:
         try:
-            return _read(file, name, fits)
-        except _Damaged as error:
+            return read_tensor(file, name, fits)
+        except Damaged as error:
             raise UserError(
                 f"data.cache: {file} was damaged while the run was using it ({error}); start again, and it is written"
                 " anew"
             ) from error
-
-
-class _Damaged(Exception):
-    """This file does not hold what was written; the message is the reason."""
-
-
-def _read(file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> torch.Tensor:
-    """The fp32 tensor ``name`` of ``file``. Raises ``_Damaged`` unless it is the one that was written."""
-    try:
-        # Not safe_open: its tensors are mapped from the file, and die with a bus error if somebody shortens it.
-        content = file.read_bytes()
-        tensor = load(content)[name]
-    except OSError as error:
-        raise _Damaged(str(error.strerror)) from error
-    except (SafetensorError, KeyError) as error:
-        raise _Damaged(" ".join(str(error).split())[:200]) from error
-    if tensor.dtype != torch.float32 or not fits(tensor.shape):
-        raise _Damaged(f"it holds {tensor.dtype} of shape {tuple(tensor.shape)}")
-    if not tensor.isfinite().all():
-        raise _Damaged("it holds numbers that are not finite")
-    known = _metadata(content).get("crc32")
-    if known is not None and known != _checksum(tensor):  # files of earlier versions have none
-        raise _Damaged("its checksum is another")
-    return tensor
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    """The notes in the header of a safetensors file that ``load`` has taken."""
-    size = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + size]).get("__metadata__") or {}
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    return f"{zlib.crc32(tensor.numpy()):08x}"
 
 
 def _file_hash(file: Path) -> str:

@@ -17,6 +17,7 @@ from distill.data.base import ClipDataset
 from fsdp_cp.errors import UserError
 
 Shape = tuple[int, ...]
+VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(kw_only=True)
@@ -170,6 +171,10 @@ class VideoFolderSettings(DataSettings):
     """Caption of the unconditional branch of guidance."""
     max_text_tokens: int = 512
     """Tokens of a caption; longer ones are cut, and that is logged."""
+    vae_precision: str = "fp32"
+    """Of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
+    vae_tiling: bool = False
+    """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
     image: str | None = None
     """What an image-to-video network is shown: ``first_frame`` of the clip, encoded once and cached; null for none."""
 
@@ -181,6 +186,8 @@ class VideoFolderSettings(DataSettings):
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
+        if self.vae_precision not in VAE_PRECISIONS:
+            raise UserError(f"data.vae_precision={self.vae_precision} is unknown; use {' or '.join(VAE_PRECISIONS)}")
         clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
         folder, image = inspect_encoders(self.encoders), None
         if self.image not in (None, "first_frame"):
@@ -211,6 +218,8 @@ class VideoFolderSettings(DataSettings):
             cache=self.cache or str(run_dir / "cache"),
             max_text_tokens=self.max_text_tokens,
             device=device,
+            vae_dtype=VAE_PRECISIONS[self.vae_precision],
+            vae_tiling=self.vae_tiling,
             captions=captions,
             image=self.image,
             images=images,

@@ -123,12 +123,17 @@ class Dmd2(FewStepMethod):
     def check(cls, config: Any) -> None:
         super().check(config)
         fake = config.fake
-        sharded = fake.strategy in ("optim_grads", "optim_grads_params") and fake.replicate
-        if config.method.gan and config.mesh.dp_replicate > 1 and sharded and not fake.reduce_unused:
+        copies = None
+        if fake.shard_ranks is not None:
+            copies = f"fake.shard_ranks={fake.shard_ranks}"
+        elif config.mesh.dp_replicate > 1 and fake.replicate:
+            copies = f"mesh.dp_replicate={config.mesh.dp_replicate}"
+        sharded = fake.strategy in ("optim_grads", "optim_grads_params")
+        if config.method.gan and copies and sharded and not fake.reduce_unused:
             # Replicas add up the losses' gradients by position, and these two losses use different parameters.
             raise UserError(
-                f"method.gan_weight_student={config.method.gan_weight_student} with mesh.dp_replicate="
-                f"{config.mesh.dp_replicate} needs fake.reduce_unused=true"
+                f"method.gan_weight_student={config.method.gan_weight_student} with {copies} needs"
+                " fake.reduce_unused=true"
             )
 
     def trained_role(self, step: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from distill.config import Config
-from distill.data.settings import VideoFolderSettings
+from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from models.families.base import LatentShape
@@ -33,10 +34,19 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
         return {}
     text, vae, image = encoder_settings(config)
     tokens, data = config.data.max_text_tokens, config.data
+    dtype = VAE_PRECISIONS[data.vae_precision]
+
+    def build() -> Any:
+        with _default_dtype(dtype):
+            network = build_vae(vae)
+        if data.vae_tiling:
+            network.enable_tiling()
+        return network
+
     peaks = {"encode/captions": _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))}
     if data.has_clips or data.image is not None:
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
-        peaks["encode/clips"] = _peak(lambda: build_vae(vae), lambda model: model.encode(torch.zeros(pixels)))
+        peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
     if data.image is not None:
         size = image["image_size"]
         peaks["encode/images"] = _peak(
@@ -44,7 +54,8 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
             lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=True),
         )
     if config.sample.at_end or config.sample.every:
-        peaks["decode"] = _peak(lambda: build_vae(vae), lambda model: model.decode(torch.zeros(1, *latent_shape)))
+        shape = (1, *latent_shape)
+        peaks["decode"] = _peak(build, lambda model: model.decode(torch.zeros(shape, dtype=model.dtype)))
     return peaks
 
 
@@ -87,8 +98,19 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
     return AutoencoderKLWan(**known)
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of what is built inside: ``Module.to`` cannot change the dtype of fake parameters (torch 2.13)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
-    """Of one call of a network in fp32, as data sets run their encoders."""
+    """Of one call of a network, as data sets run their encoders."""
     storages = AttributedStorages(fakes=True)
     with fake_tensors(), storages, torch.no_grad():
         with storages.labelled(("encoders", "parameters")):

@@ -199,7 +199,7 @@ def predict(
         hardware=hardware,
         seconds={}
         if hardware is None or why_not is not None
-        else {name: _seconds(simulation, name, plan.mesh, hardware) for name in simulation.steps},
+        else {name: _seconds(simulation, name, plan, hardware) for name in simulation.steps},
         why_no_seconds=why_not,
         shares={name: count / config.steps for name, count in counts.items() if name in simulation.steps},
         steps=config.steps,
@@ -252,7 +252,7 @@ def _staging(config: Config, plan: RunPlan, simulation: Simulation) -> int:
     )
 
 
-def _seconds(simulation: Simulation, role: str, mesh: MeshShape, hardware: Hardware) -> float:
+def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardware) -> float:
     """Of a step: its products at the sustained rate, or the weights' gathers and reductions, or the copies of
     activations to the host and back, where these take longer; and what attention sends.
 
@@ -260,13 +260,14 @@ def _seconds(simulation: Simulation, role: str, mesh: MeshShape, hardware: Hardw
     A group that reaches beyond a node sends at the rate of the network between nodes; where an axis of the mesh is the
     whole world, its group is the default one.
     """
-    cost = simulation.steps[role]
+    cost, mesh = simulation.steps[role], plan.mesh
     compute = (cost.flops + cost.recomputed) / mesh.cp / (hardware.sustained * hardware.bf16_tflops * 1e12)
     extents = {
         "mesh_ulysses": mesh.ulysses,
         "mesh_ring": mesh.cp,
         "mesh_cp": mesh.cp,
         "mesh_dp_shard_cp": mesh.dp_shard * mesh.cp,
+        **{f"mesh_shard_{n}": n for n in (each.sharding.shard_ranks for each in plan.roles) if n is not None},
     }
     beside = waited_for = 0.0
     for (kind, group), size in cost.sent.items():

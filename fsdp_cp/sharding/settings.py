@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_cp.errors import UserError, shown
+from fsdp_cp.mesh import MeshShape
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -42,6 +43,9 @@ class ShardSettings:
     gathered one unit at a time)."""
     replicate: bool = True
     """Share a copy among the ranks of each of ``mesh.dp_replicate`` replicas; ``False`` shards over all ranks."""
+    shard_ranks: int | None = None
+    """Neighbouring ranks, as a rule those of a node, that share a copy of this network alone; ``None`` for all of a
+    replica. For a frozen network that is gathered within the node while the others are sharded over all of them."""
     precision: str = "fp32"
     """Dtype of compute and of gathered parameters."""
     reduce_dtype: str = "auto"
@@ -94,6 +98,29 @@ class ShardSettings:
         defaults = {name: getattr(ShardSettings(), name) for name in TRAINED_ONLY}
         return replace(self, **defaults, master_dtype="bf16" if self.precision == "bf16" else "keep")
 
+    def copies(self, shape: MeshShape, where: str = "") -> int:
+        """How many times the ranks of a mesh hold the network; its gradients are summed over these.
+
+        Args:
+            shape: of the mesh.
+            where: as in :meth:`check`.
+
+        Raises:
+            UserError: ``shard_ranks`` that the ranks cannot be shared out in.
+        """
+        if self.strategy == "no_shard":
+            return shape.world
+        if self.shard_ranks is None:
+            return shape.dp_replicate if self.replicate else 1
+        if shape.world % self.shard_ranks:
+            fitting = [n for n in range(2, shape.world + 1) if shape.world % n == 0]
+            works = f" among {', '.join(map(str, fitting))}, or" if fitting else ""
+            raise UserError(
+                f"{where}shard_ranks={self.shard_ranks} does not divide the world of {shape.world} ranks; use"
+                f"{' one' + works if works else ''} null"
+            )
+        return shape.world // self.shard_ranks
+
     def check(self, device_type: str, where: str = "") -> None:
         """Refuse values and combinations that do not work, before anything is built.
 
@@ -111,6 +138,11 @@ class ShardSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UserError(f"{where}{name}={value} must be at least 1, an integer")
+        if self.shard_ranks is not None and (type(self.shard_ranks) is not int or self.shard_ranks < 2):
+            raise UserError(
+                f"{where}shard_ranks={self.shard_ranks} must be at least 2, a number of ranks, or null for all;"
+                f" one that holds a copy each is {where}strategy=no_shard"
+            )
         if not isinstance(self.gradient_scale, (int, float)):
             raise UserError(f"{where}gradient_scale={self.gradient_scale!r} must be a number")
         if isinstance(self.keep_operators, str) or not isinstance(self.keep_operators, Sequence):
@@ -135,6 +167,15 @@ class ShardSettings:
             (
                 not sharded and not self.replicate,
                 "@replicate=false shards over all ranks, and @strategy=no_shard not at all; set it to true",
+            ),
+            (
+                self.shard_ranks is not None and not sharded,
+                f"@shard_ranks={self.shard_ranks} has nothing to shard under @strategy=no_shard; set it to null",
+            ),
+            (
+                self.shard_ranks is not None and not self.replicate,
+                f"@shard_ranks={self.shard_ranks} is a copy for each {self.shard_ranks} ranks, and @replicate=false one"
+                " for all; set @shard_ranks=null or @replicate=true",
             ),
             (
                 not sharded and self.gather_stream != "own",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from distill.data import latent_cache
+from distill.data import latent_cache, shares
 from distill.data.encoders import TextEncoder, VideoCodec
 from distill.data.video_folder import VideoFolder
 from fsdp_cp.errors import UserError
@@ -46,9 +46,9 @@ def _outcome(build) -> dict[str, str]:
 
 
 def _worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), GROUP_RANK=str(rank // 2))
     torch.set_num_threads(1)
-    latent_cache._ROUND = 2  # so that ten clips take two rounds
+    shares._ROUND = 2  # so that ten clips take two rounds
     root, report = Path(folder), {}
     lines: list[str] = []
     handler = logging.Handler()
@@ -58,14 +58,16 @@ def _worker(rank: int, port: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
-    counts = _count_encodes()
+    counts, loads = _count_encodes(), []
+    load = TextEncoder.__init__
+    TextEncoder.__init__ = lambda self, *arguments, **options: loads.append(load(self, *arguments, **options))
 
     def build(**changes):
         options = {"path": root / "videos", "encoders": root / "tiny", "cache": root / "cache"}
         return VideoFolder(**(options | SIZES | changes))
 
     data = build()
-    report["first"] = dict(counts)
+    report["first"], report["text_encoders"] = dict(counts), len(loads)
     report["log"] = list(lines)
     report["fingerprint"], report["items"] = data.fingerprint, data._items
     report["latents"] = [float(data[i]["latents"].double().sum()) for i in range(len(data))]
@@ -88,10 +90,10 @@ def _worker(rank: int, port: int, folder: str) -> None:
         prepare = latent_cache.LatentCache._prepare
 
         def elsewhere(self):
-            who, name = prepare(self)
+            answer = prepare(self)
             self.folder = root / "not_shared"
             prepare(self)
-            return who, name
+            return answer
 
         latent_cache.LatentCache._prepare = elsewhere
     report["not_shared"] = _outcome(lambda: build(height=48))
@@ -119,8 +121,10 @@ def test_the_ranks_share_the_work(run):
     _, reports = run
     # Rows 3..9 are good: rank 0 has rows 3 6 9, rank 1 has 4 7, rank 2 has 5 8.
     assert [report["first"]["clips"] for report in reports] == [3, 2, 2]
-    # Seven clips share six captions; with the negative prompt seven texts, in turn.
-    assert [report["first"]["captions"] for report in reports] == [3, 2, 2]
+    # Seven clips share six captions; with the negative prompt seven texts. Ranks 0 and 1 are on one node, which has
+    # one text encoder in its memory; rank 2 is on another.
+    assert [report["first"]["captions"] for report in reports] == [4, 0, 3]
+    assert [report["text_encoders"] for report in reports] == [1, 0, 1]
 
 
 def test_the_ranks_agree_on_the_items(run):

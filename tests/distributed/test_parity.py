@@ -45,6 +45,17 @@ def test_replicas(pools, checkpoints, oracle, sizes):
     assert compare(trace_on_ranks(Setup(**sizes), checkpoints, pools[4]), oracle).largest < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("sizes", "roles"),
+    [({"dp_shard": 2, "cp": 2}, "teacher"), ({"cp": 4}, "all"), pytest.param({"dp_shard": 4}, "student", marks=slow)],
+    ids=str,
+)
+def test_copies_of_one_network_alone(pools, checkpoints, oracle, sizes, roles):
+    """Two ranks share a copy of it, as those of a node; also where a sample's tokens are on ranks of both copies."""
+    setup = Setup(**sizes, changes={roles: {"shard_ranks": 2}})
+    assert compare(trace_on_ranks(setup, checkpoints, pools[4]), oracle).largest < 1e-5
+
+
 @pytest.mark.parametrize("micro_batch_size", [2, *(pytest.param(n, marks=slow) for n in (1, 4))])
 def test_accumulation(pools, checkpoints, oracle, micro_batch_size):
     """1 x 4 micro-batches equal 4 x 1."""

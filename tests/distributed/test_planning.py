@@ -39,6 +39,7 @@ CASES = {
     ),
     "ring": (2, "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
     "samples": (2, "mesh.cp=1", "student.strategy=optim", "fake.strategy=optim_grads", "fake.ema.enabled=true"),
+    "teacher in halves": (4, "mesh.cp=2", "teacher.shard_ranks=2"),
     "both": (4, "mesh.cp=2", "micro_batch_size=1", "student.strategy=no_shard", "fake.gather_stream=compute"),
     "derivative, offloaded": (
         1,
@@ -90,7 +91,7 @@ CASES |= {
     ),
 }
 FAST = ("ring",)
-SLOW = ("adapters", "samples", "derivative, offloaded", "derivative, ring")
+SLOW = ("adapters", "teacher in halves", "samples", "derivative, offloaded", "derivative, ring")
 
 
 def _planned(world, words, layers=2):
@@ -153,6 +154,27 @@ def test_recomputation_through_a_frozen_fake_score_counts():
     fake = plan.roles[ROLES.index("fake")]
     forward = fake.family.forward_flops(fake.config, fake.tokens(latents, condition), condition)
     assert checkpointed.steps["student"].recomputed == pytest.approx(8 * forward, rel=0.05), "of eight samples"
+
+
+@pytest.mark.slow
+def test_what_selective_recomputation_keeps_is_not_computed_again():
+    """Attention by default; linear layers alone if so named, and then attention runs again."""
+    steps = {
+        how: simulate(*_planned(1, ("mesh.cp=1", *(f"student.{word}" for word in words)))).steps["student"].recomputed
+        for how, words in {
+            "none": (),
+            "full": ("activation_checkpointing=full",),
+            "selective": ("activation_checkpointing=selective",),
+            "linear": ("activation_checkpointing=selective", "keep_operators=[aten.addmm]"),
+        }.items()
+    }
+    _, plan, (latents, condition) = _planned(1, ("mesh.cp=1",))
+    student = plan.roles[ROLES.index("student")]
+    tokens = student.tokens(latents, condition)
+    forward = student.family.forward_flops(student.config, tokens, condition)
+    attention = student.family.attention_flops(student.config, tokens, condition)
+    assert steps["none"] == 0 and steps["linear"] == steps["full"] > 0 and 0 < attention < forward
+    assert steps["selective"] / steps["full"] == pytest.approx(1 - attention / forward)
 
 
 @pytest.mark.parametrize(

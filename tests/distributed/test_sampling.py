@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from distill.sampling import generate, sample_captions
+from distill.sampling import decode, generate, sample_captions
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
 from fsdp_cp.local_ranks import run_ranks
 from models.condition import text_condition
 from tests.oracles.runs import Setup, make_config
@@ -45,8 +47,50 @@ def test_the_same_clips_on_every_mesh(checkpoints, role, steps):
     truth = run_ranks(1, _clips, Setup(), checkpoints, role, steps, 5)[0]
     assert truth.shape == (5, *LATENT_SHAPE)
     assert (truth[1] - truth[3]).abs().max() > 0.1, "the same caption from other noise is another clip"
-    for rank in run_ranks(4, _clips, Setup(dp_shard=2, cp=2), checkpoints, role, steps, 2):
-        assert (rank - truth).norm() < 1e-5 * truth.norm()
+    for other in run_ranks(4, _clips, Setup(dp_shard=2, cp=2), checkpoints, role, steps, 2):
+        assert (other - truth).norm() < 1e-5 * truth.norm()
+
+
+class _Codec:
+    """Decodes a clip to its first latents, and counts."""
+
+    def __init__(self):
+        self.decoded = 0
+
+    def decode(self, latents):
+        assert latents.dtype == torch.float32
+        self.decoded += len(latents)
+        return latents[:, :1].permute(0, 2, 3, 4, 1).round().to(torch.uint8)
+
+
+def _decoded(count):
+    codec = _Codec()
+    latents = torch.arange(count * 24, dtype=torch.float64).reshape(count, 2, 3, 2, 2).remainder(256)
+    return decode(codec, latents), codec.decoded, _Codec().decode(latents.float()).numpy()
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 3), (3, 7), (3, 2), (4, 8)])
+def test_every_rank_decodes_its_share(world, count):
+    ranks = run_ranks(world, _decoded, count)
+    assert (ranks[0][0] == ranks[0][2]).all() and ranks[0][0].shape == (count, 3, 2, 2, 1)
+    assert [clips for clips, _, _ in ranks[1:]] == [None] * (world - 1)
+    assert [done for _, done, _ in ranks] == [len(range(rank, count, world)) for rank in range(world)]
+
+
+def _failing():
+    class Broken:
+        def decode(self, latents):
+            if rank() == 2:
+                raise UserError("the VAE is damaged")
+            return latents
+
+    with pytest.raises(UserError, match="the VAE is damaged"):
+        decode(Broken(), torch.zeros(5, 1, 1, 1, 1))
+    return True
+
+
+def test_a_rank_that_cannot_decode_is_heard_on_all():
+    assert run_ranks(3, _failing) == [True] * 3
 
 
 @pytest.mark.parametrize("known", [1, 2, 12, 64])

@@ -91,6 +91,8 @@ def test_the_values_of_a_combination(combination):
     data = config.data
     assert (data.num_frames, data.height, data.width, data.fps) == SIZES[resolution]
     assert config.batch_size == NODES[nodes][1] and config.method.name == pair[1]
+    sharded = [getattr(config, role).shard_ranks for role in ("teacher", "student", "fake")]
+    assert sharded == [8 if nodes == 4 else None, None, None], "the frozen teacher within a node"
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=identify)
@@ -103,6 +105,11 @@ def test_groups_alone_compose_the_same_from_another_experiment(combination):
     config = composed(f"experiment={start}", *groups)
     wanted = composed(*named(combination))
     assert replace(config, run_dir=None) == replace(wanted, run_dir=None)
+
+
+def test_adapters_on_four_nodes_have_one_base_that_is_sharded_in_one_way():
+    config = composed("experiment=wan2_1_t2v_14b_dmd2", *NODES[4][0], "adapters=lora")
+    assert [getattr(config, role).shard_ranks for role in ("teacher", "student", "fake")] == [8, 8, 8]
 
 
 # ---------------------------------------------------------------- what a word brings

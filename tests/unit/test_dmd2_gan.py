@@ -245,6 +245,10 @@ def test_replicas_need_unused_parameters_reduced():
         compose_config(overrides)
     for fine in ("fake.reduce_unused=true", "fake.strategy=optim", "fake.replicate=false"):
         compose_config([*overrides, fine])
+    overrides = ["method.gan_weight_student=0.001", "fake.shard_ranks=2"]
+    with pytest.raises(UserError, match="fake.shard_ranks=2 needs fake.reduce_unused=true"):
+        compose_config(overrides)
+    compose_config([*overrides, "fake.reduce_unused=true"])
 
 
 def test_gradient_weights_of_a_sample_do_not_depend_on_the_others():

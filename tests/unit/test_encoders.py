@@ -87,6 +87,21 @@ def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
     assert torch.equal(decoded[0], decoded[1])
 
 
+def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
+    """Frames of 288 x 320 pixels, above the 256 of a tile; diffusers' own VAE, tiled, is the truth."""
+    folder = inspect_encoders(tiny)
+    video = torch.nn.functional.interpolate(smooth_video(), size=(288, 320), mode="bilinear")
+    exact, tiled = VideoCodec(folder, **CPU), VideoCodec(folder, **CPU, tiling=True)
+    latents, in_tiles = exact.encode(video), tiled.encode(video)
+    assert not torch.equal(latents, in_tiles) and (latents - in_tiles).norm() < 0.2 * latents.norm()
+    exact.vae.enable_tiling()
+    assert torch.equal(exact.encode(video), in_tiles)
+    half = VideoCodec(folder, device=CPU["device"], dtype=torch.bfloat16)
+    assert (half.encode(video) - latents).norm() < 0.05 * latents.norm()
+    difference = half.decode(latents[None]).int() - VideoCodec(folder, **CPU).decode(latents[None]).int()
+    assert 0 < difference.abs().float().mean() < 2, "levels of 255"
+
+
 def test_latents_are_the_mode_about_unit_scale(tiny):
     codec = VideoCodec(inspect_encoders(tiny), **CPU)
     first, second = codec.encode(smooth_video()), codec.encode(smooth_video())

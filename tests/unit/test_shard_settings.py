@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import MeshShape
 from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator, require_compiler
 
 # Every field with a value other than its default, to be had under optim_grads_params alone.
 CHANGED = {
     "strategy": "optim",
     "replicate": False,
+    "shard_ranks": 8,
     "precision": "bf16",
     "reduce_dtype": "bf16",
     "master_dtype": "fp32",
@@ -66,6 +68,10 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
     ({"gather_stream": "side"}, "cpu", "gather_stream=side", {"gather_stream": "compute"}),
     ({"gather_stream": "compute", "strategy": "no_shard"}, "cpu", "gather_stream=compute", {"gather_stream": "own"}),
     ({"replicate": False, "strategy": "no_shard"}, "cpu", "replicate=false", {"replicate": True}),
+    ({"shard_ranks": 1}, "cpu", "shard_ranks=1", {"strategy": "no_shard", "shard_ranks": None}),
+    ({"shard_ranks": 2.0}, "cpu", "shard_ranks=2.0", {"shard_ranks": 2}),
+    ({"shard_ranks": 2, "strategy": "no_shard"}, "cpu", "shard_ranks=2", {"shard_ranks": None}),
+    ({"shard_ranks": 2, "replicate": False}, "cpu", "shard_ranks=2", {"replicate": True}),
     ({"gather_early": True, "strategy": "no_shard"}, "cpu", "gather_early=true", {"gather_early": False}),
     (
         {"separate_reduce_group": True, "strategy": "no_shard"},
@@ -128,7 +134,8 @@ def test_refused_by_name_with_a_value_that_works(given, device, named, change):
     message = str(caught.value)
     assert "\n" not in message and named in message and "student." in message and "@" not in message
     key, value = next(iter(change.items()))
-    text = {"True": "true", "False": "false", "[]": "empty", "['aten.addmm']": "aten.addmm"}.get(str(value), str(value))
+    words = {"True": "true", "False": "false", "[]": "empty", "None": "null", "['aten.addmm']": "aten.addmm"}
+    text = words.get(str(value), str(value))
     assert text in message or key in ("gradient_scale",), message
     ShardSettings(**given | change).check(device, "student.")
 
@@ -138,6 +145,18 @@ def test_the_message_of_another_place_has_its_name():
         ShardSettings(strategy="zero").check("cpu")
     with pytest.raises(UserError, match=r"^fake\.gather_early=true .* fake\.strategy=no_shard"):
         ShardSettings(strategy="no_shard", gather_early=True).check("cpu", "fake.")
+
+
+def test_copies_on_a_mesh():
+    shape = MeshShape(dp_replicate=2, dp_shard=3, ring=1, ulysses=4)
+    known = [({}, 2), ({"replicate": False}, 1), ({"strategy": "no_shard"}, 24), ({"shard_ranks": 8}, 3)]
+    for given, copies in known:
+        assert ShardSettings(**given).copies(shape) == copies
+    message = r"^teacher\.shard_ranks=7 does not divide the world of 24 ranks; use one among 2, 3, 4, 6, 8, 12, 24, or"
+    with pytest.raises(UserError, match=message):
+        ShardSettings(shard_ranks=7).copies(shape, "teacher.")
+    with pytest.raises(UserError, match=r"does not divide the world of 1 ranks; use null$"):
+        ShardSettings(shard_ranks=2).copies(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1))
 
 
 def test_every_field_is_here():
@@ -159,6 +178,7 @@ def refused(given: dict, device: str) -> bool:
 AGAINST = {
     "no_shard": {
         "replicate",
+        "shard_ranks",
         "gather_stream",
         "forward_prefetch",
         "backward_prefetch",
@@ -185,6 +205,7 @@ def test_every_other_setting_goes_with_every_strategy_but_those_listed(strategy)
 def test_every_pair_of_settings_goes_together_but_those_listed():
     """Under optim_grads_params, on CUDA."""
     against = {("activation_checkpointing", "keep_operators"), ("backward_prefetch", "keep_gathered")}
+    against.add(("replicate", "shard_ranks"))
     names = sorted(CHANGED.keys() - {"strategy"})
     for pair in itertools.combinations(names, 2):
         given = {name: CHANGED[name] for name in pair}

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.data import latent_cache
 from distill.data.clips import ClipFormat, read_clip
 from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
 from distill.data.video_folder import VideoFolder
@@ -57,6 +56,18 @@ def make(tmp_path, tiny, videos):
 
 def cached(tmp_path):
     return {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*") if file.is_file()}
+
+
+def test_another_way_through_the_vae_is_another_latent(make, counts):
+    """What bf16 or tiles made must not pass for what fp32 makes; embeddings do not depend on it."""
+    texts = len(make().cache.write_texts([""])), len(counts["captions"])
+    fingerprints = {make().fingerprint}
+    assert len(counts["clips"]) == 3
+    for n, changes in enumerate([{"vae_dtype": torch.bfloat16}, {"vae_tiling": True}], start=2):
+        data = make(**changes)
+        fingerprints.add(data.fingerprint)
+        assert len(counts["clips"]) == 3 * n and data.decode(data[0]["latents"][None]).shape == (1, 9, 32, 48, 3)
+    assert len(fingerprints) == 3 and texts == (1, len(counts["captions"]))
 
 
 def test_items_are_the_clips_through_the_encoders(make, tiny, videos):
@@ -298,7 +309,7 @@ def test_a_killed_write_leaves_nothing_under_a_key(make, counts, monkeypatch, tm
         done.append(target)
         replace(source, target)
 
-    monkeypatch.setattr(latent_cache.os, "replace", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         make()
     assert [file.name for file in cached(tmp_path)] == [Path(done[0]).name]

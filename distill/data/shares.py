@@ -1,0 +1,97 @@
+"""Items shared out over the ranks: who does which, in rounds that all ranks share, and files read ahead by threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from tqdm import tqdm
+
+from fsdp_cp.launch import rank, share_of_cores
+from fsdp_cp.reduce import on_all_ranks
+
+T = TypeVar("T")
+
+_ROUND = 4
+_MOST_THREADS = 4  # a clip of 81 frames at 720p is 0.9 GB as the VAE takes it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Which of ``ranks`` does which item: item i is that of ``ranks[i % len(ranks)]``. The same on every rank."""
+
+    ranks: tuple[int, ...]
+
+    def own(self, count: int) -> range:
+        """Of ``count`` items those of this rank."""
+        size = len(self.ranks)
+        return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
+
+    def run(self, count: int, work: Callable[[int], T], what: str, unit: str) -> list[T]:
+        """``work(i)`` for i below ``count``, each on its rank and in its order; all results on every rank.
+
+        In rounds of a few: a failure reaches all ranks soon, and no rank waits in a collective while another works off
+        its whole share, which would pass the group's timeout. Rank 0 shows a bar with ``unit`` a second.
+        """
+        results: list[T] = []
+        own, size = self.own(count), len(self.ranks) * _ROUND
+        with tqdm(total=count, desc=what, unit=unit, disable=rank() != 0, leave=False, delay=2) as bar:
+            for first in range(0, count, size):
+                mine = [i for i in own if first <= i < first + size]
+                parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
+                merged = {i: result for part in parts for i, result in part.items()}
+                results += [merged[i] for i in sorted(merged)]
+                bar.update(len(merged))
+        assert len(results) == count
+        return results
+
+
+def node() -> str:
+    """What tells this rank's machine from others: torchrun's number of it, and its name."""
+    return f"{os.environ.get('GROUP_RANK', '')} {socket.gethostname()}"
+
+
+def first_of_each(nodes: Sequence[str]) -> tuple[int, ...]:
+    """The lowest rank of each node, where ``nodes[i]`` is :func:`node` of rank i."""
+    return tuple(sorted({name: rank for rank, name in reversed(list(enumerate(nodes)))}.values()))
+
+
+class ReadAhead(Generic[T]):
+    """``read(i)`` of each item, in order, by threads ahead of whoever takes it. A context manager.
+
+    Decoding and resizing hold no interpreter lock, so threads do (frames need not travel between processes): this
+    rank's share of the cores, four at most, and as many items read ahead.
+    """
+
+    def __init__(self, read: Callable[[int], T], items: Iterable[int]) -> None:
+        self._read, self._items = read, iter(items)
+        self._threads = min(_MOST_THREADS, share_of_cores())
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
+        self._waiting: deque[tuple[int, Future[T]]] = deque()
+
+    def __enter__(self) -> ReadAhead[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def take(self, item: int) -> T:
+        """``read(item)``, the next in order; raises what it raised."""
+        self._fill()
+        known, future = self._waiting.popleft()
+        assert known == item, "items are taken in their order"
+        result = future.result()
+        self._fill()  # the threads go on while the caller works on this one
+        return result
+
+    def _fill(self) -> None:
+        while len(self._waiting) < self._threads and (item := next(self._items, None)) is not None:
+            self._waiting.append((item, self._pool.submit(self._read, item)))
