@@ -33,6 +33,7 @@ CASES = {
     "three, their own group": {"gradient_buffers": 3, "separate_reduce_group": True},
     "checkpointed": {"activation_checkpointing": "full"},
     "unused": {"reduce_unused": True},
+    "a copy for each two ranks": {"shard_ranks": 2},
 }
 
 
