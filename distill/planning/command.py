@@ -30,7 +30,7 @@ from models.load import defining
 log = logging.getLogger(__name__)
 
 _OF_THE_GPU = ("compile", "communication_buffers")
-"""Settings of roles that a CPU has not, and that change nothing of what is simulated."""
+"""Settings of roles that a CPU has not, and that change nothing of what is simulated; pooled buffers it has."""
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
 
     Raises:
         UserError: what a run of these settings would refuse before it loads weights, but for settings that only a GPU
-            has (kernels, compiled graphs, communication buffers); torchrun around it; files of
+            has (kernels, compiled graphs, NCCL's communication buffers); torchrun around it; files of
             these names that no plan has written, or a folder that cannot be written.
     """
     require_plannable(config)
@@ -108,7 +108,8 @@ def as_planned(config: Config) -> Config:
     for name in METHODS[config.method.name][0].roles_needed(config.method):
         role = getattr(config, name)
         for setting in _OF_THE_GPU:
-            setattr(role, setting, getattr(default, setting))
+            if getattr(role, setting) != "pooled":
+                setattr(role, setting, getattr(default, setting))
         if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
             published = family_of(role.family, name).published
             if config.planning.model not in published:

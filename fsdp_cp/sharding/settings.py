@@ -24,7 +24,7 @@ _CHOICES = {
     "master_dtype": ("keep", "fp32", "bf16"),
     "activation_checkpointing": ("none", "full", "selective"),
     "offload": ("none", "cpu"),
-    "communication_buffers": ("default", "process_group", "symmetric"),
+    "communication_buffers": ("default", "pooled", "process_group", "symmetric"),
     "gather_stream": ("own", "compute"),
 }
 
@@ -81,8 +81,9 @@ class ShardSettings:
     separate_reduce_group: bool = False
     """Reduce-scatters get a communicator of their own, so that they need not queue behind all-gathers."""
     communication_buffers: str = "default"
-    """Where NCCL's staging buffers come from: ``process_group`` (registered memory), ``symmetric`` (symmetric
-    memory)."""
+    """Where the staging buffers of collectives come from: ``pooled`` (one piece of memory for those of all networks
+    with this setting, planned from the first steps), ``process_group`` (memory registered with NCCL), ``symmetric``
+    (NCCL's symmetric memory)."""
     reduce_unused: bool = False
     """Count a parameter that got no gradient on this rank as zero, where ranks may use different parameters."""
     gradient_scale: float = 1.0
@@ -195,7 +196,7 @@ class ShardSettings:
                 " @strategy=no_shard; use default",
             ),
             (
-                device_type != "cuda" and self.communication_buffers != "default",
+                device_type != "cuda" and self.communication_buffers in ("process_group", "symmetric"),
                 f"@communication_buffers={self.communication_buffers} is memory of NCCL, and the device is"
                 f" {device_type}; use default",
             ),

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,8 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
 from fsdp_cp.sharding.guards import allow_inference_mode, explain_dtypes, refuse_double_backward
+from fsdp_cp.sharding.pool import pool_of
+from fsdp_cp.sharding.pooled import pool_buffers
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, gather_in_compute_stream, remember_units
 
@@ -83,6 +86,8 @@ def shard_module(
     root = cast(ShardedModule, model)  # by now; its class has changed in place
     _set_attributes(root, attributes)
     _configure(root, settings, where)
+    if settings.communication_buffers == "pooled":
+        _pool(root, mesh, where)
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
     remember_units(root)
@@ -248,6 +253,14 @@ def _configure(model: ShardedModule, settings: ShardSettings, where: DeviceMesh)
         log.warning("gradient_buffers=%d needs torch 2.13; FSDP keeps 1", settings.gradient_buffers)
     if settings.reduce_unused:
         _newer(model, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
+
+
+def _pool(root: ShardedModule, mesh: Mesh, where: DeviceMesh) -> None:
+    ranks = where.size(where.ndim - 1)
+    if ranks > 1:
+        pool_buffers(root, pool_of(mesh), ranks)
+    elif dist.get_rank() == 0:
+        log.info("communication_buffers=pooled: one rank holds all, so there are no collectives whose buffers to pool")
 
 
 def _newer(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:

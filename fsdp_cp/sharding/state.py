@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from fsdp_cp.sharding.pool import BufferPool
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
@@ -31,6 +32,15 @@ _FROZEN_HERE = "_frozen_by_set_trainable"
 
 _UNITS = "_shard_units"
 """Attribute of a root that :func:`fsdp_cp.shard_module` made."""
+
+
+POOL = "_buffer_pool"
+"""Attribute of a root whose units share one, and of the mesh on which they do."""
+
+
+def pool_at(root: nn.Module) -> BufferPool | None:
+    """The pool that the units of ``root`` take the buffers of their collectives from, if they do."""
+    return vars(root).get(POOL)
 
 
 def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
@@ -243,6 +253,12 @@ def reset_iteration(root: nn.Module) -> None:
     """Bring FSDP2's own bookkeeping back to rest after an exception in a forward or backward."""
     if not isinstance(root, ShardedModule):
         return
+    _reset_iteration(root)
+    if (pool := pool_at(root)) is not None:  # after what FSDP2 lets go of here
+        pool.break_off()
+
+
+def _reset_iteration(root: ShardedModule) -> None:
     state = root._get_fsdp_state()
     if not state._is_root:
         return  # before the first forward there is nothing to reset, and it would fail

@@ -102,6 +102,11 @@ SETTINGS: dict[str, list[tuple[str, str]]] = TYPING | {
         ("student.replicate=false student.strategy=no_shard", "set it to true"),
         ("student.gather_early=true student.strategy=no_shard", "set it to false"),
         ("fake.communication_buffers=symmetric", "is memory of NCCL, and the device is cpu; use default"),
+        ("student.communication_buffers=pooled student.strategy=no_shard", "has no all-gather to serve"),
+        (
+            "adapters=lora student.communication_buffers=pooled",
+            "these roles share one network (student.lora)",
+        ),
         ("teacher.gather_early=true", "use student.gather_early=true"),
         ("teacher.activation_checkpointing=full", "is for a role that trains"),
         ("teacher.reduce_dtype=bf16", "is for a role that trains"),

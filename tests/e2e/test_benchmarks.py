@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import distillation, lora, modes, overhead, planning, stability, weak_scaling
+from benchmarks import distillation, lora, modes, overhead, planning, pooled, stability, weak_scaling
 from distill.planning.hardware import load_hardware
 from distill.planning.simulation import Simulation, StepCost
 from distill.report.measures import HIGHER_IS_BETTER
@@ -129,6 +129,13 @@ def test_a_plan_that_is_wrong_is_said_to_be(change, kept):
     assert not planning.compare(plan, measured).kept(4)
     with pytest.raises(RuntimeError, match="phases"):
         planning.compare({**plan, "phases": {"": {"gib": 0.0, "of": {}}}}, measured)
+
+
+@pytest.mark.long
+def test_pooled_in_small(capsys):
+    assert pooled.main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert "| 2 ranks, dp=2 | 32 to 64 | all | 48 | 16 | 0 | 2 | yes |" in printed and "all bounds kept" in printed
 
 
 @pytest.mark.long

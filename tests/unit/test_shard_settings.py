@@ -85,6 +85,12 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
         for s, d in (("no_shard", "cuda"), ("optim_grads_params", "cpu"))
     ),
     (
+        {"communication_buffers": "pooled", "strategy": "no_shard"},
+        "cpu",
+        "communication_buffers=pooled",
+        DEFAULT_BUFFERS,
+    ),
+    (
         {"communication_buffers": "symmetric", "gradient_buffers": 2},
         "cuda",
         "gradient_buffers=2",
@@ -205,6 +211,13 @@ def test_every_pair_of_settings_goes_together_but_those_listed():
         given = {name: CHANGED[name] for name in pair}
         given = {**{k: v for name in pair for k, v in NEEDS.get(name, {}).items()}, **given}
         assert refused(given, "cuda") == (pair in against), pair
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pooled_buffers_go_with_every_setting_that_gathers(device):
+    for name, value in CHANGED.items():
+        if name != "communication_buffers":
+            assert not refused({"communication_buffers": "pooled", name: value, **NEEDS.get(name, {})}, device), name
 
 
 @pytest.mark.parametrize(("given", "meant"), [(True, "full"), (False, "none"), ("selective", "selective")])
