@@ -160,7 +160,7 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     settings.check(device.type, f"{name}.")
     if name in method.trained_roles:
         given.lora.check(f"{name}.lora.")
-    # The rollouts of rCM's student too: FSDP2 keeps of a weight either its bf16 memory or its fp8 one.
+    # FSDP2 makes the memory of a whole weight once: the forwards without tangents need it as those with them.
     if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
         raise UserError(
             f"{name}.fp8_gather=true: method={config.method.name} takes derivatives of the {name} in forward mode, for"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib import metadata
 from types import SimpleNamespace
@@ -127,23 +127,27 @@ def apply_fp8(
             raise UserError(
                 f"fp8: the layer {names[id(layer)]} has hooks, which its fp8 layer would not have; add them afterwards"
             )
-    ao, emulate = _torchao(), device_type != "cuda"
-    # Padded: a rank's tokens are the inner size of the weight gradient's product, and need not be a multiple of 16.
-    config = ao.Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
+    emulate = device_type != "cuda"
     wanted = {id(layer) for layer in chosen}
-    converted: list[nn.Linear] = []
-    for unit in units[1:-1]:
-        before = {name for name, module in unit.named_modules() if id(module) in wanted}
-        ao.convert_to_float8_training(unit, module_filter_fn=lambda module, _: id(module) in wanted, config=config)
-        for name, module in unit.named_modules():
-            if name in before:
-                module.__class__ = ao.Fp8Linear
-                converted.append(cast(nn.Linear, module))
+    converted = [layer for unit in units[1:-1] for layer in convert(unit, wanted, emulate=emulate)]
     if dist.get_rank() == 0:
         how = " (emulated: this device has no fp8 products)" if emulate else ""
         skipped = f"; {len(odd)} stay as they are, of sizes that are no multiples of {MULTIPLE}" if odd else ""
         log.info("fp8: %d linear layers of %s%s%s", len(converted), type(model).__name__, how, skipped)
     return converted
+
+
+def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> list[nn.Linear]:
+    """Put an fp8 layer in the place of each linear layer in ``module`` whose ``id`` is ``wanted``; these, in order."""
+    ao = _torchao()
+    # Padded: a rank's tokens are the inner size of the weight gradient's product, and need not be a multiple of 16.
+    config = ao.Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
+    names = [name for name, each in module.named_modules() if id(each) in wanted]
+    ao.convert_to_float8_training(module, module_filter_fn=lambda each, _: id(each) in wanted, config=config)
+    layers = [cast(nn.Linear, module.get_submodule(name)) for name in names]
+    for layer in layers:
+        layer.__class__ = ao.Fp8Linear
+    return layers
 
 
 def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], where: DeviceMesh) -> None:
@@ -253,6 +257,9 @@ def _torchao() -> SimpleNamespace:
         :func:`fsdp_cp.sharding.activations.compile_forward`."""
 
         def forward(self, x):
+            if torch.is_inference_mode_enabled():  # whose tensors torchao's classes of tensors cannot take apart
+                with torch.inference_mode(False), torch.no_grad():
+                    return self.forward(x)
             if inside_dual_level():
                 if isinstance(self.weight, Float8TrainingTensor):
                     raise RuntimeError(
