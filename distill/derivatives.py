@@ -64,8 +64,8 @@ def check_exact(config: Any) -> None:
             )
         if config.student.fp8 != "none":
             raise UserError(
-                f"method.jvp=finite_difference with student.fp8={config.student.fp8}: the difference drowns in rounding;"
-                " use student.fp8=none or method.jvp=exact"
+                f"method.jvp=finite_difference with student.fp8={config.student.fp8}: the difference drowns in"
+                " rounding; use student.fp8=none or method.jvp=exact"
             )
         return
     if torch.__version__ < FORWARD_AD_SINCE:

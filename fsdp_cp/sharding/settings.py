@@ -151,8 +151,8 @@ class ShardSettings:
             ),
             (
                 self.fp8_gather and self.offload != "none",
-                f"@fp8_gather=true casts shards where they are gathered, and those of @offload={self.offload} are elsewhere;"
-                " set it to false",
+                f"@fp8_gather=true casts shards where they are gathered, and those of @offload={self.offload} are"
+                " elsewhere; set it to false",
             ),
             (
                 self.keep_gathered and self.strategy != "optim_grads_params",

@@ -121,7 +121,9 @@ def _fp8_layers_with_adapters(folder, changes):
 
 def _role(folder, trainable=True, **settings):
     mesh = build_mesh(cp=torch.distributed.get_world_size(), heads=4, device_type="cpu")
-    plan = plan_role("student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16", **settings))
+    plan = plan_role(
+        "student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16", **settings)
+    )
     role = build_role(
         plan,
         mesh=mesh,
