@@ -163,10 +163,14 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], where: Devic
         where: what it is sharded over; the last axis holds the shards.
     """
     gathers = _GatheredInFp8(root, layers, where)
-    root.register_forward_pre_hook(gathers.prepare, prepend=True)  # in front of the root's and the units' gathers
+    if gathers.layers:
+        root.register_forward_pre_hook(gathers.prepare, prepend=True)  # in front of the root's and the units' gathers
     if gathers.left_out and dist.get_rank() == 0:
-        log.info("fp8_gather: %d weights do not divide evenly over the ranks, and are gathered as they compute",
-                 gathers.left_out)  # fmt: skip
+        log.info(
+            "fp8_gather: %d of %d weights do not divide evenly over the ranks, and are gathered as they compute",
+            gathers.left_out,
+            len(layers),
+        )
 
 
 class _GatheredInFp8:
@@ -179,7 +183,7 @@ class _GatheredInFp8:
 
     def __init__(self, root: ShardedModule, layers: Sequence[nn.Linear], where: DeviceMesh):
         self._weights, self.left_out = evenly_sharded_weights(root, layers)
-        self._layers = [layer for _, layer in self._weights]
+        self.layers = [layer for _, layer in self._weights]
         self._group = where.get_group(where.ndim - 1)
 
     @torch.no_grad()
@@ -190,7 +194,7 @@ class _GatheredInFp8:
             shards = [weight.sharded_param._local_tensor for weight, _ in self._weights]
             largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-            scales = _torchao().amax_to_scale(largest, _target_dtype(self._layers[0])).unbind()
+            scales = _torchao().amax_to_scale(largest, _target_dtype(self.layers[0])).unbind()
         for (weight, layer), shard, scale in zip(self._weights, shards, scales, strict=True):
             if not hasattr(shard, "fsdp_pre_all_gather"):
                 gather_by(weight, *_functions(shard, layer))

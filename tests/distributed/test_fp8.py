@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from fsdp_cp import build_mesh, microbatch
+from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.errors import UserError
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import gathered_units
@@ -252,6 +253,19 @@ def test_weights_that_do_not_divide_are_gathered_as_they_compute(pools, checkpoi
     """64 rows on 3 ranks do not; 48 do."""
     bf16, gather = (pools[3].run(_gathered_bytes, checkpoints, s)[0] for s in ({}, GATHER))
     assert bf16[0] - gather[0] == (8 * 48 * 48 + 48 * 64) * 2 // 3 and gather[1] - bf16[1] == round(2 * 4 * 9 * 2 / 3)
+
+
+def _hooked():
+    blocks = [nn.Sequential(nn.Linear(16, 16)) for _ in range(3)]
+    blocks[1][0].register_forward_hook(lambda *_: None)
+    model = nn.Sequential(*blocks)
+    with pytest.raises(UserError, match=r"the layer 1\.0 has hooks"):
+        shard_module(model, mesh=build_mesh(device_type="cpu"), units=blocks, fp8="torchao")
+    return True
+
+
+def test_a_layer_with_hooks_is_refused(pools):
+    assert all(pools[1].run(_hooked))
 
 
 def _resumable(setup, folder, run_dir, first, last):
