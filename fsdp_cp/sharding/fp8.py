@@ -261,7 +261,8 @@ def _torchao() -> SimpleNamespace:
         :func:`fsdp_cp.sharding.activations.compile_forward`."""
 
         def forward(self, x):
-            if torch.is_inference_mode_enabled():  # whose tensors torchao's classes of tensors cannot take apart
+            # Whose tensors torchao's classes of tensors cannot take apart. Dynamo cannot be asked for it.
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self.forward(x)
             if inside_dual_level():
