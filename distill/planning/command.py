@@ -29,7 +29,7 @@ from models.load import defining
 
 log = logging.getLogger(__name__)
 
-_OF_THE_GPU = ("compile", "communication_buffers")
+_OF_THE_GPU = ("compile", "communication_buffers", "fp8", "fp8_gather")
 """Settings of roles that a CPU has not, and that change nothing of what is simulated; pooled buffers it has."""
 
 
@@ -47,6 +47,7 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
     """
     require_plannable(config)
     digest = settings_digest(config)
+    log_fp8(config)
     config = as_planned(config)
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
@@ -94,6 +95,18 @@ def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: b
     simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda", at_once=at_once)
     coding = coding_peaks(config, shapes[0])
     return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, coding)
+
+
+def log_fp8(config: Config) -> None:
+    """Say which roles are planned without the fp8 that a run of ``config`` gives them, and what that means."""
+    names = METHODS[config.method.name][0].roles_needed(config.method)
+    chosen = [name for name in names if getattr(config, name).fp8 != "none"]
+    if chosen:
+        log.warning(
+            "%s: planned as without fp8: rates of fp8 products are not known here, so times are of bf16 ones, longer"
+            " than the run's; gathers are counted in the dtype of compute, also under fp8_gather",
+            ", ".join(f"{name}.fp8={getattr(config, name).fp8}" for name in chosen),
+        )
 
 
 def as_planned(config: Config) -> Config:

@@ -6,7 +6,7 @@ the units ran, how large their shards are. Tests hold each function against the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +179,36 @@ def gather_in_compute_stream(model: FSDPModule) -> None:
     buffer until the next one's has been copied out.
     """
     model._set_unshard_async_op(True)
+
+
+def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[tuple[Any, Any]], int]:
+    """(``FSDPParam``, layer) of the ``weight`` of each of ``layers`` of which every rank holds an equal part.
+
+    Returns:
+        Those, and how many there are of the others. FSDP2 pads an uneven part, but not one that gathers itself.
+    """
+    wanted = {id(layer) for layer in layers}
+    found = [
+        parameter
+        for module in fsdp_modules(model)
+        for group in param_groups(module)
+        for parameter in group.fsdp_params
+        if parameter._module_info.param_name == "weight" and id(parameter._module_info.module) in wanted
+    ]
+    assert len(found) == len(layers), "each layer is in one unit"
+    even = [p for p in found if p._orig_size[0] % p.mesh_info.shard_mesh_size == 0]
+    return [(p, p._module_info.module) for p in even], len(found) - len(even)
+
+
+def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let an ``FSDPParam`` be gathered by ``before`` and ``after`` instead of in its dtype of compute.
+
+    They are FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for on the shard's tensor when
+    the parameter is made: ``_init_extensions`` (private) looks again.
+    """
+    shard = parameter.sharded_param._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    parameter._init_extensions()
 
 
 def set_trainable(model: nn.Module, trainable: bool) -> None:

@@ -348,7 +348,7 @@ RULES = [
     Rule(r"python -m tests\.tiny_pipeline /tmp/pipeline", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
     Rule(
-        r"python -m benchmarks\.(distillation|modes|stability|lora( --ranks 16)?)",
+        r"python -m benchmarks\.(distillation|modes|stability|fp8( --distil)?|lora( --ranks 16)?)",
         form,
         why="tests/e2e/test_benchmarks.py runs them",
     ),

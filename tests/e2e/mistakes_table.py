@@ -90,6 +90,23 @@ SETTINGS: dict[str, list[tuple[str, str]]] = TYPING | {
         ("student.keep_operators=[aten.mm]", "is for student.activation_checkpointing=selective"),
         ("student.keep_operators=aten.mm", "must be a list of texts, as [name,other]"),
         ("student.activation_checkpointing=selective student.keep_operators=[os.system]", "torch has no operator"),
+        ("student.fp8=int8", "use none or torchao or transformer_engine"),
+        ("fake.fp8=transformer_engine", "is not available yet"),
+        ("student.fp8_gather=true", "gathers the weights of student.fp8=torchao, not of student.fp8=none"),
+        ("student.fp8=torchao student.fp8_gather=true student.offload=cpu", "are elsewhere; set it to false"),
+        ("student.fp8=torchao adapters=lora", "these roles share one network"),
+        (
+            "experiment=quickstart_scm student.fp8=torchao student.fp8_gather=true",
+            "takes derivatives of the student in forward mode",
+        ),
+        (
+            "experiment=quickstart_meanflow method.jvp=finite_difference student.fp8=torchao",
+            "the difference drowns in rounding; use student.fp8=none",
+        ),
+        (
+            "experiment=quickstart_teacher student.architecture.num_layers=2 student.fp8=torchao",
+            "between the first and the last of 2, and it has none there; use student.fp8=none",
+        ),
         ("student.compile=2", "student.compile=2 must be true or false"),
         ("student.offload=gpu", "use none or cpu"),
         ("student.gather_stream=other", "use own or compute"),
