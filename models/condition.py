@@ -6,7 +6,8 @@ the two differ where a negative prompt is set. Families read the tensors by name
 
 Names in use: ``text`` ``(B, L, D)``, embeddings of the caption; ``image_latents`` ``(B, C, T, H, W)``, a clip of the
 first image and grey frames behind it, encoded; ``image_mask`` ``(B, F, T, H, W)``, 1 where a frame is given, of the F
-frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's features.
+frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's features; ``first_frame``
+``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+FIRST_FRAME = "first_frame"
+IMAGES = ("image_latents", FIRST_FRAME)
+"""Names of which a condition has one where an image belongs to each of its samples."""
 
 
 @dataclass(frozen=True, slots=True)
