@@ -12,15 +12,18 @@ frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 FIRST_FRAME = "first_frame"
-IMAGES = ("image_latents", FIRST_FRAME)
-"""Names of which a condition has one where an image belongs to each of its samples."""
+
+
+def has_image(names: Collection[str]) -> bool:
+    """Does an image belong to each sample of a condition with tensors of these names?"""
+    return "image_latents" in names or FIRST_FRAME in names
 
 
 @dataclass(frozen=True, slots=True)

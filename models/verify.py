@@ -26,7 +26,9 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     """Print a table, and one with what the network may be given too; were all errors within the bound?"""
     good = _table(title, folder, family, ranks, optional=False)
     names = optional_names(planned(folder, family, checkpointing=False))
-    return _table(f"{title}, {' and '.join(names)} given", folder, family, ranks, optional=True) & good if names else good
+    return (
+        _table(f"{title}, {' and '.join(names)} given", folder, family, ranks, optional=True) & good if names else good
+    )
 
 
 def _table(title: str, folder: Path, family: str, ranks: int, *, optional: bool) -> bool:

@@ -82,7 +82,7 @@ class Family(ABC):
 
     @abstractmethod
     def time_embedder(self, network: nn.Module) -> nn.Module:
-        """The module whose output ``(B, width)`` is the embedding of the time; ``(B, S_local, width)`` of token times."""
+        """The module whose output embeds the time: ``(B, width)``, or ``(B, S_local, width)`` of times of tokens."""
 
     def never_trained(self, network: nn.Module) -> list[str]:
         """Names of parameters that no gradient ever reaches; they are frozen."""
@@ -206,9 +206,10 @@ class Family(ABC):
         """
         return self.clip_latents(num_frames, height, width)
 
-    def vae_for(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``config.json`` of the VAE of such published networks; empty for the defaults of its class."""
-        return {}
+    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        """``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` of published networks by their latents'
+        channels; a VAE's is empty for the defaults of its class, an image encoder's where there is none."""
+        return {"text_encoder": self.text_encoder, "vae": {}, "image_encoder": self.image_encoder}
 
     # Running
 

@@ -147,8 +147,9 @@ class Wan(Family):
         of = wan_frames.clip_latents if self.latent_channels(config) == wan_frames.CHANNELS else self.clip_latents
         return of(num_frames, height, width)
 
-    def vae_for(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return wan_frames.VAE if self.latent_channels(config) == wan_frames.CHANNELS else {}
+    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        found = super().encoders_for(channels)
+        return found | ({"vae": wan_frames.VAE, "image_encoder": {}} if channels == wan_frames.CHANNELS else {})
 
     def build(self, config: Mapping[str, Any], setting: str) -> WanTransformer3DModel:
         """A network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.

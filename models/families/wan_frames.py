@@ -1,9 +1,9 @@
 """Wan 2.2's TI2V: a given first frame, whose latents stand in the noisy ones' place with a time of their own.
 
-The network is a text-to-video Wan: no channels and no encoder are there for an image. Of a condition that has the tensor
-``first_frame`` the latents of frame 0 are replaced by it, and the times of its tokens are 0, as in
-``WanImageToVideoPipeline`` with ``expand_timesteps``. Without one a sample has one time, as every Wan: a time for each
-token costs its modulation, 6 x width numbers a token (2 GB in fp32 at 720p).
+The network is a text-to-video Wan: no channels and no encoder are there for an image. Where the condition has the
+tensor ``first_frame``, that takes the place of the latents of frame 0, and the times of its tokens are 0, as in
+``WanImageToVideoPipeline`` with ``expand_timesteps``. Without one a sample has one time, as of every Wan: times of
+tokens cost a modulation of each, 6 x width numbers (2 GB in fp32 at 720p).
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample.
 """
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
-from models.condition import FIRST_FRAME
 from models.families.base import LatentShape, Shape
 
 CHANNELS = 48
