@@ -176,7 +176,8 @@ class VideoFolderSettings(DataSettings):
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
     image: str | None = None
-    """What an image-to-video network is shown: ``first_frame`` of the clip, encoded once and cached; null for none."""
+    """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
+    has it in the noisy frame's place); null for none."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         from distill.data.clips import ClipFormat

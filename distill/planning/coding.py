@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,8 +97,9 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
     """Wan's VAE of ``config.json``, with random weights on the current default device; of ``{}`` as published."""
     from diffusers import AutoencoderKLWan
 
-    known = {name: value for name, value in settings.items() if not name.startswith("_")}
-    return AutoencoderKLWan(**known)
+    # Folders of other versions have keys that the class does not know; from_pretrained passes them by, too.
+    parameters = inspect.signature(AutoencoderKLWan.__init__).parameters
+    return AutoencoderKLWan(**{name: value for name, value in settings.items() if name in parameters})
 
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
