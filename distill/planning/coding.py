@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     dtype = VAE_PRECISIONS[data.vae_precision]
 
     def build() -> Any:
-        network = build_vae(vae).to(dtype)
+        with _default_dtype(dtype):
+            network = build_vae(vae)
         if data.vae_tiling:
             network.enable_tiling()
         return network
@@ -100,6 +102,17 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
     # Folders of other versions have keys that the class does not know; from_pretrained passes them by, too.
     parameters = inspect.signature(AutoencoderKLWan.__init__).parameters
     return AutoencoderKLWan(**{name: value for name, value in settings.items() if name in parameters})
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of what is built inside: ``Module.to`` cannot change the dtype of fake parameters (torch 2.13)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
