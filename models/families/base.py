@@ -130,7 +130,9 @@ class Family(ABC):
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """Name and shape of each tensor of one sample's condition that the network takes.
+        """Name and shape of each tensor of one sample's condition that the network needs.
+
+        What it takes too where the data give it is in :meth:`optional_shapes`.
 
         Args:
             config: of the network.

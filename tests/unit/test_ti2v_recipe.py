@@ -12,6 +12,9 @@ from torch.distributed.tensor import Shard
 import models.fill
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
+from distill.data.first_frame import frame_in_place
+from distill.planning.coding import build_vae, encoder_settings
+from distill.planning.command import as_planned, planned_shapes
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
@@ -126,10 +129,27 @@ def test_refusals(pipeline, words, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("image", ["null", "first_frame"])
+def test_it_is_planned_without_encoders(image):
+    config = as_planned(compose_config([EXPERIMENT, "plan=true", "world=8", f"data.image={image}"]))
+    latents, shapes = planned_shapes(config)
+    assert latents == LATENTS and ("first_frame" in shapes) == (image != "null") and len(shapes) < 3
+    assert plan_run(config, shapes=(latents, shapes)).mesh.cp == CP
+    text, vae, of_image = encoder_settings(config, latents[0])
+    assert text["d_model"] == 4096 and vae["z_dim"] == 48 and not of_image
+    config.data.width = 1272
+    with pytest.raises(UserError, match="Wan 2.2's VAE takes 4k . 1 frames of multiples of 16 pixels"):
+        planned_shapes(config)
+
+
+def test_keys_that_the_class_of_the_vae_does_not_know_are_passed_by():
+    """Published folders have ``clip_output``, which diffusers 0.42 has not."""
+    with torch.device("meta"):
+        assert build_vae({**VAE, "clip_output": False, "_class_name": "AutoencoderKLWan"}).config.z_dim == 48
+
+
 @pytest.mark.parametrize("text", ["[", '{"expand_timesteps": "yes"}'])
 def test_an_index_that_says_neither_is_refused(pipeline, text):
-    from distill.data.first_frame import frame_in_place
-
     index = pipeline / "model_index.json"
     before = index.read_text()
     index.write_text(text)
