@@ -2,7 +2,8 @@
 
 A FAMILY is tried with its own small examples and random weights, a FOLDER (a diffusers transformer or pipeline folder)
 with the network in it. Each is built as a role, split and sharded on each mesh that ``--ranks`` local processes make;
-its outputs, gradients and derivatives are compared in float64 with those of the unmodified network in one process.
+its outputs, gradients and derivatives are compared in float64 with those of the unmodified network in one process. A
+network that may be given more, such as a first frame, is tried with and without it.
 """
 
 from __future__ import annotations
