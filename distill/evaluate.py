@@ -34,6 +34,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier
+from models.condition import has_image
 from models.export_folder import export_scheduler
 
 log = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ class Evaluator:
         count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
         # A clip that is made of an image stands in the page below the clip that the image is of.
-        items = self._items(captions, self.data) if "image_latents" in self.data.condition_shapes else None
+        items = self._items(captions, self.data) if has_image(self.data.condition_shapes) else None
         rows = []
         wanted = self._wanted()
         for i, (role, n) in enumerate(wanted):

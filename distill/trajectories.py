@@ -31,6 +31,7 @@ from fsdp_cp.launch import choose_allocator, choose_device, end_process, exit_co
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 from fsdp_cp.rng import StepRandom
+from models.condition import has_image
 from models.load import build_roles
 from models.role import Role
 
@@ -74,7 +75,7 @@ def write_trajectories(
     """
     settings, folder = config.method, TrajectoryFolder(config.method.trajectories)
     about = trajectory_settings(config) | {"teacher.precision": config.teacher.precision, "seed": config.seed}
-    if "image_latents" in data.condition_shapes:
+    if has_image(data.condition_shapes):
         about["data.fingerprint"] = data.fingerprint
     on_all_ranks(lambda: folder.begin(about) if rank() == 0 else None)
     shape = (len(settings.step_list), *data.latent_shape)

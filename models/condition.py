@@ -6,16 +6,24 @@ the two differ where a negative prompt is set. Families read the tensors by name
 
 Names in use: ``text`` ``(B, L, D)``, embeddings of the caption; ``image_latents`` ``(B, C, T, H, W)``, a clip of the
 first image and grey frames behind it, encoded; ``image_mask`` ``(B, F, T, H, W)``, 1 where a frame is given, of the F
-frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's features.
+frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's features; ``first_frame``
+``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+FIRST_FRAME = "first_frame"
+
+
+def has_image(names: Collection[str]) -> bool:
+    """Does an image belong to each sample of a condition with tensors of these names?"""
+    return "image_latents" in names or FIRST_FRAME in names
 
 
 @dataclass(frozen=True, slots=True)

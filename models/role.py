@@ -112,7 +112,10 @@ class Role:
         """
         network = self.network_at(t)
         with second_time(additions_of(network.module, self.name), t, r):
-            return self._outputs(network, x, t, condition)[0].to(x.dtype)
+            v = self._outputs(network, x, t, condition)[0]
+        if v.dtype == x.dtype:
+            return v
+        return network.family.hold(v.to(x.dtype), x, t, condition)
 
     def logits(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
         """``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py), above 0 where ``x_t`` looks

@@ -52,6 +52,8 @@ class Case:
     cp: int
     grid: tuple[int, int, int]
     checkpointing: bool
+    optional: bool = False
+    """With what the network takes too where the data give it (:meth:`models.families.base.Family.optional_shapes`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,11 @@ class Errors:
         return float(torch.tensor(astuple(self)[:-1], dtype=torch.float64).max())
 
 
-def inputs(plan: RolePlan, grid: tuple[int, int, int]) -> tuple[Tensor, Tensor, Condition, Tensor, Tensor]:
+def inputs(
+    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
+) -> tuple[Tensor, Tensor, Condition, Tensor, Tensor]:
     """State, times, condition, direction of the state and cotangent of the output: random, the same on every rank."""
-    latent_shape, shapes = sample_shapes(plan, grid)
+    latent_shape, shapes = sample_shapes(plan, grid, optional)
     generator = torch.Generator().manual_seed(17)
 
     def normal(*shape: int) -> Tensor:
@@ -102,15 +106,24 @@ def inputs(plan: RolePlan, grid: tuple[int, int, int]) -> tuple[Tensor, Tensor, 
     return x, t, Condition({name: normal(*shape) for name, shape in shapes.items()}), direction, cotangent
 
 
-def sample_shapes(plan: RolePlan, grid: tuple[int, int, int]) -> tuple[LatentShape, dict[str, tuple[int, ...]]]:
-    """Of latents that have ``grid`` tokens, and of a condition beside them."""
+def sample_shapes(
+    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
+) -> tuple[LatentShape, dict[str, tuple[int, ...]]]:
+    """Of latents that have ``grid`` tokens, and of a condition beside them, with what the network may be given too."""
     family, config = plan.family, plan.config
     frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
     latent_shape = (family.latent_channels(config), frames, height, width)
-    return latent_shape, family.condition_shapes(config, latent_shape, TEXT_TOKENS)
+    shapes = family.condition_shapes(config, latent_shape, TEXT_TOKENS)
+    return latent_shape, shapes | family.optional_shapes(config, latent_shape) if optional else shapes
 
 
-def plain_result(plan: RolePlan, grid: tuple[int, int, int]) -> Result:
+def optional_names(plan: RolePlan) -> list[str]:
+    """Of what the network takes too where the data give it."""
+    latent_shape, needed = sample_shapes(plan, GRIDS[0])
+    return sorted(plan.family.optional_shapes(plan.config, latent_shape).keys() - needed.keys())
+
+
+def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
     """The unmodified network in this process, on the whole batch."""
     family = plan.family
     assert plan.folder is not None
@@ -121,7 +134,7 @@ def plain_result(plan: RolePlan, grid: tuple[int, int, int]) -> Result:
         raise UserError(f"{plan.folder.path}: {broken} holds numbers that are not finite; copy the folder again")
     network.load_state_dict(weights)
     nn.Module.to(network, torch.float64)
-    x, t, condition, direction, cotangent = inputs(plan, grid)
+    x, t, condition, direction, cotangent = inputs(plan, grid, optional)
     output = family.outputs(network, x, t, condition)[0]
     (output * cotangent).sum().div(BATCH).backward()
     gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
@@ -142,7 +155,7 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     """The same as a role on this process group's ranks; on rank 0, and how many weights a round trip changed."""
     plan = planned(case.folder, case.family, checkpointing=case.checkpointing)
     mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
-    latent_shape, shapes = sample_shapes(plan, case.grid)
+    latent_shape, shapes = sample_shapes(plan, case.grid, case.optional)
     role = build_role(
         plan,
         mesh=mesh,
@@ -152,7 +165,7 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
         latent_shape=latent_shape,
         condition_shapes=shapes,
     )
-    x, t, condition, direction, cotangent = inputs(plan, case.grid)
+    x, t, condition, direction, cotangent = inputs(plan, case.grid, case.optional)
     share = BATCH // mesh.dp_size
     mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
     x, t, condition, direction, cotangent = x[mine], t[mine], condition[mine], direction[mine], cotangent[mine]
@@ -229,8 +242,10 @@ def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
     write_folder(folder, sizes, tensors.__getitem__, named, 5 * 10**9, writes=True)
 
 
-def verify(folder: Path, family: str, ranks: int) -> Iterator[tuple[Case, Errors]]:
+def verify(folder: Path, family: str, ranks: int, optional: bool = False) -> Iterator[tuple[Case, Errors]]:
     """Every mesh of at most ``ranks`` processes, both token counts, with and without activation checkpointing.
+
+    With ``optional`` its condition has what the network takes too where the data give it.
 
     Raises:
         UserError: a folder that is no network of the family, or one that does not fit this host's memory.
@@ -246,8 +261,8 @@ def verify(folder: Path, family: str, ranks: int) -> Iterator[tuple[Case, Errors
             " which tries small networks of the same class"
         )
     for grid in GRIDS:
-        plan.tokens(*sample_shapes(plan, grid))  # a network that is too small for them
-    truth = {grid: plain_result(plan, grid) for grid in GRIDS}
+        plan.tokens(*sample_shapes(plan, grid, optional))  # a network that is too small for them
+    truth = {grid: plain_result(plan, grid, optional) for grid in GRIDS}
     for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
         with RankPool(world, timeout=1800.0, preload=("torch", "models.verification")) as pool:
             for dp_shard, cp in (mesh for mesh in MESHES if math.prod(mesh) == world):
@@ -255,7 +270,7 @@ def verify(folder: Path, family: str, ranks: int) -> Iterator[tuple[Case, Errors
                     for checkpointing in (False, True):
                         case = Case(
                             folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid,
-                            checkpointing=checkpointing,
+                            checkpointing=checkpointing, optional=optional,
                         )  # fmt: skip
                         with tempfile.TemporaryDirectory() as scratch:
                             ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]

@@ -1,6 +1,6 @@
 """A test-sized Wan pipeline folder with random weights, and small clips of our own.
 
-    python -m tests.tiny_pipeline FOLDER [--seed 0] [--image]
+    python -m tests.tiny_pipeline FOLDER [--seed 0] [--image | --frame]
 
 writes a folder in diffusers layout that ``WanPipeline.from_pretrained`` loads: nothing is downloaded.
 """
@@ -30,11 +30,12 @@ COLOURS = {
 
 
 def build_tiny_pipeline(
-    folder: str | Path, seed: int = 0, *, image: bool = False, text_width: int = TEXT_WIDTH
+    folder: str | Path, seed: int = 0, *, image: bool = False, frame: bool = False, text_width: int = TEXT_WIDTH
 ) -> Path:
     """Write vae/, text_encoder/, tokenizer/, transformer/, scheduler/ and model_index.json; returns the folder.
 
     With ``image`` an image-to-video pipeline, with image_encoder/ and image_processor/ too (5 features of width 20).
+    With ``frame`` one like Wan 2.2's TI2V: a residual VAE of 48 channels, 16x in space, and ``expand_timesteps``.
 
     VAE 16 channels, 4x in time, 8x in space, with ``latents_mean`` and ``latents_std`` measured on smooth noise, so
     that latents are about unit scale; transformer 2 layers of 4 heads x 24, patches (1, 2, 2).
@@ -57,6 +58,10 @@ def build_tiny_pipeline(
         latents_mean=[0.0] * LATENT_CHANNELS,
         latents_std=[1.0] * LATENT_CHANNELS,
     )
+    channels = 48 if frame else LATENT_CHANNELS
+    if frame:
+        vae_settings |= dict(z_dim=channels, latents_mean=[0.0] * channels, latents_std=[1.0] * channels)
+        vae_settings |= dict(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
     with torch.random.fork_rng(devices=[]):  # a caller's own draws stay what they were
         torch.manual_seed(seed)
         vae = AutoencoderKLWan(**vae_settings).eval()
@@ -75,8 +80,8 @@ def build_tiny_pipeline(
             patch_size=(1, 2, 2),
             num_attention_heads=4,
             attention_head_dim=24,
-            in_channels=LATENT_CHANNELS + (4 + LATENT_CHANNELS if image else 0),
-            out_channels=LATENT_CHANNELS,
+            in_channels=channels + (4 + channels if image else 0),
+            out_channels=channels,
             text_dim=text_width,
             freq_dim=32,
             ffn_dim=192,
@@ -84,7 +89,7 @@ def build_tiny_pipeline(
             rope_max_seq_len=128,
             **({"image_dim": 20, "added_kv_proj_dim": 96} if image else {}),
         ).eval()
-        parts = _image_parts() if image else {}
+        parts = _image_parts() if image else {"expand_timesteps": True} if frame else {}
     pipeline = (WanImageToVideoPipeline if image else WanPipeline)(
         vae=vae,
         text_encoder=text_encoder,
@@ -218,8 +223,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
+    parser.add_argument("--frame", action="store_true", help="one whose first frame may be given, as Wan 2.2's TI2V")
     arguments = parser.parse_args()
-    print(build_tiny_pipeline(arguments.folder, arguments.seed, image=arguments.image))
+    print(build_tiny_pipeline(arguments.folder, arguments.seed, image=arguments.image, frame=arguments.frame))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 from distill.data.clips import ClipFormat, check_sizes, first_frame
 from distill.data.encoders import EncoderFolder, VideoCodec, inspect_encoders, pad_text
-from distill.data.image_encoder import ImageEncoderFolder, inspect_image_encoder
+from distill.data.first_frame import FirstFrame, ImageInput, inspect_image
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -90,13 +90,13 @@ class EncodedData:
             self.encoders = inspect_encoders(encoders)
             self.latent_shape = self.encoders.latent_shape(clip)
             if image is not None:
-                self._image = inspect_image_encoder(self.encoders.path, f"data.encoders={encoders}")
+                self._image = inspect_image(self.encoders.path, f"data.encoders={encoders}")
                 for file in given:  # found now, and not when clips and captions are encoded
                     first_frame(file, clip)
             # Ranks may reach the folder by different paths, but must find the same in it.
             return replace(self.encoders, path=Path()), rows
 
-        self._image: ImageEncoderFolder | None = None
+        self._image: ImageInput | None = None
         checked = on_all_ranks(check)
         if any(found != checked[0] for found in checked):
             raise UserError(f"data.path={path} or data.encoders={encoders} differs between ranks; give the same")
@@ -190,11 +190,13 @@ class EncodedData:
         raise NotImplementedError
 
     def _image_tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """The image's part of a condition: its latents, its mask, its features."""
+        """The image's part of a condition: its latents, its mask, its features; or the first frame alone."""
+        assert self._image is not None
+        if isinstance(self._image, FirstFrame):
+            return self.cache.image(key, self._image)
         mask = torch.zeros(self.condition_shapes["image_mask"])
         mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
-        latents, embeds = self.cache.image(key, self._image)
-        return {"image_latents": latents, "image_mask": mask, "image_embeds": embeds}
+        return {"image_mask": mask, **self.cache.image(key, self._image)}
 
     def _embedded(self, captions: Sequence[str]) -> torch.Tensor:
         for caption in captions:

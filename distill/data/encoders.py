@@ -1,4 +1,4 @@
-"""The VAE and the text encoder of a diffusers pipeline folder, as WanPipeline uses them.
+"""The VAE and the text encoder of a diffusers pipeline folder, as WanPipeline uses them: Wan 2.1's, or 2.2's TI2V's.
 
 ``data.encoders`` names the folder; its ``vae/``, ``text_encoder/`` and ``tokenizer/`` are read. Latents and embeddings
 come out as the transformer of that pipeline expects them.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from distill.data.clips import ClipFormat, check_sizes
-from distill.data.image_encoder import ImageEncoderFolder
+from distill.data.first_frame import FirstFrame, ImageInput
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
     check_weight_files,
@@ -30,6 +30,7 @@ from distill.data.pipeline_folder import (
 )
 from fsdp_cp.errors import UserError
 from models.checkpoint_files import one_line
+from models.condition import FIRST_FRAME
 from models.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,14 @@ class EncoderFolder:
         return self.channels, frames, clip.height // self.spatial, clip.width // self.spatial
 
     def condition_shapes(
-        self, clip: ClipFormat, max_text_tokens: int, image: ImageEncoderFolder | None
+        self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
     ) -> dict[str, tuple[int, ...]]:
         """Of each tensor of a sample's condition (models/condition.py), with an image where its encoder is given."""
         shapes: dict[str, tuple[int, ...]] = {"text": (max_text_tokens, self.text_width)}
-        if image is not None:
+        if isinstance(image, FirstFrame):
+            channels, _, height, width = self.latent_shape(clip)
+            shapes[FIRST_FRAME] = (channels, 1, height, width)
+        elif image is not None:
             latent_shape = self.latent_shape(clip)
             shapes["image_latents"] = latent_shape
             shapes["image_mask"] = (self.temporal, *latent_shape[1:])

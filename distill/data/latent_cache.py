@@ -28,17 +28,18 @@ import torch
 from distill.data.cache_files import Damaged, read_tensor, write_tensor
 from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, clean_caption
+from distill.data.first_frame import FirstFrame, ImageInput, cache_parts
 from distill.data.image_encoder import PARTS as IMAGE_PARTS
-from distill.data.image_encoder import ImageEncoder, ImageEncoderFolder
+from distill.data.image_encoder import ImageEncoder
 from distill.data.shares import ReadAhead, Shares, first_of_each, node
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
+from models.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
-IMAGE_FOLDERS = ("image_latents", "image_embeds")
-_FOLDERS = ("latents", "text", *IMAGE_FOLDERS)
+_FOLDERS = ("latents", "text", "image_latents", "image_embeds", FIRST_FRAME)
 _DAY = 24 * 3600.0
 
 
@@ -203,41 +204,46 @@ class LatentCache:
         self._require_shared([self._text_file(key) for key in keys])
         return keys
 
-    def write_images(self, files: list[Path], folder: ImageEncoderFolder) -> list[str]:
+    def write_images(self, files: list[Path], folder: ImageInput) -> list[str]:
         """The first frame of every file, encoded by the VAE (with grey frames behind it) and by the image encoder.
+
+        For a :class:`FirstFrame` by the VAE alone, as a clip of one frame.
 
         File i is rank ``i % world``'s. Returns the KEY of each, the same on every rank. Frees the encoders.
 
         Raises:
             UserError: on every rank, a file that gives no image.
         """
-        settings = {
-            "decoder": DECODER_VERSION,
-            "vae": self._identity("vae"),
-            "image_encoder": self._identity(*IMAGE_PARTS),
-            "clip": [self.clip.num_frames, self.clip.height, self.clip.width],
-            "dtype": str(self.dtype),
-            **({"vae_dtype": str(self.vae_dtype)} if self.vae_dtype != self.dtype else {}),
-            **self._tiling(),
-        }
-        loaded: tuple[VideoCodec, ImageEncoder] | None = None
+        settings: dict[str, Any] = {"decoder": DECODER_VERSION, "vae": self._identity("vae"), **self._tiling()}
+        clip, parts = [self.clip.num_frames, self.clip.height, self.clip.width], cache_parts(folder)
+        if isinstance(folder, FirstFrame):
+            settings |= {"first_frame": clip[1:], "dtype": str(self.vae_dtype)}
+        else:
+            settings |= {"image_encoder": self._identity(*IMAGE_PARTS), "clip": clip, "dtype": str(self.dtype)}
+            settings |= {"vae_dtype": str(self.vae_dtype)} if self.vae_dtype != self.dtype else {}
+        loaded: tuple[VideoCodec, ImageEncoder | None] | None = None
 
         def write(i: int) -> str:
             nonlocal loaded
             try:
                 key = _hash(settings | {"bytes": _file_hash(files[i])})
-                targets = {part: self._image_file(part, key) for part in IMAGE_FOLDERS}
-                if all(self._holds(targets[part], part, self._fits(part, folder)) for part in IMAGE_FOLDERS):
+                targets = {part: self._image_file(part, key) for part in parts}
+                if all(self._holds(targets[part], part, self._fits(part, folder)) for part in parts):
                     return key
                 frame = first_frame(files[i], self.clip)
             except OSError as error:
                 raise UserError(f"{files[i]} cannot be read ({error.strerror}); give another image") from error
             if loaded is None:
-                loaded = self.codec(), ImageEncoder(folder, device=self.device, dtype=self.dtype)
+                of_image = not isinstance(folder, FirstFrame)
+                encoder = ImageEncoder(folder, device=self.device, dtype=self.dtype) if of_image else None
+                loaded = self.codec(), encoder
             codec, encoder = loaded
-            video = torch.cat([frame, frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])], dim=1)
-            levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
-            made = {"image_latents": codec.encode(video), "image_embeds": encoder.encode(levels)}
+            if encoder is None:
+                made = {FIRST_FRAME: codec.encode(frame)}
+            else:
+                video = torch.cat([frame, frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])], dim=1)
+                levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+                made = {"image_latents": codec.encode(video), "image_embeds": encoder.encode(levels)}
             self.encoded_images += 1
             for part, tensor in made.items():
                 self._require_finite(files[i].name, part, tensor)
@@ -248,7 +254,7 @@ class LatentCache:
         if loaded is not None:
             loaded = None
             self.release_memory()
-        self._require_shared([self._image_file(part, key) for key in keys for part in IMAGE_FOLDERS])
+        self._require_shared([self._image_file(part, key) for key in keys for part in parts])
         return keys
 
     def codec(self) -> VideoCodec:
@@ -263,7 +269,10 @@ class LatentCache:
         if not tensor.isfinite().all():
             raise UserError(f"{name}: its {what} are not finite in {self.vae_dtype}; set data.vae_precision=fp32")
 
-    def _fits(self, part: str, folder: ImageEncoderFolder) -> Callable[[Sequence[int]], bool]:
+    def _fits(self, part: str, folder: ImageInput) -> Callable[[Sequence[int]], bool]:
+        if isinstance(folder, FirstFrame):
+            channels, _, *sides = self.latent_shape
+            return lambda shape: tuple(shape) == (channels, 1, *sides)
         if part == "image_latents":
             return self._is_latents
         return lambda shape: tuple(shape) == (folder.tokens, folder.width)
@@ -271,15 +280,15 @@ class LatentCache:
     def _image_file(self, part: str, key: str) -> Path:
         return self.folder / part / f"{key}.safetensors"
 
-    def image(self, key: str, folder: ImageEncoderFolder) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 latents (C, t, h, w) and features (N, D) of an image that ``write_images`` returned.
+    def image(self, key: str, folder: ImageInput) -> dict[str, torch.Tensor]:
+        """fp32 ``image_latents`` (C, t, h, w) and ``image_embeds`` (N, D), or ``first_frame`` (C, 1, h, w), of an image
+        that ``write_images`` returned.
 
         Raises ``UserError`` if a file of them is damaged.
         """
-        latents, embeds = (
-            self._get(self._image_file(part, key), part, self._fits(part, folder)) for part in IMAGE_FOLDERS
-        )
-        return latents, embeds
+        return {
+            part: self._get(self._image_file(part, key), part, self._fits(part, folder)) for part in cache_parts(folder)
+        }
 
     def _is_latents(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == self.latent_shape

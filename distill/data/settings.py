@@ -176,12 +176,13 @@ class VideoFolderSettings(DataSettings):
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
     image: str | None = None
-    """What an image-to-video network is shown: ``first_frame`` of the clip, encoded once and cached; null for none."""
+    """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
+    has it in the noisy frame's place); null for none."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         from distill.data.clips import ClipFormat
         from distill.data.encoders import inspect_encoders
-        from distill.data.image_encoder import inspect_image_encoder
+        from distill.data.first_frame import inspect_image
 
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
@@ -195,7 +196,7 @@ class VideoFolderSettings(DataSettings):
         if self.image is not None:
             if not self.has_clips:
                 raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
-            image = inspect_image_encoder(folder.path, f"data.encoders={self.encoders}")
+            image = inspect_image(folder.path, f"data.encoders={self.encoders}")
         return folder.latent_shape(clip), folder.condition_shapes(clip, self.max_text_tokens, image)
 
     def build(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distill.data import ClipDataset
 from fsdp_cp.errors import UserError
+from models.condition import has_image
 
 log = logging.getLogger(__name__)
 _HINT = "make them with python -m distill.trajectories and the same settings"
@@ -169,7 +170,7 @@ class TrajectoryClips:
     def __init__(self, folder: TrajectoryFolder, count: int, data: ClipDataset):
         self._folder, self._count, self._data = folder, count, data
         made_with = folder.settings()
-        if "image_latents" in data.condition_shapes and made_with.get("data.fingerprint") != data.fingerprint:
+        if has_image(data.condition_shapes) and made_with.get("data.fingerprint") != data.fingerprint:
             raise UserError(  # which clip's image belongs to a trajectory, its caption does not tell
                 f"method.trajectories={folder.path} were made of other clips than those of data.path now, whose images"
                 " are their conditions; make them again in another folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from distill.config import Config
+from distill.data.first_frame import frame_in_place
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -32,7 +34,7 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     """
     if not isinstance(config.data, VideoFolderSettings):
         return {}
-    text, vae, image = encoder_settings(config)
+    text, vae, image = encoder_settings(config, latent_shape[0])
     tokens, data = config.data.max_text_tokens, config.data
     dtype = VAE_PRECISIONS[data.vae_precision]
 
@@ -47,7 +49,7 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     if data.has_clips or data.image is not None:
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
-    if data.image is not None:
+    if image:
         size = image["image_size"]
         peaks["encode/images"] = _peak(
             lambda: _image_encoder(image),
@@ -59,16 +61,19 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     return peaks
 
 
-def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """``config.json`` of the text encoder, the VAE and the image encoder, which is read where ``data.image`` is set.
+def encoder_settings(config: Config, channels: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """``config.json`` of the text encoder, the VAE and the image encoder; of the last one ``{}`` where none is read.
 
-    Without ``data.encoders``, the family's published ones.
+    Without ``data.encoders``, the family's published ones for latents of so many ``channels``. An image encoder is read
+    where ``data.image`` is set, unless the network gets the first frame in its place.
     """
     if config.data.encoders is None:
-        family = family_of(config.student.family, "student")
-        return dict(family.text_encoder), {}, dict(family.image_encoder)  # the VAE's class has its own for its defaults
+        text, vae, image = map(dict, family_of(config.student.family, "student").encoders_for(channels).values())
+        return text, vae, image if config.data.image is not None else {}
     folder = Path(find_shipped(config.data.encoders))
-    parts = ["text_encoder", "vae"] if config.data.image is None else ["text_encoder", "vae", "image_encoder"]
+    parts = ["text_encoder", "vae"]
+    if config.data.image is not None and not frame_in_place(folder, f"data.encoders={config.data.encoders}"):
+        parts.append("image_encoder")
     found = {part: json.loads((folder / part / "config.json").read_text()) for part in parts}
     return found["text_encoder"], found["vae"], found.get("image_encoder", {})
 
@@ -94,8 +99,9 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
     """Wan's VAE of ``config.json``, with random weights on the current default device; of ``{}`` as published."""
     from diffusers import AutoencoderKLWan
 
-    known = {name: value for name, value in settings.items() if not name.startswith("_")}
-    return AutoencoderKLWan(**known)
+    # Folders of other versions have keys that the class does not know; from_pretrained passes them by, too.
+    parameters = inspect.signature(AutoencoderKLWan.__init__).parameters
+    return AutoencoderKLWan(**{name: value for name, value in settings.items() if name in parameters})
 
 
 @contextmanager

@@ -147,10 +147,12 @@ def planned_shapes(config: Config) -> Shapes:
     family.check_keys(student.architecture, "student.architecture")
     with torch.device("meta"):  # what the architecture leaves open, the network's class fills in
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
-    latents = family.clip_latents(config.data.num_frames, config.data.height, config.data.width)
+    latents = family.latents_for(network, config.data.num_frames, config.data.height, config.data.width)
     shapes = family.condition_shapes(network, latents, config.data.max_text_tokens)
     # As the data give it, so that what does not go together is refused as in a run.
     shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
     if config.data.image is None:
         return latents, {"text": shapes["text"]}
+    if optional := family.optional_shapes(network, latents):
+        return latents, shapes | optional
     return latents, {"image_latents": latents, **shapes}

@@ -59,7 +59,9 @@ class SecondTime(Addition):
 
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
         if self.embedded is not None:
-            return embedding + self(self.embedded)
+            added = self(self.embedded)
+            # A time for each token is (B, S_local, width); what is added is the sample's.
+            return embedding + (added if embedding.ndim == added.ndim else added[:, None])
         if self.shared:
             return None
         raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")

@@ -82,7 +82,7 @@ class Family(ABC):
 
     @abstractmethod
     def time_embedder(self, network: nn.Module) -> nn.Module:
-        """The module whose output ``(B, width)`` is the embedding of the time."""
+        """The module whose output embeds the time: ``(B, width)``, or ``(B, S_local, width)`` of times of tokens."""
 
     def fp8_excluded(self, network: nn.Module) -> list[nn.Module]:
         """Modules of the blocks whose linear layers stay as they are under ``ROLE.fp8``: those of their modulation."""
@@ -134,7 +134,9 @@ class Family(ABC):
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """Name and shape of each tensor of one sample's condition that the network takes.
+        """Name and shape of each tensor of one sample's condition that the network needs.
+
+        What it takes too where the data give it is in :meth:`optional_shapes`.
 
         Args:
             config: of the network.
@@ -142,11 +144,21 @@ class Family(ABC):
             text_tokens: L, where the network leaves it open.
         """
 
+    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
+        """What a network of ``config`` takes too where the data give it, as :meth:`condition_shapes` has what it needs.
+
+        Of networks whose configuration does not tell whether an image comes, such as a first frame that takes the
+        noisy one's place. Plans and ``models.verify`` ask for it; of a run's data :meth:`check_sample` judges.
+        """
+        return {}
+
     @abstractmethod
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
         """Can the network take samples of latents ``(C, T, H, W)`` and tensors of these names and shapes beside them?
+
+        Where its configuration leaves open whether an image comes, the ``condition`` decides.
 
         Raises:
             UserError: channels, sizes or conditions that it cannot take or lacks.
@@ -200,6 +212,19 @@ class Family(ABC):
         """
         raise UserError(f"{self.name} names no VAE; set data.encoders")
 
+    def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
+        """:meth:`clip_latents` for a network of ``config``, where a family's networks have several VAEs.
+
+        Raises:
+            UserError: no clip of these sizes has any.
+        """
+        return self.clip_latents(num_frames, height, width)
+
+    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        """``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` of published networks by their latents'
+        channels; a VAE's is empty for the defaults of its class, an image encoder's where there is none."""
+        return {"text_encoder": self.text_encoder, "vae": {}, "image_encoder": self.image_encoder}
+
     # Running
 
     @abstractmethod
@@ -230,3 +255,15 @@ class Family(ABC):
             t: ``(B,)`` in [0, 1], fp32 or better; ``(B, T)`` too where :attr:`frame_times` says so.
             condition: of the B samples, in the dtype of compute.
         """
+
+    def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """``v`` with the velocity of given frames as exact as the caller's numbers.
+
+        :meth:`outputs` has them rounded to the dtype of compute, which a division by a small time would magnify: where
+        that is not the caller's own, this is called behind it with what was not rounded.
+
+        Args:
+            v: of :meth:`outputs`, in the dtype of ``x``.
+            x, t, condition: as of :meth:`outputs`, fp32 or better.
+        """
+        return v

@@ -1,7 +1,8 @@
 """The Wan family: diffusers' unmodified ``WanTransformer3DModel`` as a role's network.
 
 Wan 2.1, text to video and image to video. The latter takes, behind its latents, the channels of a mask and of the
-encoded first image, and an image encoder's features, to which a second cross-attention attends.
+encoded first image, and an image encoder's features, to which a second cross-attention attends. Wan 2.2's TI2V 5B is a
+text-to-video one that takes a first frame where the data give it (models/families/wan_frames.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import Condition
-from models.families.base import Family, LatentShape, Shape
+from models.condition import FIRST_FRAME, Condition
+from models.families import wan_frames
+from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
 from models.families.wan_names import original_name
 
@@ -101,7 +103,7 @@ _PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim
 
 
 class Wan(Family):
-    """Wan 2.1 by diffusers' ``WanTransformer3DModel`` (0.42): text to video, and image to video."""
+    """Wan 2.1, and 2.2's TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
 
     name = "wan"
     class_name = "WanTransformer3DModel"
@@ -116,6 +118,7 @@ class Wan(Family):
             **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
             "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120,
         },
+        "wan2_2_ti2v_5b": wan_frames.PUBLISHED,
     }  # fmt: skip
     text_encoder = {
         "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
@@ -139,6 +142,14 @@ class Wan(Family):
                 " of multiples of 8 pixels"
             )
         return 16, (num_frames - 1) // 4 + 1, height // 8, width // 8
+
+    def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
+        of = wan_frames.clip_latents if self.latent_channels(config) == wan_frames.CHANNELS else self.clip_latents
+        return of(num_frames, height, width)
+
+    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        found = super().encoders_for(channels)
+        return found | ({"vae": wan_frames.VAE, "image_encoder": {}} if channels == wan_frames.CHANNELS else {})
 
     def build(self, config: Mapping[str, Any], setting: str) -> WanTransformer3DModel:
         """A network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
@@ -185,12 +196,14 @@ class Wan(Family):
             tensor.normal_().div_(tensor.shape[-1] ** 0.5)
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Text to video, and image to video with its second cross-attention."""
+        """Text to video, image to video with its second cross-attention, and text or a first frame to video."""
         sizes = {
             "patch_size": [1, 2, 2], "num_attention_heads": 6, "attention_head_dim": 12, "in_channels": 4,
             "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32,
         }  # fmt: skip
-        return {"t2v": sizes, "i2v": sizes | {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 72}}
+        image = {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 72}
+        latents = {"in_channels": wan_frames.CHANNELS, "out_channels": wan_frames.CHANNELS}
+        return {"t2v": sizes, "i2v": sizes | image, "ti2v": sizes | latents}
 
     def blocks(self, network: WanTransformer3DModel) -> list[nn.Module]:
         return list(network.blocks)
@@ -246,6 +259,12 @@ class Wan(Family):
             shapes["image_embeds"] = (IMAGE_TOKENS, config["image_dim"])
         return shapes
 
+    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
+        """A first frame, for Wan 2.2's TI2V: a text-to-video Wan of its VAE's latents."""
+        if takes_image(config) or self.latent_channels(config) != wan_frames.CHANNELS:
+            return {}
+        return {FIRST_FRAME: wan_frames.frame_shape(latent_shape)}
+
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
@@ -254,6 +273,7 @@ class Wan(Family):
         Raises:
             UserError: channels or sizes that it cannot take (more positions than ``rope_max_seq_len`` along an axis
                 among them), text embeddings of another size, an image for a text-to-video Wan, or none for the other.
+                A text-to-video Wan may be given a first frame.
         """
         text_tokens, text_dim = condition["text"]
         if config["text_dim"] != text_dim:
@@ -276,6 +296,9 @@ class Wan(Family):
             )
         self._check_positions(config, sizes, setting)
         needed = self.condition_shapes(config, latent_shape, text_tokens)
+        if FIRST_FRAME in condition:
+            of_text, frame = not takes_image(config), condition[FIRST_FRAME]
+            wan_frames.check_frame(config, latent_shape, frame, of_text=of_text, setting=setting)
         if takes_image(config) and "image_latents" not in condition:
             raise UserError(
                 f"{setting} is an image-to-video Wan, and the data give it no image; use data.image=first_frame with"
@@ -342,7 +365,8 @@ class Wan(Family):
             still += layers * 2 * image_tokens * dim * dim + image_tokens * image_dim * (image_dim + dim)
         ends = tokens * dim * math.prod(config["patch_size"]) * (config["in_channels"] + self.latent_channels(config))
         pairs = layers * 2 * tokens * tokens * dim
-        return pairs, layers * of_block + dim * (config["freq_dim"] + 7 * dim) + ends, still
+        times = tokens if FIRST_FRAME in condition else 1
+        return pairs, layers * of_block + times * dim * (config["freq_dim"] + 7 * dim) + ends, still
 
     def parallelize(
         self, network: WanTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
@@ -360,19 +384,27 @@ class Wan(Family):
             block.attn2.set_processor(WanCrossAttention(backend))
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given = condition.tensors
+        given, hidden, times = condition.tensors, x, t
         if "image_latents" in given:
-            x = torch.cat([x, given["image_mask"], given["image_latents"]], dim=1)
+            hidden = torch.cat([x, given["image_mask"], given["image_latents"]], dim=1)
+        if FIRST_FRAME in given:
+            hidden = wan_frames.put_in(x, given[FIRST_FRAME])
+            times = wan_frames.token_times(t, x, self.patch_size(config_of(network)))
         with warnings.catch_warnings():
             # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            return network(
-                hidden_states=x,
-                timestep=self.time_scale * t,
+            v, *others = network(
+                hidden_states=hidden,
+                timestep=self.time_scale * times,
                 encoder_hidden_states=given["text"],
                 encoder_hidden_states_image=given.get("image_embeds"),
                 return_dict=False,
             )
+        return self.hold(v, x, t, condition), *others
+
+    def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        frame = condition.tensors.get(FIRST_FRAME)
+        return v if frame is None else wan_frames.hold(v, x, t, frame)
 
 
 def takes_image(config: Mapping[str, Any]) -> bool:

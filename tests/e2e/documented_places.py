@@ -9,11 +9,14 @@ import shlex
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from models.families import wan_frames
 from tests.e2e.documented import taken_apart
 from tests.e2e.forked import run_forked
 from tests.e2e.launch import ROOT, environment
@@ -75,15 +78,18 @@ def make_places(root: Path) -> Places:
     folder = found.root / "ckpt" / "Wan2.1-I2V-14B-480P-Diffusers"
     _write_hollow_wan(folder, ARCHITECTURES["14b"] | image)
     _write_hollow_clip(folder)
+    folder = found.root / "ckpt" / "Wan2.2-TI2V-5B-Diffusers"
+    _write_hollow_wan(folder, dict(wan_frames.PUBLISHED), wan_frames.VAE)
+    (folder / "model_index.json").write_text('{"expand_timesteps": true}')
     return found
 
 
-def _write_hollow_wan(folder: Path, architecture: dict) -> None:
+def _write_hollow_wan(folder: Path, architecture: dict, vae_settings: Mapping[str, Any] | None = None) -> None:
     from diffusers import AutoencoderKLWan, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
     with torch.device("meta"):
-        transformer, vae = WanTransformer3DModel(**architecture), AutoencoderKLWan()
+        transformer, vae = WanTransformer3DModel(**architecture), AutoencoderKLWan(**vae_settings or {})
         text = UMT5EncoderModel(UMT5Config(vocab_size=256384, d_model=4096, d_ff=10240, num_layers=24, num_heads=64))
     text.config.architectures = ["UMT5EncoderModel"]
     for part, model in (("transformer", transformer), ("vae", vae), ("text_encoder", text)):

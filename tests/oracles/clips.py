@@ -34,6 +34,10 @@ class RandomClips:
         self.tensors = {"text": draw(32, *text_shape)}
         self.null, self.empty = {"text": draw(*text_shape)}, {"text": draw(*text_shape)}
         self.tensors |= {name: draw(32, *shape) for name, shape in condition_shapes.items() if name != "text"}
+        if (
+            "first_frame" in condition_shapes
+        ):  # a clip's own: of another one what a loss takes there would grow with 1/t
+            self.tensors["first_frame"] = self.latents[:, :, :1].clone()
 
     def __len__(self) -> int:
         return len(self.latents)

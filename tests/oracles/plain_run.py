@@ -37,7 +37,20 @@ class _PlainRole(Role):
     def _outputs(
         self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
     ) -> tuple[Tensor, ...]:
-        return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, condition.tensors))
+        given = condition.tensors
+        if "first_frame" in given:
+            return _from_a_frame(network.module, x, t, given["first_frame"], given["text"])
+        return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, given))
+
+
+def _from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor, text: Tensor) -> tuple[Tensor, ...]:
+    """As WanImageToVideoPipeline with ``expand_timesteps`` calls its network; in frame 0 the way to the given one."""
+    mask = torch.ones_like(x[:, :1])
+    mask[:, :, 0] = 0
+    times = (mask[:, 0, :, ::2, ::2] * 1000 * t.view(-1, 1, 1, 1)).flatten(1)
+    mixed = (1 - mask) * frame + mask * x
+    v, *others = network(hidden_states=mixed, timestep=times, encoder_hidden_states=text, return_dict=False)
+    return mask * v + (1 - mask) * (x - frame) / t.view(-1, 1, 1, 1, 1), *others
 
 
 def _plain_inputs(x: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,97 @@
+"""A first frame in its place, against the lines of diffusers' pipeline that do it."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_cp.errors import UserError
+from models.condition import Condition
+from models.families.wan import Wan
+from models.families.wan_frames import hold, put_in, token_times
+from tests.oracles.tiny_wan import ARCHITECTURE, TEXT_SHAPE
+
+X = (2, 4, 3, 6, 8)
+FRAME = (2, 4, 1, 6, 8)
+CONDITION = {"text": TEXT_SHAPE, "first_frame": FRAME[1:]}
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def test_times_and_states_are_those_of_the_pipeline():
+    """pipeline_wan_i2v.py of diffusers 0.42: the mask, the mixed latents, the times of tokens in their order."""
+    x, frame, t = draw(*X), draw(*FRAME), torch.tensor([0.3, 0.9], dtype=torch.float64)
+    mask = torch.ones(1, 1, *X[2:], dtype=torch.float64)
+    mask[:, :, 0] = 0
+    assert torch.equal(put_in(x, frame), (1 - mask) * frame + mask * x)
+    for i in range(2):
+        wanted = (mask[0][0][:, ::2, ::2] * t[i]).flatten()
+        assert torch.equal(token_times(t, x, (1, 2, 2))[i], wanted)
+
+
+@pytest.mark.parametrize("t", [1.0, 0.5, 1e-5])
+def test_the_velocity_leads_to_the_frame_and_stays_on_its_way(t):
+    x, frame, v = draw(*X), draw(*FRAME), draw(*X)
+    times = torch.full((2,), t, dtype=torch.float64)
+    with forward_ad.dual_level():
+        held = hold(v, x, times, frame)
+        torch.testing.assert_close((x - t * held)[:, :, :1], frame)
+        assert torch.equal(held[:, :, 1:], v[:, :, 1:])
+        duals = forward_ad.make_dual(x, held), forward_ad.make_dual(times, torch.ones_like(times))
+        along = forward_ad.unpack_dual(hold(v, *duals, frame)).tangent[:, :, :1]
+    assert along.abs().max() < 1e-9 / t**2, "a straight line: its velocity does not change along it"
+
+
+def test_at_no_noise_it_is_finite():
+    x = draw(*X)
+    assert torch.equal(hold(draw(*X), x, torch.zeros(2, dtype=torch.float64), x[:, :, :1])[:, :, :1], x[:, :, :1] * 0)
+
+
+def test_without_a_frame_the_network_is_called_as_ever():
+    seen = {}
+
+    class Recorder(torch.nn.Module):
+        config = ARCHITECTURE
+
+        def forward(self, **given):
+            seen.update(given)
+            return (given["hidden_states"],)
+
+    x, t = draw(*X), torch.tensor([0.3, 0.9], dtype=torch.float64)
+    (v,) = Wan().outputs(Recorder(), x, t, Condition({"text": draw(2, *TEXT_SHAPE)}))
+    assert v is x and seen["hidden_states"] is x and torch.equal(seen["timestep"], 1000 * t)
+
+
+def test_flops_are_those_that_torch_counts():
+    network = WanTransformer3DModel(**ARCHITECTURE)
+    x, text = torch.randn(1, *X[1:]), torch.randn(1, *TEXT_SHAPE)
+    condition = Condition({"text": text, "first_frame": x[:, :, :1]})
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        Wan().outputs(network, x, torch.tensor([0.5]), condition)
+    config = dict(network.config)
+    ours = Wan().forward_flops(config, Wan().tokens(config, X[1:]), CONDITION)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "latents", "frame", "message"),
+    [
+        ({}, X[1:], (4, 1, 6, 6), "takes first_frame of shape (4, 1, 6, 8), but the data's are (4, 1, 6, 6)"),
+        ({}, (4, 1, 6, 8), FRAME[1:], "gives 1 latent frame, and data.image=first_frame gives it already"),
+        ({"patch_size": (2, 2, 2)}, (4, 4, 6, 8), FRAME[1:], "has tokens of 2 latent frames"),
+        (
+            {"in_channels": 12, "image_dim": 14, "added_kv_proj_dim": 48}, X[1:], FRAME[1:],
+            "is an image-to-video Wan 2.1, and data.encoders gives the first frame in its place",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(changes, latents, frame, message):
+    with torch.device("meta"):
+        config = dict(WanTransformer3DModel(**ARCHITECTURE | changes).config)
+    with pytest.raises(UserError) as caught:
+        Wan().check_sample(config, latents, CONDITION | {"first_frame": frame}, "teacher.checkpoint")
+    assert message in str(caught.value) and str(caught.value).startswith(("teacher.checkpoint", "data."))
