@@ -173,6 +173,9 @@ class Family(ABC):
     text_encoder: ClassVar[Mapping[str, Any]] = {}
     """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
 
+    vae: ClassVar[Mapping[str, Any]] = {}
+    """The same of their VAE; empty for Wan 2.1's class with its own defaults."""
+
     image_encoder: ClassVar[Mapping[str, Any]] = {}
     """The same of their image encoder, CLIP's vision transformer; empty where none takes an image."""
 
