@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from distill.config import Config
+from distill.data.encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -53,7 +54,7 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
         )
     if config.sample.at_end or config.sample.every:
         shape = (1, *latent_shape)
-        peaks["decode"] = _peak(build, lambda model: model.decode(torch.zeros(shape, dtype=model.dtype)))
+        peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
     return peaks
 
 
@@ -64,7 +65,7 @@ def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any], di
     """
     if config.data.encoders is None:
         family = family_of(config.student.family, "student")
-        return dict(family.text_encoder), {}, dict(family.image_encoder)  # the VAE's class has its own for its defaults
+        return dict(family.text_encoder), dict(family.vae), dict(family.image_encoder)
     folder = Path(find_shipped(config.data.encoders))
     parts = ["text_encoder", "vae"] if config.data.image is None else ["text_encoder", "vae", "image_encoder"]
     found = {part: json.loads((folder / part / "config.json").read_text()) for part in parts}
@@ -72,9 +73,11 @@ def encoder_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any], di
 
 
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
-    """umT5's encoder of ``config.json``, with random weights on the current default device."""
-    from transformers import UMT5Config, UMT5EncoderModel
+    """umT5's or T5's encoder of ``config.json``, with random weights on the current default device."""
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
+    if "T5EncoderModel" in (settings.get("architectures") or ()):
+        return T5EncoderModel(T5Config(**settings))
     return UMT5EncoderModel(UMT5Config(**settings))
 
 
@@ -89,11 +92,16 @@ def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
-    """Wan's VAE of ``config.json``, with random weights on the current default device; of ``{}`` as published."""
-    from diffusers import AutoencoderKLWan
+    """The VAE of ``config.json``, with random weights on the current default device; of ``{}`` Wan's as published."""
+    from diffusers import AutoencoderKLLTXVideo, AutoencoderKLWan
 
     known = {name: value for name, value in settings.items() if not name.startswith("_")}
-    return AutoencoderKLWan(**known)
+    return (AutoencoderKLLTXVideo if settings.get("_class_name") == LTX_VAE_CLASS else AutoencoderKLWan)(**known)
+
+
+def _decode(model: Any, z: torch.Tensor) -> Any:
+    """LTX's VAE may take the time of what it decodes."""
+    return model.decode(z, *[z.new_zeros(1)] if model.config.get("timestep_conditioning") else [])
 
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:

@@ -258,7 +258,8 @@ class LTX(Family):
         network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given, grid = condition.tensors, tuple(x.shape[2:])
+        given, (frames, height, width) = condition.tensors, x.shape[2:]
+        grid = (frames, height, width)
         with warnings.catch_warnings():
             # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
