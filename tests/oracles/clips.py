@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.condition import Condition
+from tests.oracles.tiny_ltx import SPACING
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
 
@@ -34,6 +35,12 @@ class RandomClips:
         self.tensors = {"text": draw(32, *text_shape)}
         self.null, self.empty = {"text": draw(*text_shape)}, {"text": draw(*text_shape)}
         self.tensors |= {name: draw(32, *shape) for name, shape in condition_shapes.items() if name != "text"}
+        if "text_mask" in condition_shapes:  # an LTX's: captions of 1 to L tokens, a negative prompt of 2, an empty one
+            (tokens,) = condition_shapes["text_mask"]
+            self.tensors["text_mask"] = torch.arange(tokens) < 1 + torch.arange(32)[:, None] % tokens
+            self.tensors["latent_spacing"] = torch.tensor(SPACING).repeat(32, 1)
+            self.null |= {"text_mask": torch.arange(tokens) < 2}
+            self.empty |= {"text_mask": torch.arange(tokens) < 1}
 
     def __len__(self) -> int:
         return len(self.latents)

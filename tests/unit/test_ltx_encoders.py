@@ -166,7 +166,7 @@ def test_the_cache_tells_the_pipelines_apart_and_a_fingerprint_the_frame_rate(tm
         ("vae", {"spatio_temporal_scaling": [1, 2]}, "spatio_temporal_scaling=[1, 2], which no LTX VAE has"),
         ("vae", {"timestep_conditioning": 1}, "timestep_conditioning=1, which no LTX VAE has"),
         ("vae", {"spatial_compression_ratio": 0}, "spatial_compression_ratio=0, which no LTX VAE has"),
-        ("text_encoder", {"architectures": ["UMT5EncoderModel"]}, "text_encoder/ holds UMT5EncoderModel; use T5Encoder"),
+        ("text_encoder", {"architectures": ["UMT5EncoderModel"]}, "text_encoder/ holds UMT5EncoderModel; use T5"),
         ("text_encoder", {"d_model": None}, "d_model=None"),
         ("transformer", {"patch_size": 2}, "patch_size=2; LTX's is 1"),
     ],
