@@ -157,7 +157,7 @@ class LtxVideoCodec(VideoCodec):
             raise UserError(f"data.encoders={folder.path}: vae/ has latents_std of 0 or less; copy it again")
         std = std / self.vae.config["scaling_factor"]
         self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in (mean, std))
-        self.vae = self.vae.to(device=device, dtype=dtype)
+        torch.nn.Module.to(self.vae, device=device, dtype=dtype)  # diffusers' own warns of modules that it has none of
         if tiling:
             self.vae.enable_tiling()
 

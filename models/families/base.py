@@ -165,6 +165,13 @@ class Family(ABC):
         """
         return self.forward_flops(config, tokens, condition)
 
+    def pipeline_times(self, steps: int) -> list[float] | None:
+        """What diffusers' pipeline of these networks hands its scheduler for ``steps`` steps, before any shift.
+
+        ``None`` where it leaves the times to the scheduler. An export's scheduler is made for that pipeline.
+        """
+        return None
+
     # Planning
 
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

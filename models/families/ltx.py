@@ -103,6 +103,10 @@ class LTX(Family):
     vae = {"_class_name": "AutoencoderKLLTXVideo"}
     """0.9.0's, which has the class's own sizes."""
 
+    def pipeline_times(self, steps: int) -> list[float]:
+        """LTXPipeline's, before the scheduler's shift: from 1 down to ``1 / steps``."""
+        return [1 - i / steps for i in range(steps)]
+
     def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {**config, "num_layers": layers}
 
