@@ -47,14 +47,14 @@ def main(argv: list[str] | None = None) -> int:
             folder = inspect_encoders(args.encoders or _random_wan(Path(made)))
             folder.check(clip)
             if args.video is None:
-                render_clips(Path(made), 1, frames=args.frames + 1, height=args.height, width=args.width)
+                render_clips(Path(made), 1, frames=2 * args.frames + 1, height=args.height, width=args.width)
             try:
                 video = read_clip(args.video or Path(made) / "clip_0.mp4", clip)
             except ClipError as error:
                 raise UserError(f"--video {args.video} {error}; give another") from error
             table = measure(folder, video)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {str(error).replace('data.', '--')}", file=sys.stderr)
             return 2
     weights = args.encoders.name if args.encoders else "random weights"
     print(f"{args.frames} frames of {args.height} x {args.width}, {weights}, torch {torch.__version__},"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from distill.config import Config
 from distill.room import check_disk, role_bytes, size_in_words
 from distill.setup import RunPlan, check_resume, world_of
@@ -29,6 +31,10 @@ def dry_run(config: Config, plan: RunPlan) -> None:
     """
     if rank() != 0:
         return
+    if config.device == "cuda" and not torch.cuda.is_available():
+        log.warning(
+            "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
+        )
     shape = plan.mesh
     resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
     if resume_from is not None:

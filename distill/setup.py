@@ -138,10 +138,6 @@ def device_of(config: Config) -> torch.device:
     """
     if not config.dry_run or torch.cuda.is_available():
         return choose_device(config.device)
-    if config.device == "cuda" and rank() == 0:
-        log.warning(
-            "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
-        )
     return torch.device("cpu")
 
 

@@ -39,7 +39,7 @@ from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_pea
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
-from fsdp_cp.rng import StepRandom
+from fsdp_cp.rng import DrawsAhead, StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
 from fsdp_cp.timeouts import long_timeout
 from models.condition import Condition
@@ -95,6 +95,8 @@ class Trainer:
         self.null, self.empty = (
             {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
         )
+        # On the CPU a thread would take the cores of what it runs ahead of.
+        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
         self.step = 0
         self.samples = 0
         self.updates = dict.fromkeys(self.roles, 0)
@@ -223,6 +225,8 @@ class Trainer:
         role = self.roles[name]
         for r in self.method.roles.values():
             r.flops = 0
+        if self.draws is not None:
+            self.draws.begin(self.step, name, self.method.trained_role(self.step + 1))
         with PhaseTimes(self.device) as times:
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
@@ -274,7 +278,11 @@ class Trainer:
 
         def random(i: int) -> StepRandom:
             return StepRandom(
-                seed=self.config.seed, step=self.step, positions=self.batching.positions(i), device=self.device
+                seed=self.config.seed,
+                step=self.step,
+                positions=self.batching.positions(i),
+                device=self.device,
+                ahead=self.draws,
             )
 
         share = self.batching.micro_batch_size / self.config.batch_size

@@ -354,6 +354,7 @@ def build_network(
         tokens=tokens_of_sample,
         forward_flops=family.forward_flops(plan.config, tokens_of_sample, condition_shapes),
         tangent_flops=family.tangent_flops(plan.config, tokens_of_sample, condition_shapes),
+        attention_flops=family.attention_flops(plan.config, tokens_of_sample, condition_shapes),
         adapters=tuple(each.name for each in adapted),
         serving=serving,
     )

@@ -34,6 +34,8 @@ class Network:
     """Operations of one forward of one sample."""
     tangent_flops: int = 0
     """Those of its tangent in forward mode, beside it."""
+    attention_flops: int = 0
+    """Of the forward's, attention's own: what selective recomputation does not run again."""
     adapters: tuple[str, ...] = ()
     """Roles that add to a frozen base; without any the network has one role, which has all of it."""
     serving: Serving | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     dtype = VAE_PRECISIONS[data.vae_precision]
 
     def build() -> Any:
-        network = build_vae(vae).to(dtype)
+        with _default_dtype(dtype):
+            network = build_vae(vae)
         if data.vae_tiling:
             network.enable_tiling()
         return network
@@ -102,6 +104,17 @@ def build_vae(settings: Mapping[str, Any]) -> Any:
 def _decode(model: Any, z: torch.Tensor) -> Any:
     """LTX's VAE may take the time of what it decodes."""
     return model.decode(z, *[z.new_zeros(1)] if model.config.get("timestep_conditioning") else [])
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of what is built inside: ``Module.to`` cannot change the dtype of fake parameters (torch 2.13)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:

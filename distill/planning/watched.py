@@ -16,6 +16,7 @@ from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding import materialise, settings_of
+from fsdp_cp.sharding.activations import keeps_attention
 from models.condition import Condition
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, build_network, sharing
@@ -50,7 +51,8 @@ class WatchedRole(Role):
         settings = settings_of(network.module)
         if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
             if settings.activation_checkpointing != "none":
-                self.recomputed += depth * x.shape[0] * network.forward_flops
+                again = network.forward_flops - (network.attention_flops if keeps_attention(settings) else 0)
+                self.recomputed += depth * x.shape[0] * again
             size = x.shape[0] * network.tokens * network.family.width(network.config)
             self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
         with self.storages.labelled((self.name, "activations")):

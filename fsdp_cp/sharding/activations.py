@@ -39,7 +39,17 @@ def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
         recompute_in_backward(unit)
     elif settings.activation_checkpointing == "selective":
         offload = settings.activation_offload and not settings.compile
-        recompute_in_backward(unit, tuple(settings.keep_operators) or (ATTENTION,), offload=offload)
+        recompute_in_backward(unit, _kept(settings), offload=offload)
+
+
+def _kept(settings: ShardSettings) -> tuple[str, ...]:
+    return tuple(settings.keep_operators) or (ATTENTION,)
+
+
+def keeps_attention(settings: ShardSettings) -> bool:
+    """Does recomputation leave attention out, since its output is kept?"""
+    names = {name.replace("::", ".").removesuffix(".default") for name in _kept(settings)}
+    return settings.activation_checkpointing == "selective" and ATTENTION in names
 
 
 def apply_compile(unit: nn.Module, settings: ShardSettings) -> None:

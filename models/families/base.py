@@ -165,6 +165,14 @@ class Family(ABC):
         """
         return self.forward_flops(config, tokens, condition)
 
+    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        """Those of :meth:`forward_flops` that are attention's own, of queries with keys and of weights with values.
+
+        What selective recomputation does not run again, as it keeps attention's output. 0 is no wrong answer: a plan
+        then counts all of it.
+        """
+        return 0
+
     def pipeline_times(self, steps: int) -> list[float] | None:
         """What diffusers' pipeline of these networks hands its scheduler for ``steps`` steps, before any shift.
 

@@ -228,6 +228,9 @@ class LTX(Family):
     def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         return 2 * sum(self._products(config, tokens, condition))
 
+    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        return 4 * config["num_layers"] * tokens * (tokens + condition["text"][0]) * self.width(config)
+
     def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         pairs, others, _ = self._products(config, tokens, condition)
         return 2 * (2 * pairs + others)

@@ -322,6 +322,10 @@ class Wan(Family):
     def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         return 2 * sum(self._products(config, tokens, condition))
 
+    def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
+        keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_image(config) else 0)
+        return 4 * config["num_layers"] * tokens * keys * self.width(config)
+
     def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         pairs, others, _ = self._products(config, tokens, condition)
         return 2 * (2 * pairs + others)

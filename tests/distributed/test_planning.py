@@ -152,6 +152,27 @@ def test_recomputation_through_a_frozen_fake_score_counts():
     assert checkpointed.steps["student"].recomputed == pytest.approx(8 * forward, rel=0.05), "of eight samples"
 
 
+@pytest.mark.slow
+def test_what_selective_recomputation_keeps_is_not_computed_again():
+    """Attention by default; linear layers alone if so named, and then attention runs again."""
+    steps = {
+        how: simulate(*_planned(1, ("mesh.cp=1", *(f"student.{word}" for word in words)))).steps["student"].recomputed
+        for how, words in {
+            "none": (),
+            "full": ("activation_checkpointing=full",),
+            "selective": ("activation_checkpointing=selective",),
+            "linear": ("activation_checkpointing=selective", "keep_operators=[aten.addmm]"),
+        }.items()
+    }
+    _, plan, (latents, condition) = _planned(1, ("mesh.cp=1",))
+    student = plan.roles[ROLES.index("student")]
+    tokens = student.tokens(latents, condition)
+    forward = student.family.forward_flops(student.config, tokens, condition)
+    attention = student.family.attention_flops(student.config, tokens, condition)
+    assert steps["none"] == 0 and steps["linear"] == steps["full"] > 0 and 0 < attention < forward
+    assert steps["selective"] / steps["full"] == pytest.approx(1 - attention / forward)
+
+
 @pytest.mark.parametrize(
     ("layers", "words"),
     [

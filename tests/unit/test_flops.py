@@ -35,6 +35,9 @@ def test_forward_flops_are_those_that_torch_counts(changes, batch, sizes, text_t
     tokens = Wan().tokens(config, (4, *sizes))
     ours = batch * Wan().forward_flops(config, tokens, {"text": (text_tokens, config["text_dim"])})
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+    shapes = {"text": (text_tokens, config["text_dim"])}
+    of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert batch * Wan().attention_flops(config, tokens, shapes) == of_attention
 
 
 @pytest.mark.parametrize("image_tokens", [7, 257])
@@ -51,8 +54,9 @@ def test_those_of_an_image_to_video_network_too(image_tokens):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         network(**inputs)
     shapes = {"text": text, "image_embeds": (image_tokens, 14)}
-    ours = Wan().forward_flops(config, Wan().tokens(config, (6, 3, 8, 8)), shapes)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+    tokens = Wan().tokens(config, (6, 3, 8, 8))
+    assert Wan().forward_flops(config, tokens, shapes) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert Wan().attention_flops(config, tokens, shapes) == counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
 
 
 class _Counted(TorchDispatchMode):

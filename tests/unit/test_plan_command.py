@@ -15,6 +15,7 @@ from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.measure.memory import LiveStorages
+from tests.tiny_pipeline import build_tiny_pipeline
 from train import main
 
 GIB = 2**30
@@ -270,6 +271,19 @@ def test_what_is_encoded_and_decoded(monkeypatch):
     assert "encode/clips" not in phases("data=captions") and "encode/clips" in phases("data=video_folder_480p")
     assert "decode" not in phases("sample.at_end=false", "sample.every=0")
     assert not coding.coding_peaks(compose_config(["experiment=quickstart"]), (3, 8, 16, 16))
+
+
+def test_a_vae_in_bf16_and_tiles_takes_less(tmp_path):
+    build_tiny_pipeline(tmp_path)
+    words = ["experiment=quickstart", "data=video_folder", f"data.path={tmp_path}", f"data.encoders={tmp_path}"]
+    words += ["data.height=320", "data.width=320", "data.num_frames=1", "sample.at_end=false", "sample.every=0"]
+    exact, half, tiled = (
+        coding.coding_peaks(compose_config([*words, *more]), (16, 1, 40, 40))["encode/clips"]
+        for more in ([], ["data.vae_precision=bf16"], ["data.vae_tiling=true"])
+    )
+    for kind in ("parameters", "activations"):
+        assert half.by["encoders", kind] == pytest.approx(exact.by["encoders", kind] / 2, rel=0.05)
+    assert tiled.by["encoders", "activations"] < 0.8 * exact.by["encoders", "activations"]
 
 
 def test_torchrun_around_it_is_refused(plan, monkeypatch, capsys):

@@ -230,6 +230,8 @@ def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
     config.world = world
     assert config.device == ("auto" if "cluster=two_processes" in words else "cuda")
     plan = plan_run(config)
+    recomputed = {role.sharding.activation_checkpointing for role in plan.roles if role.name != "teacher"}
+    assert recomputed == ({"selective"} if "cluster=h200x8" in words else recomputed - {"selective"})
     cp = plan.mesh.cp
     assert (world // cp, cp) == mesh and plan.micro_batch_size == micro and config.batch_size == 8
 
