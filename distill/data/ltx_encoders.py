@@ -1,7 +1,8 @@
 """The VAE and the text encoder of an LTX-Video pipeline folder, as diffusers' pipelines (0.42) use them.
 
-LTX-Video up to 0.9.1 is an ``LTXPipeline``, later ones an ``LTXConditionPipeline``, by ``model_index.json``; a folder
-without that is taken for the former. They differ in the text encoder's mask and in when latent frames are.
+``model_index.json`` says whether a folder is an ``LTXPipeline`` (0.9.0, 0.9.1) or an ``LTXConditionPipeline`` (as diffusers
+documents 0.9.5 and later); without that file, or with any other class, it is taken for the former. They differ in the
+text encoder's mask and in when latent frames are.
 
 Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L tokens, D width of an embedding.
 """
