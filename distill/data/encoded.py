@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat, check_sizes, first_frame
-from distill.data.encoders import EncoderFolder, VideoCodec, inspect_encoders
+from distill.data.encoders import EncoderFolder, VideoCodec
 from distill.data.image_encoder import ImageEncoderFolder, inspect_image_encoder
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
@@ -87,7 +88,7 @@ class EncodedData:
                 what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {_MAX_TOKENS}"
                 raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512, LTX 128")
             rows = self._read()
-            self.encoders = inspect_encoders(encoders)
+            self.encoders = choose_encoders(encoders)
             self.latent_shape = self.encoders.latent_shape(clip)
             if image is not None:
                 self._image = inspect_image_encoder(self.encoders.path, f"data.encoders={encoders}")

@@ -1,4 +1,4 @@
-"""The VAE and the text encoder of a diffusers pipeline folder, as WanPipeline uses them; others by the VAE's class.
+"""The VAE and the text encoder of a diffusers pipeline folder, as WanPipeline uses them.
 
 ``data.encoders`` names the folder; its ``vae/``, ``text_encoder/`` and ``tokenizer/`` are read. Latents and embeddings
 come out as the transformer of that pipeline expects them.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 VAE_CLASS = "AutoencoderKLWan"
 TEXT_CLASS = "UMT5EncoderModel"
-LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
-"""Of pipelines whose encoders are in ltx_encoders.py."""
 _VAE_SETTINGS = ("z_dim", "dim_mult", "temperal_downsample", "latents_mean", "latents_std")  # (diffusers' spelling)
 
 
@@ -134,11 +133,19 @@ _IDENTITY = {".json", ".safetensors", ".model", ".txt"}
 
 
 def inspect_encoders(path: str | Path) -> EncoderFolder:
-    """Read a pipeline folder's settings without loading weights.
+    """Read a Wan pipeline folder's settings without loading weights. Raises: as :func:`read_encoders`."""
+    return inspect_wan(*read_encoders(path, {VAE_CLASS: TEXT_CLASS}))
+
+
+def read_encoders(path: str | Path, classes: Mapping[str, str]) -> tuple[Path, str, dict[str, Any], dict[str, Any]]:
+    """A pipeline folder, setting and folder for messages, and ``config.json`` of its VAE and of its text encoder.
+
+    Args:
+        path: the folder.
+        classes: of VAEs, and of the text encoder of each.
 
     Raises: ``UserError`` if the folder, a sub-folder, its settings or its safetensors weights are missing or damaged;
-        if it holds a VAE or text encoder of another class than WanPipeline's or LTXPipeline's, or asks for code of its
-        own.
+        if it holds a VAE or text encoder of another class, or asks for code of its own.
     """
     folder = find_shipped(path)
     if not folder.is_dir():
@@ -148,19 +155,21 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
             raise UserError(f"data.encoders={path} has no {part}/; give a diffusers pipeline folder that has one")
     where = f"data.encoders={path}"
     vae, text = part_settings(folder, "vae", where), part_settings(folder, "text_encoder", where)
-    require_class(where, "vae", [vae.get("_class_name")], f"{VAE_CLASS} or {LTX_VAE_CLASS}")
-    is_ltx = vae["_class_name"] == LTX_VAE_CLASS
-    require_class(where, "text_encoder", text.get("architectures"), "T5EncoderModel" if is_ltx else TEXT_CLASS)
+    require_class(where, "vae", [vae.get("_class_name")], " or ".join(classes))
+    require_class(where, "text_encoder", text.get("architectures"), classes[vae["_class_name"]])
     for name in ("tokenizer_config.json", "config.json"):
         if (folder / "tokenizer" / name).exists():
             part_settings(folder, "tokenizer", where, name)
     for part in ("vae", "text_encoder"):
         check_weight_files(folder / part, where)
-    if is_ltx:
-        from distill.data.ltx_encoders import inspect_ltx  # which is built on this file
+    return folder, where, vae, text
 
-        return inspect_ltx(folder, where, vae, text)
 
+def inspect_wan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> EncoderFolder:
+    """What the settings of a Wan folder say, as :func:`read_encoders` gives them.
+
+    Raises: ``UserError`` for settings that no Wan VAE has.
+    """
     if any(name not in vae for name in _VAE_SETTINGS):
         vae = _vae_defaults() | vae
     config = f"{where}: vae/config.json"

@@ -1,6 +1,6 @@
 """The VAE and the text encoder of an LTX-Video pipeline folder, as diffusers' pipelines (0.42) use them.
 
-``model_index.json`` says whether a folder is an ``LTXPipeline`` (0.9.0, 0.9.1) or an ``LTXConditionPipeline`` (as diffusers
+``model_index.json`` says whether it is an ``LTXPipeline`` (0.9.0, 0.9.1) or an ``LTXConditionPipeline`` (as diffusers
 documents 0.9.5 and later); without that file, or with any other class, it is taken for the former. They differ in the
 text encoder's mask and in when latent frames are.
 
@@ -26,6 +26,7 @@ from fsdp_cp.launch import rank
 
 logger = logging.getLogger(__name__)
 
+LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
 PIPELINE_TOKENS = 128
 """``max_sequence_length`` of LTXPipeline."""
 CONDITION_PIPELINE = "LTXConditionPipeline"
@@ -78,7 +79,7 @@ class LtxEncoderFolder(EncoderFolder):
 
 
 def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
-    """What the settings of an LTX folder say; its parts are those of :func:`distill.data.encoders.inspect_encoders`.
+    """What the settings of an LTX folder say; as :func:`distill.data.encoders.read_encoders` gives them.
 
     Args:
         folder: the pipeline folder.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distill.config import Config
-from distill.data.encoders import LTX_VAE_CLASS
+from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak

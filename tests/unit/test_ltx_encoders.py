@@ -9,8 +9,8 @@ import torch
 from diffusers import LTXConditionPipeline, LTXPipeline
 
 from distill.data.captions import Captions
+from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat
-from distill.data.encoders import inspect_encoders
 from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
 from fsdp_cp.errors import UserError
 from models.families.ltx_attention import video_coordinates
@@ -44,7 +44,7 @@ def change(file, **settings):
 
 
 def test_sizes(folder):
-    found = inspect_encoders(folder)
+    found = choose_encoders(folder)
     assert found.latent_shape(CLIP) == (8, 3, 2, 3)
     assert found.condition_shapes(CLIP, 128, None) == {
         "text": (128, 32), "text_mask": (128,), "latent_spacing": (4,)
@@ -60,7 +60,7 @@ def test_sizes(folder):
 def test_text_is_that_of_the_pipeline_where_it_counts(request, which, tokens):
     path = request.getfixturevalue(which)
     kind = LTXPipeline if which == "folder" else LTXConditionPipeline
-    encoders = inspect_encoders(path)
+    encoders = choose_encoders(path)
     given = encoders.text_tensors(encoders.text_encoder(max_tokens=tokens, **CPU).encode(CAPTION), tokens)
     with torch.no_grad():  # else torch takes another kernel
         theirs, mask, _, _ = kind.from_pretrained(path).encode_prompt(
@@ -72,7 +72,7 @@ def test_text_is_that_of_the_pipeline_where_it_counts(request, which, tokens):
 
 
 def test_another_number_of_tokens_than_the_pipelines_is_said(folder, caplog):
-    encoders = inspect_encoders(folder)
+    encoders = choose_encoders(folder)
     with caplog.at_level(logging.WARNING):
         encoders.text_encoder(max_tokens=128, **CPU)
         assert not caplog.records
@@ -84,7 +84,7 @@ def test_another_number_of_tokens_than_the_pipelines_is_said(folder, caplog):
 def test_pixels_are_those_of_the_pipeline(request, which):
     """Also those of a VAE that takes a time and draws noise: at the pipeline's time 0, and each clip with its own."""
     path = request.getfixturevalue(which)
-    codec = inspect_encoders(path).codec(tiling=False, **CPU)
+    codec = choose_encoders(path).codec(tiling=False, **CPU)
     assert isinstance(codec, LtxVideoCodec)
     pipeline = LTXPipeline.from_pretrained(path)
     vae = pipeline.vae
@@ -108,8 +108,8 @@ def test_pixels_are_those_of_the_pipeline(request, which):
 
 
 def test_a_vae_in_bf16_keeps_its_statistics(folder):
-    codec = inspect_encoders(folder).codec(device=torch.device("cpu"), dtype=torch.bfloat16, tiling=True)
-    whole = inspect_encoders(folder).codec(tiling=False, **CPU)
+    codec = choose_encoders(folder).codec(device=torch.device("cpu"), dtype=torch.bfloat16, tiling=True)
+    whole = choose_encoders(folder).codec(tiling=False, **CPU)
     assert codec.vae.dtype == torch.bfloat16 and codec.vae.use_tiling
     assert torch.equal(codec.mean, whole.mean) and torch.equal(codec.std, whole.std)
     assert torch.equal(whole.mean.flatten(), whole.vae.latents_mean) and whole.mean.any()
@@ -119,7 +119,7 @@ def test_coordinates_are_those_of_the_pipelines(folder, later):
     """Bit by bit those of ``rope_interpolation_scale``; LTXConditionPipeline multiplies in another order."""
     grid = (3, 2, 3)
     rope = LTXPipeline.from_pretrained(folder).transformer.rope
-    spacing = inspect_encoders(folder).clip_tensors(CLIP)["latent_spacing"][None]
+    spacing = choose_encoders(folder).clip_tensors(CLIP)["latent_spacing"][None]
     tokens = torch.zeros(1, 18, 8)
     theirs = rope(tokens, *grid, rope_interpolation_scale=(8 / 24.0, 32, 32))
     ours = rope(tokens, video_coords=video_coordinates(spacing, grid))
@@ -127,7 +127,7 @@ def test_coordinates_are_those_of_the_pipelines(folder, later):
     ids = LTXConditionPipeline._prepare_video_ids(1, *grid)
     ids = LTXConditionPipeline._scale_video_ids(ids).float()
     ids[:, 0] *= 1 / 24.0
-    spacing = inspect_encoders(later).clip_tensors(CLIP)["latent_spacing"][None]
+    spacing = choose_encoders(later).clip_tensors(CLIP)["latent_spacing"][None]
     assert torch.allclose(video_coordinates(spacing, grid), ids, rtol=1e-5)
     assert not torch.allclose(rope(tokens, video_coords=ids)[0], theirs[0], atol=0.1), "the two differ"
 
@@ -175,7 +175,7 @@ def test_what_is_no_ltx_is_refused_by_name(folder, tmp_path, file, settings, mes
     copied = copy_of(folder, tmp_path)
     change(copied / file / "config.json", **settings)
     with pytest.raises(UserError) as error:
-        inspect_encoders(copied)
+        choose_encoders(copied)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -188,7 +188,7 @@ def test_what_is_no_ltx_is_refused_by_name(folder, tmp_path, file, settings, mes
 )
 def test_clips_that_the_vae_would_cut_are_refused(folder, sizes, message):
     with pytest.raises(UserError, match=message):
-        inspect_encoders(folder).latent_shape(ClipFormat(**vars_of(CLIP) | sizes))
+        choose_encoders(folder).latent_shape(ClipFormat(**vars_of(CLIP) | sizes))
 
 
 def vars_of(clip):
@@ -196,7 +196,7 @@ def vars_of(clip):
 
 
 def test_encoders_of_wan_are_those_of_before(tmp_path):
-    encoders = inspect_encoders(build_tiny_pipeline(tmp_path))
+    encoders = choose_encoders(build_tiny_pipeline(tmp_path))
     assert not isinstance(encoders.text_encoder(max_tokens=16, **CPU), LtxTextEncoder)
     assert encoders.text_key() == {} and encoders.clip_tensors(CLIP) == {}
     assert encoders.cleaned(CAPTION) == "a red & blue square"
