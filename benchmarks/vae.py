@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--video", type=Path, help="a clip; a rendered one by default")
     parser.add_argument("--frames", type=at_least_1, default=5)
     parser.add_argument("--height", type=at_least_1, default=288)
-    parser.add_argument("--width", type=at_least_1, default=384)
+    parser.add_argument("--width", type=at_least_1, default=288)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as made:
         try:

@@ -41,6 +41,8 @@ def announce(trainer: Trainer) -> None:
         how = "trained" if role.trainable else "frozen"
         if role.adapters is not None:
             how += f", adapters of rank {role.adapters['rank']} on {_base_in_words(trainer.method.roles, role)}"
+        if settings_of(role.networks[0].module).fp8 != "none":
+            how += ", products of its blocks in fp8"
         log.info("%s: %s parameters, %s", name, f"{count:,}", how)
         if trainer.config.log.groups:
             log.info(

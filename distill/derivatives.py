@@ -62,6 +62,11 @@ def check_exact(config: Any) -> None:
                 f"method.jvp=finite_difference with student.precision={config.student.precision}: the difference"
                 " drowns in rounding; use student.precision=fp32 or method.jvp=exact"
             )
+        if config.student.fp8 != "none":
+            raise UserError(
+                f"method.jvp=finite_difference with student.fp8={config.student.fp8}: the difference drowns in"
+                " rounding; use student.fp8=none or method.jvp=exact"
+            )
         return
     if torch.__version__ < FORWARD_AD_SINCE:
         raise UserError(

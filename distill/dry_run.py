@@ -54,7 +54,9 @@ def dry_run(config: Config, plan: RunPlan) -> None:
             role.name,
             _weights(role),
             f"{states.parameters:,}",
-            f"trained in {role.sharding.precision}" if states.gradients else f"frozen in {role.sharding.precision}",
+            ("trained" if states.gradients else "frozen")
+            + f" in {role.sharding.precision}"
+            + (" with fp8 products" if role.sharding.fp8 != "none" else ""),
             role.sharding.strategy,
             size_in_words(states.rank),
         )

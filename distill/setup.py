@@ -24,6 +24,7 @@ from fsdp_cp.checkpoint import read_state
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
+from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, defining, plan_role, sharing
@@ -77,6 +78,7 @@ def plan_run(
         for name in needed:
             if sharding[name].compile:
                 require_compiler(device.type, f"{name}.compile")
+            require_fp8(sharding[name], device.type, f"{name}.")
     if runs_here and device.type == "cpu" and rank() == 0:
         for name in [name for name, settings in sharding.items() if settings.offload == "cpu"]:
             log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
@@ -100,6 +102,9 @@ def plan_run(
                 saved=saved,
             )
         )
+        if sharding[name].fp8 != "none":
+            network, family = roles[-1].network, roles[-1].family
+            linear_layers(family.blocks(network), family.fp8_excluded(network), f"{name}.")
     _check_sharing(roles, method.trained_roles)
     if config.export.at_end:
         for role in roles:
@@ -153,6 +158,12 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
     settings.check(device.type, f"{name}.")
     if name in method.trained_roles:
         given.lora.check(f"{name}.lora.")
+    # FSDP2 makes the memory of a whole weight once: the forwards without tangents need it as those with them.
+    if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
+        raise UserError(
+            f"{name}.fp8_gather=true: method={config.method.name} takes derivatives of the {name} in forward mode, for"
+            f" which its weights are gathered as they compute; use {name}.fp8_gather=false"
+        )
     if settings.gather_early:
         steps = method(config.method, {})
         first = list(dict.fromkeys(steps.first_role(step) for step in range(config.steps)))
@@ -359,7 +370,8 @@ _SAME_RESULT = {
     *(
         item.name
         for item in fields(ShardSettings)
-        if item.name not in ("precision", "reduce_dtype", "master_dtype", "gradient_scale", "reduce_unused")
+        if item.name
+        not in ("precision", "fp8", "fp8_gather", "reduce_dtype", "master_dtype", "gradient_scale", "reduce_unused")
     ),
 }
 """Last parts of settings that say where things are held and when they move, not what comes out."""

@@ -370,8 +370,15 @@ def _shard(network: nn.Module, plans: Sequence[RolePlan], mesh: Mesh, settings: 
             in_fp32 += [addition for addition in extra if addition.full_precision]
         if any(each.lora is not None for each in plans):
             _store_base_as_it_computes(network, in_fp32, COMPUTE_DTYPE[settings.precision])
+    # Adapters and copies of what is trained whole are small, and as exact as what trains them.
+    own = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
     shard_module(
-        network, mesh=mesh, units=list(family.blocks(network)), full_precision_units=in_fp32, settings=settings
+        network,
+        mesh=mesh,
+        units=list(family.blocks(network)),
+        full_precision_units=in_fp32,
+        fp8_excluded=[*family.fp8_excluded(network), *map(network.get_submodule, own)],
+        settings=settings,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu.child import Context, in_two_lanes
 
 TRAINED = "benchmarks.gpu.trained"
+FP8 = tuple(f"{role}.{word}" for role in ("teacher", "student", "fake") for word in ("fp8=torchao", "fp8_gather=true"))
 COMPILED = ("teacher.compile=true", "student.compile=true", "fake.compile=true")
 NOT_COMPILED = "left out at test size: the compiler takes longer than all other parts"
 SHARE = 0.6
@@ -21,13 +22,16 @@ WITHIN = 0.05
 
 
 def small(context: Context) -> None:
-    """The part of 1.3B: DMD2, rCM, DMD2 with compiled blocks, a derivative of a plain network; and their plans."""
+    """The part of 1.3B: DMD2, rCM, DMD2 with compiled blocks, in fp8 too, a derivative of a plain network; and their
+    plans. fp8 is measured compiled alone: casts that are kernels of their own take what its products save."""
     dmd2, rcm = ("1_3b", "dmd2"), ("1_3b", "rcm")
     runs: dict[str, tuple[str, ...]] = {"DMD2": dmd2, "rCM": rcm}
     if context.tiny:
         context.row("DMD2, compiled", note=NOT_COMPILED)
+        context.row("DMD2, compiled, fp8", note=NOT_COMPILED)
     else:
         runs["DMD2, compiled"] = (*dmd2, *COMPILED)
+        runs["DMD2, compiled, fp8"] = (*dmd2, *COMPILED, *FP8)
     derivative = partial(
         context.isolated, "derivative of a forward", f"{TRAINED}:derivative", "derivative of a forward"
     )

@@ -29,8 +29,8 @@ from models.load import defining
 
 log = logging.getLogger(__name__)
 
-_OF_THE_GPU = ("compile", "communication_buffers")
-"""Settings of roles that a CPU has not, and that change nothing of what is simulated."""
+_OF_THE_GPU = ("compile", "communication_buffers", "fp8", "fp8_gather")
+"""Settings of roles that a CPU has not, and that change nothing of what is simulated; pooled buffers it has."""
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
@@ -42,11 +42,12 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
 
     Raises:
         UserError: what a run of these settings would refuse before it loads weights, but for settings that only a GPU
-            has (kernels, compiled graphs, communication buffers); torchrun around it; files of
+            has (kernels, compiled graphs, NCCL's communication buffers); torchrun around it; files of
             these names that no plan has written, or a folder that cannot be written.
     """
     require_plannable(config)
     digest = settings_digest(config)
+    log_fp8(config)
     config = as_planned(config)
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
@@ -96,6 +97,18 @@ def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: b
     return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, coding)
 
 
+def log_fp8(config: Config) -> None:
+    """Say which roles are planned without the fp8 that a run of ``config`` gives them, and what that means."""
+    names = METHODS[config.method.name][0].roles_needed(config.method)
+    chosen = [name for name in names if getattr(config, name).fp8 != "none"]
+    if chosen:
+        log.warning(
+            "%s: planned as without fp8: rates of fp8 products are not known here, so times are of bf16 ones, longer"
+            " than the run's; gathers are counted in the dtype of compute, also under fp8_gather",
+            ", ".join(f"{name}.fp8={getattr(config, name).fp8}" for name in chosen),
+        )
+
+
 def as_planned(config: Config) -> Config:
     """``config`` for one CPU process: published networks where none is named, and nothing that needs a GPU.
 
@@ -108,7 +121,8 @@ def as_planned(config: Config) -> Config:
     for name in METHODS[config.method.name][0].roles_needed(config.method):
         role = getattr(config, name)
         for setting in _OF_THE_GPU:
-            setattr(role, setting, getattr(default, setting))
+            if getattr(role, setting) != "pooled":
+                setattr(role, setting, getattr(default, setting))
         if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
             published = family_of(role.family, name).published
             if config.planning.model not in published:

@@ -33,6 +33,7 @@ from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
+from fsdp_cp.sharding.state import pool_at
 from models.condition import Condition
 from models.ema import Ema
 
@@ -177,8 +178,10 @@ def run_steps(
         run = _Run(config, plan, shapes, method, storages, sent, host_buffers)
         chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
-        for steps in chosen.values():  # a first forward gathers nothing ahead, and FSDP2 allocates what it keeps
-            run.step(next(iter(steps)), run.batches[:1])
+        with _planned_pools(method, storages) as pooled:
+            for steps in chosen.values():  # a first forward gathers nothing ahead, and FSDP2 allocates what it keeps
+                for step in steps if pooled else list(steps)[:1]:
+                    run.step(step, run.batches[: 2 if pooled else 1])
         with ExitStack() as stack:
             for role in {id(role.network): role for role in method.roles.values()}.values():
                 # without a first forward there is nothing to watch
@@ -189,6 +192,24 @@ def run_steps(
             costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
             run.sample()
     return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=queries)
+
+
+@contextmanager
+def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[bool]:
+    """Inside, the buffers of collectives are noted of networks that pool them (are there any?); then they are planned.
+
+    Every kind of step must run inside, and a second micro-batch: what is alive at once is not to be seen of fake
+    tensors that share memory. The memory is that of the first role that has a part in it.
+    """
+    networks = {name: role.network for name, role in method.roles.items()}
+    pools = {id(pool): (name, pool) for name, each in reversed(networks.items()) if (pool := pool_at(each)) is not None}
+    for _, pool in pools.values():
+        pool.put_off = True
+    yield bool(pools)
+    for name, pool in pools.values():
+        pool.put_off = False
+        with storages.labelled((name, "gathered")):
+            pool.end_step()
 
 
 class _Run:

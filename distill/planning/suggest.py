@@ -20,7 +20,7 @@ import torch
 
 from distill.config import Config, compose_config
 from distill.methods import METHODS
-from distill.planning.command import as_planned, make_prediction, planned_shapes, require_plannable
+from distill.planning.command import as_planned, log_fp8, make_prediction, planned_shapes, require_plannable
 from distill.planning.files import MADE_BY, SUGGESTIONS, make_writable, refuse_foreign_suggestions, write
 from distill.planning.hardware import load_hardware
 from distill.planning.prediction import GIB
@@ -82,6 +82,7 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
         UserError: as of ``plan=true``; no ``planning.hardware``; nothing that could be tried.
     """
     require_plannable(config)
+    log_fp8(config)
     if config.planning.hardware is None:
         raise UserError("plan=suggest must know the GPU; use planning.hardware=h20, or another of configs/hardware")
     load_hardware(config.planning.hardware)

@@ -15,8 +15,10 @@ from fsdp_cp.measure.attributed import AttributedStorages
 from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding import materialise, settings_of
 from fsdp_cp.sharding.activations import keeps_attention
+from fsdp_cp.sharding.state import pool_at
 from models.condition import Condition
 from models.families.base import LatentShape, Shape
 from models.load import RolePlan, build_network, sharing
@@ -73,7 +75,8 @@ class WatchedSharding(ShardingMemory):
         return self
 
     def _add(self, kind: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
+        pool = pool_at(self.role.network)
+        if tensor is not None and not (pool is not None and pool.owns(local_shard(tensor))):
             # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
             moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
             whose = self.role.holder

@@ -15,6 +15,7 @@ from fsdp_cp.sharding.state import (
     has_gradients,
     is_finished,
     partly_reduced_units,
+    pool_at,
     reset_iteration,
     reshard,
     unreduced_units,
@@ -59,6 +60,8 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
         if is_last:
             _refuse_unreduced(root)
             reshard(root)  # units that no backward came to
+            if (pool := pool_at(root)) is not None:
+                pool.end_step()
         else:
             _refuse_partial(root)
     except BaseException:

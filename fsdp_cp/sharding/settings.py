@@ -24,8 +24,9 @@ _CHOICES = {
     "master_dtype": ("keep", "fp32", "bf16"),
     "activation_checkpointing": ("none", "full", "selective"),
     "offload": ("none", "cpu"),
-    "communication_buffers": ("default", "process_group", "symmetric"),
+    "communication_buffers": ("default", "pooled", "process_group", "symmetric"),
     "gather_stream": ("own", "compute"),
+    "fp8": ("none", "torchao", "transformer_engine"),
 }
 
 
@@ -63,6 +64,11 @@ class ShardSettings:
     """Keep what backward needs of a unit in CPU memory (pinned where there is a GPU)."""
     compile: bool = False
     """``torch.compile`` each unit as one graph."""
+    fp8: str = "none"
+    """``torchao``: the products of the units' linear layers in fp8, but those of the first and the last unit; emulated
+    on a CPU."""
+    fp8_gather: bool = False
+    """Gather the weights of these layers in fp8, too."""
     offload: str = "none"
     """``cpu``: sharded parameters, gradients and optimizer state live in CPU memory; the optimizer steps there."""
     gather_stream: str = "own"
@@ -81,8 +87,9 @@ class ShardSettings:
     separate_reduce_group: bool = False
     """Reduce-scatters get a communicator of their own, so that they need not queue behind all-gathers."""
     communication_buffers: str = "default"
-    """Where NCCL's staging buffers come from: ``process_group`` (registered memory), ``symmetric`` (symmetric
-    memory)."""
+    """Where the staging buffers of collectives come from: ``pooled`` (one piece of memory for those of all networks
+    with this setting, planned from the first steps), ``process_group`` (memory registered with NCCL), ``symmetric``
+    (NCCL's symmetric memory)."""
     reduce_unused: bool = False
     """Count a parameter that got no gradient on this rank as zero, where ranks may use different parameters."""
     gradient_scale: float = 1.0
@@ -159,6 +166,28 @@ class ShardSettings:
         sharded = self.strategy != "no_shard"
         return [
             (
+                self.fp8 == "transformer_engine",
+                "@fp8=transformer_engine is not available yet: its layers have been tried by nobody here; use"
+                " @fp8=torchao or none",
+            ),
+            (
+                self.fp8 != "none" and self.precision == "fp64",
+                f"@fp8={self.fp8} would round what @precision=fp64 is for; use @fp8=none",
+            ),
+            (
+                self.fp8_gather and self.fp8 == "none",
+                "@fp8_gather=true gathers the weights of @fp8=torchao, not of @fp8=none; set one of them",
+            ),
+            (
+                self.fp8_gather and not sharded,
+                "@fp8_gather=true has nothing to gather under @strategy=no_shard; set it to false",
+            ),
+            (
+                self.fp8_gather and self.offload != "none",
+                f"@fp8_gather=true casts shards where they are gathered, and those of @offload={self.offload} are"
+                " elsewhere; set it to false",
+            ),
+            (
                 self.keep_gathered and self.strategy != "optim_grads_params",
                 f"@keep_gathered=true is for @strategy=optim_grads_params; {self.strategy} gathers nothing twice in a"
                 " step as it is",
@@ -195,7 +224,7 @@ class ShardSettings:
                 " @strategy=no_shard; use default",
             ),
             (
-                device_type != "cuda" and self.communication_buffers != "default",
+                device_type != "cuda" and self.communication_buffers in ("process_group", "symmetric"),
                 f"@communication_buffers={self.communication_buffers} is memory of NCCL, and the device is"
                 f" {device_type}; use default",
             ),

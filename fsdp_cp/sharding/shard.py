@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
+from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
 from fsdp_cp.sharding.guards import allow_inference_mode, explain_dtypes, refuse_double_backward
+from fsdp_cp.sharding.pool import pool_of
+from fsdp_cp.sharding.pooled import pool_buffers
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, gather_in_compute_stream, remember_units
 
@@ -32,6 +36,7 @@ def shard_module(
     mesh: Mesh,
     units: Sequence[nn.Module],
     full_precision_units: Sequence[nn.Module] = (),
+    fp8_excluded: Sequence[nn.Module] = (),
     settings: ShardSettings | None = None,
     **changes: Any,
 ) -> None:
@@ -50,6 +55,7 @@ def shard_module(
         mesh: of :func:`build_mesh`; parameters are sharded over ``mesh.fsdp``.
         units: the modules gathered one at a time, in order of execution (the transformer blocks).
         full_precision_units: modules that compute in fp32 under bf16; units of their own.
+        fp8_excluded: modules whose linear layers stay as they are under ``fp8``, e.g. those of a block's modulation.
         settings: see :class:`fsdp_cp.ShardSettings`.
         changes: single settings by name, e.g. ``strategy="optim"``.
 
@@ -72,6 +78,8 @@ def shard_module(
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
     attributes = _attributes(model)
+    # First: the wrappers below take a unit's forward with the layers that it has then.
+    fp8_layers = apply_fp8(model, units, settings, mesh.device_type, fp8_excluded)
     for unit in units:
         apply_checkpointing(unit, settings)
         apply_compile(unit, settings)
@@ -83,10 +91,14 @@ def shard_module(
     root = cast(ShardedModule, model)  # by now; its class has changed in place
     _set_attributes(root, attributes)
     _configure(root, settings, where)
+    if settings.communication_buffers == "pooled":
+        _pool(root, mesh, where)
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
     remember_units(root)
     allow_inference_mode(root)
+    if settings.fp8_gather:
+        gather_in_fp8(root, fp8_layers, where)  # behind the line above: its hook must run first
     if torch.__version__ < FORWARD_AD_SINCE:  # type: ignore[operator]  # it compares itself with tuples too
         root.register_forward_pre_hook(_refuse_duals, with_kwargs=True)
 
@@ -248,6 +260,14 @@ def _configure(model: ShardedModule, settings: ShardSettings, where: DeviceMesh)
         log.warning("gradient_buffers=%d needs torch 2.13; FSDP keeps 1", settings.gradient_buffers)
     if settings.reduce_unused:
         _newer(model, "set_reduce_scatter_unused_params", "reduce_unused=false")(True)
+
+
+def _pool(root: ShardedModule, mesh: Mesh, where: DeviceMesh) -> None:
+    ranks = where.size(where.ndim - 1)
+    if ranks > 1:
+        pool_buffers(root, pool_of(mesh), ranks)
+    elif dist.get_rank() == 0:
+        log.info("communication_buffers=pooled: one rank holds all, so there are no collectives whose buffers to pool")
 
 
 def _newer(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:

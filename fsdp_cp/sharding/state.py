@@ -6,7 +6,7 @@ the units ran, how large their shards are. Tests hold each function against the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from fsdp_cp.sharding.pool import BufferPool
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
@@ -31,6 +32,15 @@ _FROZEN_HERE = "_frozen_by_set_trainable"
 
 _UNITS = "_shard_units"
 """Attribute of a root that :func:`fsdp_cp.shard_module` made."""
+
+
+POOL = "_buffer_pool"
+"""Attribute of a root whose units share one, and of the mesh on which they do."""
+
+
+def pool_at(root: nn.Module) -> BufferPool | None:
+    """The pool that the units of ``root`` take the buffers of their collectives from, if they do."""
+    return vars(root).get(POOL)
 
 
 def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
@@ -171,6 +181,36 @@ def gather_in_compute_stream(model: FSDPModule) -> None:
     model._set_unshard_async_op(True)
 
 
+def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[tuple[Any, Any]], int]:
+    """(``FSDPParam``, layer) of the ``weight`` of each of ``layers`` of which every rank holds an equal part.
+
+    Returns:
+        Those, and how many there are of the others. FSDP2 pads an uneven part, but not one that gathers itself.
+    """
+    wanted = {id(layer) for layer in layers}
+    found = [
+        parameter
+        for module in fsdp_modules(model)
+        for group in param_groups(module)
+        for parameter in group.fsdp_params
+        if parameter._module_info.param_name == "weight" and id(parameter._module_info.module) in wanted
+    ]
+    assert len(found) == len(layers), "each layer is in one unit"
+    even = [p for p in found if p._orig_size[0] % p.mesh_info.shard_mesh_size == 0]
+    return [(p, p._module_info.module) for p in even], len(found) - len(even)
+
+
+def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let an ``FSDPParam`` be gathered by ``before`` and ``after`` instead of in its dtype of compute.
+
+    They are FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for on the shard's tensor when
+    the parameter is made: ``_init_extensions`` (private) looks again.
+    """
+    shard = parameter.sharded_param._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    parameter._init_extensions()
+
+
 def set_trainable(model: nn.Module, trainable: bool) -> None:
     """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
 
@@ -243,6 +283,12 @@ def reset_iteration(root: nn.Module) -> None:
     """Bring FSDP2's own bookkeeping back to rest after an exception in a forward or backward."""
     if not isinstance(root, ShardedModule):
         return
+    _reset_iteration(root)
+    if (pool := pool_at(root)) is not None:  # after what FSDP2 lets go of here
+        pool.break_off()
+
+
+def _reset_iteration(root: ShardedModule) -> None:
     state = root._get_fsdp_state()
     if not state._is_root:
         return  # before the first forward there is nothing to reset, and it would fail

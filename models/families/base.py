@@ -84,6 +84,10 @@ class Family(ABC):
     def time_embedder(self, network: nn.Module) -> nn.Module:
         """The module whose output ``(B, width)`` is the embedding of the time."""
 
+    def fp8_excluded(self, network: nn.Module) -> list[nn.Module]:
+        """Modules of the blocks whose linear layers stay as they are under ``ROLE.fp8``: those of their modulation."""
+        return []
+
     def never_trained(self, network: nn.Module) -> list[str]:
         """Names of parameters that no gradient ever reaches; they are frozen."""
         return []

@@ -1,7 +1,10 @@
 """The planner's steps on fake tensors against the same steps on real ones: bytes by phase, and what is sent."""
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -10,6 +13,7 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.planning.depth import simulate_any_depth
 from distill.planning.simulation import run_steps, simulate
 from distill.setup import plan_run
+from fsdp_cp.sharding.pool import BufferPool
 
 WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
 
@@ -201,3 +205,45 @@ def test_a_deep_network_is_told_from_two_shallow_ones(layers, words):
         assert told.steps[name].flops == pytest.approx(cost.flops, rel=1e-6)
         for key, size in cost.sent.items():
             assert told.steps[name].sent[key] == pytest.approx(size, rel=1e-3), key
+
+
+POOLED = [f"{role}.communication_buffers=pooled" for role in ROLES]
+
+
+def _pools_of(world, words, run):
+    """What ``run`` makes of the settings, and bytes of each pool that was planned for it."""
+    held, plan = [], BufferPool.end_step
+
+    def planned(pool):
+        before = pool.plans
+        plan(pool)
+        if pool.plans != before:
+            held.append(pool.nbytes)
+
+    with mock.patch.object(BufferPool, "end_step", planned):
+        return run(*_planned(world, words)), held
+
+
+def _real_pools(world, words):
+    return _pools_of(world, words, partial(run_steps, tensors=nullcontext()))[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "mesh"), [(2, ("mesh.cp=1", "micro_batch_size=2")), (4, ("mesh.cp=2",))])
+def test_pooled_buffers_are_in_the_plan(pools, world, mesh):
+    """As large as the pool of real ranks; held between steps too, and instead of the buffers that it serves."""
+    predicted, held = _pools_of(world, (*mesh, *POOLED), simulate)
+    assert len(held) == 1, "planned once, of all steps"
+    assert pools[world].run(_real_pools, world, (*mesh, *POOLED)) == [held] * world
+    own = simulate(*_planned(world, mesh))
+    assert Counter(predicted.resting) - Counter(own.resting) == {("teacher", "gathered"): held[0]}
+    assert predicted.steps == own.steps
+    for name, peak in own.peaks.items():
+        assert peak.bytes <= predicted.peaks[name].bytes <= peak.bytes + held[0], name
+
+
+def test_pooled_buffers_are_planned_for_a_gpu_and_those_of_nccl_left_out():
+    config, *_ = _planned(2, ("mesh.cp=1", "teacher.communication_buffers=pooled"))
+    assert config.teacher.communication_buffers == "pooled"
+    words = ("mesh.cp=1", "device=cuda", "teacher.communication_buffers=process_group")
+    assert _planned(2, words)[0].teacher.communication_buffers == "default"

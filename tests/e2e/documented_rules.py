@@ -348,11 +348,11 @@ RULES = [
     Rule(r"python -m tests\.tiny_(ltx_)?pipeline /tmp/(pipeline|ltx)", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
     Rule(
-        r"python -m benchmarks\.(distillation|modes|stability|lora( --ranks 16)?)",
+        r"python -m benchmarks\.(distillation|modes|stability|fp8( --distil)?|lora( --ranks 16)?)",
         form,
         why="tests/e2e/test_benchmarks.py runs them",
     ),
-    Rule(r"python -m benchmarks\.(planning|overhead|weak_scaling)( --.+)?", form, why="as those"),
+    Rule(r"python -m benchmarks\.(planning|overhead|weak_scaling|pooled)( --.+)?", form, why="as those"),
     Rule(r"python -m benchmarks\.gpu( --device cpu --tiny)?", form, why="tests/e2e/test_gpu_benchmark.py, in small"),
     Rule(r"python -m benchmarks\.real_size --out \S+", form, why="tests/e2e/test_benchmarks.py runs it in small"),
     Rule(r"python -m benchmarks\.(chaos|two_hosts)", form, why="tests/e2e/test_chaos.py runs them"),

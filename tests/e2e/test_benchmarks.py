@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import distillation, lora, modes, overhead, planning, stability, weak_scaling
+from benchmarks import distillation, fp8, lora, modes, overhead, planning, pooled, stability, weak_scaling
 from distill.planning.hardware import load_hardware
 from distill.planning.simulation import Simulation, StepCost
 from distill.report.measures import HIGHER_IS_BETTER
@@ -132,6 +132,13 @@ def test_a_plan_that_is_wrong_is_said_to_be(change, kept):
 
 
 @pytest.mark.long
+def test_pooled_in_small(capsys):
+    assert pooled.main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert "| 2 ranks, dp=2 | 32 to 64 | all | 48 | 16 | 0 | 2 | yes |" in printed and "all bounds kept" in printed
+
+
+@pytest.mark.long
 def test_overhead_in_small(capsys):
     flush = torch.set_flush_denormal(False)
     try:
@@ -186,3 +193,28 @@ def test_weak_scaling_in_small(tmp_path, capsys):
     slower = replace(load_hardware("h20"), network_gb_per_s=1e-6)
     seconds = weak_scaling.seconds_of(four, slower)
     assert seconds.limit == "network" and seconds.step == seconds.network + seconds.attention
+
+
+@pytest.mark.long
+def test_fp8_in_small(tmp_path, capsys):
+    assert fp8.main(["--tiny"]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(lines) == 9
+    for name, largest, found in zip(fp8.CASES, (0.7, 0.1, 0.1), (lines[:3], lines[3:6], lines[6:]), strict=True):
+        bf16, gathered_in_bf16, gathered_in_fp8 = found
+        assert all(line[0] == f"| {name}" and line[1] == "(1, 2)" for line in found)
+        for line in (gathered_in_bf16, gathered_in_fp8):
+            norm, cosine = float(line[7]), float(line[8])
+            assert abs(float(line[6])) < 0.05 and 0 < norm < largest and cosine > 1 - largest**2, line
+        assert bf16[9] == gathered_in_bf16[9] and float(gathered_in_fp8[9].rstrip(" |")) < float(bf16[9].rstrip(" |"))
+
+
+@pytest.mark.long
+def test_students_of_fp8_roles_in_small(tmp_path, capsys):
+    out = tmp_path / "fp8"
+    assert fp8.main(["--distil", "--tiny", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for row in ("bf16, 1 step", "fp8 roles, 4 steps"):
+        assert f"| {row} | " in printed
+    assert "| 4 | colour accuracy | " in printed and "all within 3 standard errors: " in printed
+    assert fp8.main(["--distil", "--tiny", "--out", str(out)]) == 0 and capsys.readouterr().out == printed

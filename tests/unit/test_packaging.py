@@ -23,9 +23,9 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fsdp_cp", "models", "distill")
 # lazy everywhere; flash_attn belongs to no extra, since its wheels fit one torch, CUDA and Python each
-OPTIONAL = ("wandb", "tensorboard", "transformer_engine", "flash_attn", "flash_attn_interface", "yunchang")
+OPTIONAL = ("wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "flash_attn_interface", "yunchang")
 # extras that install without a GPU, hence with pins
-PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "bench")
+PINNED_EXTRAS = ("dev", "wandb", "tensorboard", "fp8", "bench")
 # what a package may never import, at its top or inside a function
 FORBIDDEN = {
     "fsdp_cp": {"models", "distill", "train", "benchmarks", "tests", "diffusers", "transformers", "hydra"},

@@ -118,6 +118,16 @@ def test_no_seconds_for_products_that_are_not_in_bf16(plan, tmp_path):
     assert found["fits"] is True and found["seconds_per_step"] is None and found["mfu"] is None
 
 
+def test_fp8_is_planned_as_without_it_and_said(plan, tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        assert plan("planning.hardware=h100", "student.fp8=torchao", "teacher.fp8=torchao") == 0
+    assert "teacher.fp8=torchao, student.fp8=torchao: planned as without fp8" in caplog.text
+    found = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan("planning.hardware=h100", run_dir=tmp_path / "plain") == 0
+    expected = json.loads((tmp_path / "plain" / "plan.json").read_text())
+    assert found.pop("settings") != expected.pop("settings") and found == expected
+
+
 def test_no_seconds_for_what_the_host_computes(plan, caplog):
     caplog.set_level("INFO")
     assert plan("student.offload=cpu") == 0

@@ -23,6 +23,8 @@ CHANGED = {
     "keep_operators": ["aten.addmm"],
     "activation_offload": True,
     "compile": True,
+    "fp8": "torchao",
+    "fp8_gather": True,
     "offload": "cpu",
     "gather_stream": "compute",
     "forward_prefetch": 2,
@@ -35,10 +37,11 @@ CHANGED = {
     "reduce_unused": True,
     "gradient_scale": 0.5,
 }
-NEEDS = {"keep_operators": {"activation_checkpointing": "selective"}}
+NEEDS = {"keep_operators": {"activation_checkpointing": "selective"}, "fp8_gather": {"fp8": "torchao"}}
 """What a changed field is of no use without."""
 
 NO_OPERATORS: dict = {"keep_operators": []}
+FP8_GATHER = {"fp8": "torchao", "fp8_gather": True}
 DEFAULT_BUFFERS = {"communication_buffers": "default"}
 REFUSED = [  # settings, device, what the message names, a change that it suggests
     ({"strategy": "zero3"}, "cpu", "strategy=zero3", {"strategy": "optim_grads_params"}),
@@ -85,6 +88,12 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
         for s, d in (("no_shard", "cuda"), ("optim_grads_params", "cpu"))
     ),
     (
+        {"communication_buffers": "pooled", "strategy": "no_shard"},
+        "cpu",
+        "communication_buffers=pooled",
+        DEFAULT_BUFFERS,
+    ),
+    (
         {"communication_buffers": "symmetric", "gradient_buffers": 2},
         "cuda",
         "gradient_buffers=2",
@@ -102,6 +111,12 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
         ({"precision": p, "master_dtype": m}, "cpu", f"master_dtype={m}", {"master_dtype": "keep"})
         for p, m in (("fp32", "bf16"), ("fp64", "bf16"), ("fp64", "fp32"))
     ),
+    ({"fp8": "int8"}, "cpu", "fp8=int8", {"fp8": "torchao"}),
+    *(({"fp8": "transformer_engine"}, d, "fp8=transformer_engine is not", {"fp8": "torchao"}) for d in ("cpu", "cuda")),
+    ({"fp8": "torchao", "precision": "fp64"}, "cpu", "fp8=torchao", {"fp8": "none"}),
+    ({"fp8_gather": True}, "cpu", "fp8_gather=true", {"fp8": "torchao"}),
+    (FP8_GATHER | {"strategy": "no_shard"}, "cpu", "fp8_gather=true", {"fp8_gather": False}),
+    (FP8_GATHER | {"offload": "cpu"}, "cpu", "fp8_gather=true", {"fp8_gather": False}),
     ({"forward_prefetch": 2, "strategy": "no_shard"}, "cpu", "forward_prefetch=2", {"forward_prefetch": 1}),
     *(
         ({"backward_prefetch": 2, "strategy": s}, "cpu", "backward_prefetch=2", {"backward_prefetch": 1})
@@ -180,6 +195,7 @@ AGAINST = {
         "gather_early",
         "separate_reduce_group",
         "communication_buffers",
+        "fp8_gather",
     },
     "optim": {"keep_gathered", "backward_prefetch"},
     "optim_grads": {"keep_gathered", "backward_prefetch"},
@@ -198,13 +214,24 @@ def test_every_other_setting_goes_with_every_strategy_but_those_listed(strategy)
 
 def test_every_pair_of_settings_goes_together_but_those_listed():
     """Under optim_grads_params, on CUDA."""
-    against = {("activation_checkpointing", "keep_operators"), ("backward_prefetch", "keep_gathered")}
-    against.add(("replicate", "shard_ranks"))
+    against = {
+        ("activation_checkpointing", "keep_operators"),
+        ("backward_prefetch", "keep_gathered"),
+        ("fp8_gather", "offload"),
+        ("replicate", "shard_ranks"),
+    }
     names = sorted(CHANGED.keys() - {"strategy"})
     for pair in itertools.combinations(names, 2):
         given = {name: CHANGED[name] for name in pair}
         given = {**{k: v for name in pair for k, v in NEEDS.get(name, {}).items()}, **given}
         assert refused(given, "cuda") == (pair in against), pair
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pooled_buffers_go_with_every_setting_that_gathers(device):
+    for name, value in CHANGED.items():
+        if name != "communication_buffers":
+            assert not refused({"communication_buffers": "pooled", name: value, **NEEDS.get(name, {})}, device), name
 
 
 @pytest.mark.parametrize(("given", "meant"), [(True, "full"), (False, "none"), ("selective", "selective")])

@@ -1,0 +1,208 @@
+"""What is lost in fp8? ``python -m benchmarks.fp8``: losses, gradients, bytes; ``--distil``: students.
+
+The first compares a step of the shipped teacher's network in fp8, which torchao emulates on a CPU, with the same step
+in bf16, on meshes of one to four local ranks: the network trained whole, and adapters on a frozen base. It takes
+minutes. The second distils the quickstart's student (DMD2) with and without fp8 roles, three seeds each, and compares
+what both have learnt: as :mod:`benchmarks.lora` does, with its files; it goes on where it was stopped. ``--tiny`` shows
+of either in little time that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.arguments import at_least_1
+from benchmarks.distillation import CLIPS, ROOT, STUDENT_STEPS, Run, renders, table, train_all
+from benchmarks.lora import students
+from distill.config import compose_config
+from distill.data.base import condition_of
+from distill.report.measures import HIGHER_IS_BETTER
+from distill.schedules import add_noise
+from fsdp_cp import microbatch
+from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.sharding.fp8 import require_fp8
+from fsdp_cp.sharding.settings import ShardSettings
+from models.load import build_roles, plan_role
+from models.lora.settings import LoraSettings
+from tests.oracles.full_tensors import full_tensors
+
+RECIPE = "quickstart"
+MESHES = ((1, 1), (1, 2), (2, 2))
+"""``dp_shard``, ``cp``."""
+CASES = {
+    "whole network, flow matching": ("flow_matching", False),
+    "whole network, mean square": ("mean_square", False),
+    "adapters, flow matching": ("flow_matching", True),
+}
+"""A loss, and whether adapters are trained. At the shipped teacher's weights the gradient of flow matching is what is
+left of larger ones that cancel, in any precision; that of the output's mean square is not."""
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"fp8": "torchao"},
+    "fp8, gathered in fp8": {"fp8": "torchao", "fp8_gather": True},
+}
+LORA_RANK = 16
+FP8_ROLES = tuple(f"{role}.fp8=torchao" for role in ("teacher", "student", "fake"))
+LARGEST_DIFFERENCE = 3.0
+"""Of measures of students with and without fp8 roles, in standard errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step: what came out, and what a rank sent."""
+
+    loss: float
+    gradient: Tensor
+    """Whole, of all parameters, fp64."""
+    gathered: int
+    """Bytes that a rank sends in all-gathers of weights."""
+
+
+def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: int) -> Step:
+    """A step of the shipped teacher on ``count`` clips, on the ranks that call this."""
+    kind, adapters = CASES[case]
+    config = compose_config([f"experiment={RECIPE}", "run_dir=runs/fp8"])
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
+    sharding = ShardSettings(**{"precision": "bf16", "activation_checkpointing": "full"} | settings)
+    lora = LoraSettings(rank=LORA_RANK) if adapters else None
+    plan = plan_role("student", checkpoint=str(ROOT / config.teacher.checkpoint), sharding=sharding, lora=lora)
+    mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=plan.family.heads(plan.config), device_type="cpu")
+    role = build_roles(
+        [plan],
+        trained=("student",),
+        mesh=mesh,
+        device=torch.device("cpu"),
+        latent_shape=data.latent_shape,
+        condition_shapes=data.condition_shapes,
+    )["student"]
+    if adapters:  # their second factors begin at 0, of which the first ones' gradients would be nothing
+        with torch.no_grad():
+            for parameter in role.parameters():
+                parameter.add_(0.02)
+    items = [data[i] for i in range(count)]
+    named = {name: torch.stack([item[name] for item in items]) for name in ("latents", *data.condition_shapes)}
+    noise = torch.randn(named["latents"].shape, generator=torch.Generator().manual_seed(1))
+    t = torch.linspace(0.05, 0.95, count)
+    size = count // mesh.dp_size
+    mine = slice(mesh.dp_rank * size, (mesh.dp_rank + 1) * size)
+    x0, noise, t = named["latents"][mine], noise[mine], t[mine]
+    condition = condition_of({name: named[name][mine] for name in data.condition_shapes}, data)
+    with CollectiveCounter() as sent, microbatch(role.network, is_first=True, is_last=True):
+        wanted = noise - x0 if kind == "flow_matching" else 0
+        loss = (role.velocity(add_noise(x0, noise, t), t, condition) - wanted).square().mean() / mesh.dp_size
+        loss.backward()
+    gathered = sum(size for (kind, group), size in sent.by_group.items() if kind == "all_gather" and group != "mesh_cp")
+    total = loss.detach().clone() / mesh.cp_size  # which all ranks of a cp group have
+    torch.distributed.all_reduce(total)
+    gradients = full_tensors({name: p.grad for name, p in role.named_parameters().items() if p.grad is not None})
+    whole = torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
+    return Step(loss=float(total), gradient=whole, gathered=gathered)
+
+
+def compared(step: Step, other: Step) -> list[str]:
+    """Cells: the loss's relative difference, the gradient's by norm, and its cosine."""
+    norm = float((step.gradient - other.gradient).norm() / other.gradient.norm())
+    cosine = float(torch.nn.functional.cosine_similarity(step.gradient, other.gradient, dim=0))
+    return [f"{step.loss / other.loss - 1:+.1e}", f"{norm:.1e}", f"{cosine:.5f}"]
+
+
+def errors(meshes: Sequence[tuple[int, int]], count: int) -> list[str]:
+    """The lines of the first table."""
+    lines = [
+        "| | mesh (dp_shard, cp) | products | loss, against fp32 | gradient | cosine | loss, against bf16 | gradient |"
+        " cosine | MB sent in all-gathers |",
+        "|---" * 10 + "|",
+    ]
+    for dp_shard, cp in meshes:
+        with RankPool(dp_shard * cp, timeout=600.0, preload=("torch", "models.load")) as pool:
+            for case in CASES:
+
+                def step(settings, dp_shard=dp_shard, cp=cp, case=case, pool=pool):
+                    return pool.run(step_of, dp_shard, cp, settings, case, count)[0]
+
+                exact = step({"precision": "fp32"})
+                found = {name: step(settings) for name, settings in WAYS.items()}
+                for name, each in found.items():
+                    cells = [
+                        case,
+                        f"({dp_shard}, {cp})",
+                        name,
+                        *compared(each, exact),
+                        *(["", "", ""] if name == "bf16" else compared(each, found["bf16"])),
+                        f"{each.gathered / 1e6:.2f}",
+                    ]
+                    lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
+    """Students with and without fp8 roles: are their measures within three standard errors? And the tables."""
+    out, count = args.out.resolve(), CLIPS // 8 if args.tiny else CLIPS
+    changes = ("precision=bf16", *(("steps=10", "batch_size=8") if args.tiny else ()))
+    lines = {
+        name: [
+            Run(method="dmd2", recipe=RECIPE, folder=out / folder / str(seed), changes=changes + more, seed=seed)
+            for seed in range(1 if args.tiny else args.seeds)
+        ]
+        for name, folder, more in (("bf16", "bf16", ()), ("fp8 roles", "fp8", FP8_ROLES))
+    }
+    train_all([run for seed in zip(*lines.values(), strict=True) for run in seed], args.workers)
+    torch.set_num_threads(args.workers)
+    rows = {name: students(runs, name, count) for name, runs in lines.items()}
+    config = compose_config([f"experiment={RECIPE}", f"run_dir={out}"])
+    text = [table([renders(config, count), *(row for each in rows.values() for row in each.values())])]
+    text += ["", "| steps | measure | fp8 roles less bf16 | standard errors |", "|---|---|---|---|"]
+    good = True
+    for steps in STUDENT_STEPS:
+        for key in HIGHER_IS_BETTER:
+            fp8, bf16 = (rows[name][steps].measures[key] for name in ("fp8 roles", "bf16"))
+            error = math.hypot(fp8.standard_error, bf16.standard_error)
+            distance = abs(fp8.value - bf16.value) / error
+            good &= distance <= LARGEST_DIFFERENCE
+            text.append(
+                f"| {steps} | {key.replace('_', ' ')} | {fp8.value - bf16.value:+.3f} ± {error:.3f} | {distance:.1f} |"
+            )
+    text.append(f"\nall within {LARGEST_DIFFERENCE:g} standard errors: {'yes' if good else '**no**'}")
+    return good, text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 where students differ; 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--distil", action="store_true", help="students with fp8 roles beside those without")
+    parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each")
+    parser.add_argument("--out", type=Path, default=Path("runs/fp8"), help="runs and measures; kept")
+    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--tiny", action="store_true", help="one mesh of two ranks and few clips; one seed, 10 steps")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.out = args.out.with_name(args.out.name + "_tiny")
+    require_fp8(ShardSettings(fp8="torchao"), "cpu")
+    if not args.distil:
+        print("\n".join(errors(MESHES[1:2] if args.tiny else MESHES, 4 if args.tiny else 16)))
+        return 0
+    good, lines = distil(args)
+    print("\n".join(lines))
+    return 0 if good or args.tiny else 1
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

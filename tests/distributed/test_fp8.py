@@ -1,0 +1,301 @@
+"""Roles whose blocks compute in fp8, emulated: near those in bf16 on every mesh, and nothing else is different.
+
+Of the three blocks of the networks in miniature the middle one has fp8 layers, ten of them.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from fsdp_cp import build_mesh, microbatch, shard_module
+from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.errors import UserError
+from fsdp_cp.measure.traffic import CollectiveCounter
+from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.sharding.state import gathered_units
+from models.condition import text_condition
+from models.load import build_role, plan_role
+from models.lora.settings import LoraSettings
+from tests.oracles.full_tensors import full_tensors
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
+
+slow, long = pytest.mark.slow, pytest.mark.long
+FP8, GATHER = {"fp8": "torchao"}, {"fp8": "torchao", "fp8_gather": True}
+LORA = {"student": LoraSettings(rank=16, alpha=8.0), "fake": LoraSettings(rank=4)}
+LARGEST_LOSS, LARGEST_GRADIENT, LEAST_COSINE = 0.03, 0.15, 0.99
+"""Bounds of the difference of an fp8 run's first steps and a bf16 one's: of losses, of whole gradients by norm, and the
+least cosine of these. benchmarks/results/fp8.md has what they are."""
+
+
+def _run(pools, checkpoints, changes, **sizes):
+    setup = Setup(**{"precision": "bf16", "steps": 2, "changes": {"all": changes}} | sizes)
+    return trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+
+
+def _whole(gradients):
+    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
+
+
+def _errors(trace, oracle):
+    """Of the first step: the loss's, the gradient's by norm, and 1 - its cosine."""
+    assert trace.roles == oracle.roles and trace.gradients[0].keys() == oracle.gradients[0].keys()
+    ours, theirs = (_whole(each.gradients[0]) for each in (trace, oracle))
+    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+    return abs(trace.losses[0] / oracle.losses[0] - 1), float((ours - theirs).norm() / theirs.norm()), float(1 - cosine)
+
+
+def _check_near(trace, oracle):
+    loss, norm, angle = _errors(trace, oracle)
+    print("errors", loss, norm, angle)
+    assert 0 < norm < LARGEST_GRADIENT and loss < LARGEST_LOSS and angle < 1 - LEAST_COSINE, (loss, norm, angle)
+
+
+@pytest.mark.parametrize("changes", [FP8, GATHER], ids=["gathered_in_bf16", "gathered_in_fp8"])
+@pytest.mark.parametrize(
+    ("dp_shard", "cp", "checkpointing"),
+    [
+        (2, 2, True),
+        pytest.param(1, 1, False, marks=slow),
+        pytest.param(1, 2, False, marks=slow),
+        pytest.param(2, 1, False, marks=slow),
+        pytest.param(2, 2, False, marks=long),
+        *(pytest.param(*sizes, True, marks=long) for sizes in ((1, 1), (1, 2), (2, 1))),
+    ],
+)
+def test_near_bf16_on_every_mesh(pools, checkpoints, dp_shard, cp, checkpointing, changes):
+    sizes = {"dp_shard": dp_shard, "cp": cp, "activation_checkpointing": checkpointing}
+    _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"strategy": "optim", "activation_checkpointing": "selective", "activation_offload": True},
+        pytest.param({"strategy": "optim_grads", "gather_early": True}, marks=slow),
+        pytest.param({"keep_gathered": True, "gather_stream": "compute"}, marks=long),
+        pytest.param({"strategy": "no_shard"}, marks=slow),
+        pytest.param({"offload": "cpu"}, marks=slow),
+        pytest.param({"activation_checkpointing": "full", "activation_offload": True}, marks=long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "dp_shard": 2}, pytest.param({"cp": 2}, marks=long)], ids=str)
+def test_how_it_is_sharded_changes_nothing(pools, checkpoints, more, sizes):
+    """fp32, so that only the products round: as under ``optim_grads_params``, up to an element's neighbour in fp8."""
+    changes = FP8 if more.get("strategy") == "no_shard" or "offload" in more else GATHER
+    sizes = sizes | {"precision": "fp32", "micro_batch_size": 1}
+    expected = _run(pools, checkpoints, changes, **sizes)
+    found = _run(pools, checkpoints, changes | more, **sizes)
+    _, norm, _ = _errors(found, expected)
+    assert norm < 0.01 and found.losses == pytest.approx(expected.losses, rel=1e-3), norm
+
+
+def _gradient(folder, settings):
+    """Of one forward and backward of one role: a run would compile a graph for each of its kinds of forwards."""
+    role, inputs = _role(folder, **settings)
+    with microbatch(role.network, is_first=True, is_last=True):
+        role.velocity(*inputs).square().mean().backward()
+    return _whole(full_tensors({name: p.grad for name, p in role.named_parameters().items() if p.grad is not None}))
+
+
+@long
+@pytest.mark.parametrize("changes", [FP8, GATHER | {"activation_checkpointing": "full"}], ids=str)
+def test_compiled(pools, checkpoints, changes):
+    compiled, eager, bf16 = (
+        pools[1].run(_gradient, checkpoints, each)[0] for each in (changes | {"compile": True}, changes, {})
+    )
+    error = float((compiled - bf16).norm() / bf16.norm())
+    assert 0 < error < LARGEST_GRADIENT and (compiled - eager).norm() < 0.05 * eager.norm(), error
+
+
+@pytest.mark.parametrize("changes", [GATHER, pytest.param(FP8, marks=slow)], ids=["gathered_in_fp8", "in_bf16"])
+def test_adapters_on_an_fp8_base(pools, checkpoints, changes):
+    """One base for the three roles; its layers compute in fp8, the adapters' do not."""
+    sizes = {"cp": 2, "lora": LORA, "activation_checkpointing": True}
+    trace = _run(pools, checkpoints, changes, **sizes)
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in trace.gradients[0])
+    _check_near(trace, _run(pools, checkpoints, {}, **sizes))
+    for adapters, base in pools[2].run(_fp8_layers_with_adapters, checkpoints, changes):
+        assert adapters == 0 and base == 10
+
+
+def _fp8_layers_with_adapters(folder, changes):
+    setup = Setup(lora=LORA, cp=2, precision="bf16", changes={"all": changes})
+    network = make_trainer(setup, folder, make_config(setup, folder)).roles["student"].network
+    fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Fp8Linear"]
+    return sum("lora_" in name for name in fp8), len(fp8)
+
+
+def _role(folder, trainable=True, **settings):
+    mesh = build_mesh(cp=torch.distributed.get_world_size(), heads=4, device_type="cpu")
+    plan = plan_role(
+        "student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16", **settings)
+    )
+    role = build_role(
+        plan,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        trainable=trainable,
+        latent_shape=LATENT_SHAPE,
+        condition_shapes=CONDITION_SHAPES,
+    )
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, *LATENT_SHAPE, generator=generator)
+    condition = text_condition(torch.randn(2, *CONDITION_SHAPES["text"], generator=generator))
+    return role, (x, torch.tensor([0.3, 0.8]), condition)
+
+
+def _jvp(folder, settings):
+    role, (x, t, condition) = _role(folder, **settings)
+    with torch.no_grad():
+        plain = role.velocity(x, t, condition)
+        with forward_ad.dual_level():
+            dual = role.velocity(forward_ad.make_dual(x, x.flip(0)), forward_ad.make_dual(t, torch.ones(2)), condition)
+            dual = forward_ad.unpack_dual(dual)
+        return plain, dual.primal, dual.tangent, role.velocity(x, t, condition)
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param({"compile": True}, marks=long)], ids=str)
+def test_derivatives_in_forward_mode_are_those_of_bf16(pools, checkpoints, more):
+    """Bit for bit, between two forwards that compute in fp8."""
+    for ours, theirs in zip(
+        pools[2].run(_jvp, checkpoints, FP8 | more), pools[2].run(_jvp, checkpoints, more), strict=True
+    ):
+        assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
+        assert torch.equal(ours[0], ours[3]) and not torch.equal(ours[0], theirs[0])
+
+
+def _jvp_of_gathered(folder):
+    with pytest.raises(RuntimeError, match="set fp8_gather=false"):
+        _jvp(folder, GATHER)
+    return True
+
+
+def test_derivatives_need_weights_that_are_gathered_as_they_compute(pools, checkpoints):
+    assert all(pools[1].run(_jvp_of_gathered, checkpoints))
+
+
+def _looked_at(folder, settings, trainable):
+    """Names, dtypes and classes of what is outside of forwards, before and after one; and the weights."""
+    role, (x, t, condition) = _role(folder, trainable, **settings)
+
+    def look():
+        return {
+            name: (parameter.dtype, type(parameter).__name__, type(parameter.to_local()).__name__)
+            for name, parameter in role.network.named_parameters()
+        }
+
+    before = look()
+    for _ in range(2):
+        if trainable:
+            with microbatch(role.network, is_first=True, is_last=True):
+                role.velocity(x, t, condition).square().mean().backward()
+            grads = {parameter.grad.dtype for parameter in role.parameters() if parameter.grad is not None}
+            assert grads == {torch.float32}
+            role.network.zero_grad()
+        else:
+            with torch.no_grad():
+                role.velocity(x, t, condition)
+    assert look() == before and gathered_units(role.network) == []
+    assert list(role.network.state_dict()) == list(before)
+    return before, full_tensors(role.weights())
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
+    """Same names, dtypes and classes, same values: checkpoints, averages and optimizers see no fp8."""
+    plain = pools[2].run(_looked_at, checkpoints, {}, trainable)
+    for settings in (FP8, GATHER):
+        for (names, weights), (expected, values) in zip(
+            pools[2].run(_looked_at, checkpoints, settings, trainable), plain, strict=True
+        ):
+            assert names == expected and weights.keys() == values.keys()
+            assert all(torch.equal(weights[name], value) for name, value in values.items())
+
+
+def _inference_then_training(folder):
+    role, (x, t, condition) = _role(folder, **GATHER)
+    with torch.inference_mode():
+        first = role.velocity(x, t, condition).clone()
+    for strategy in (True, False):
+        with microbatch(role.network, is_first=True, is_last=True):
+            out = role.velocity(x, t, condition)
+            out.square().mean().backward()
+        role.network.zero_grad()
+        assert torch.equal(out.detach(), first), strategy
+    return True
+
+
+def test_a_first_forward_in_inference_mode(pools, checkpoints):
+    assert all(pools[2].run(_inference_then_training, checkpoints))
+
+
+def _gathered_bytes(folder, settings):
+    """All-gathered and all-reduced bytes of one forward under FSDP alone, and elements of fp8 layers' weights."""
+    role, inputs = _role(folder, **settings)
+    layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Fp8Linear"]
+    elements = sum(layer.weight.numel() for layer in layers)
+    with torch.no_grad():
+        role.velocity(*inputs)  # a first forward settles what is gathered ahead
+        with CollectiveCounter() as sent:
+            role.velocity(*inputs)
+    fsdp = sent.by_group
+    gathered = sum(size for (kind, _), size in fsdp.items() if kind == "all_gather")
+    reduced = sum(size for (kind, _), size in fsdp.items() if kind == "all_reduce")
+    return gathered, reduced, elements, len(layers), sent.calls["all_reduce"]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=slow)])
+def test_what_is_gathered(pools, checkpoints, world):
+    """A byte less for each element of an fp8 layer, and 4 for each layer's scale, in one call before the forward."""
+    bf16, fp8, gather = (pools[world].run(_gathered_bytes, checkpoints, s)[0] for s in ({}, FP8, GATHER))
+    elements, layers = gather[2:4]
+    assert elements == 8 * 48 * 48 + 2 * 48 * 64 and layers == 10
+    assert fp8[:2] == bf16[:2] and bf16[0] - gather[0] == elements * (world - 1) // world
+    assert gather[1] - bf16[1] == round(2 * 4 * layers * (world - 1) / world) and gather[4] - bf16[4] == 1
+
+
+def test_weights_that_do_not_divide_are_gathered_as_they_compute(pools, checkpoints):
+    """64 rows on 3 ranks do not; 48 do."""
+    bf16, gather = (pools[3].run(_gathered_bytes, checkpoints, s)[0] for s in ({}, GATHER))
+    assert bf16[0] - gather[0] == (8 * 48 * 48 + 48 * 64) * 2 // 3 and gather[1] - bf16[1] == round(2 * 4 * 9 * 2 / 3)
+
+
+def _hooked():
+    blocks = [nn.Sequential(nn.Linear(16, 16)) for _ in range(3)]
+    blocks[1][0].register_forward_hook(lambda *_: None)
+    model = nn.Sequential(*blocks)
+    with pytest.raises(UserError, match=r"the layer 1\.0 has hooks"):
+        shard_module(model, mesh=build_mesh(device_type="cpu"), units=blocks, fp8="torchao")
+    return True
+
+
+def test_a_layer_with_hooks_is_refused(pools):
+    assert all(pools[1].run(_hooked))
+
+
+def _resumable(setup, folder, run_dir, first, last):
+    config = make_config(setup, folder)
+    config.run_dir, config.steps = str(run_dir), last
+    trainer = make_trainer(setup, folder, config, step_folder(Path(run_dir) / "checkpoints", first) if first else None)
+    trace = trainer.record()
+    trainer._save()
+    trainer.checkpoints.wait()
+    return trace
+
+
+@pytest.mark.parametrize("changes", [pytest.param(FP8, marks=slow), GATHER], ids=["gathered_in_bf16", "in_fp8"])
+def test_resumes_bit_by_bit(pools, checkpoints, tmp_path, changes):
+    """Scales are of the weights as they are: there is no state of fp8 in a checkpoint, and none is missed."""
+    setup = Setup(cp=2, precision="bf16", changes={"all": changes})
+    straight = pools[2].run(_resumable, setup, checkpoints, tmp_path / "straight", 0, 4)[0]
+    pools[2].run(_resumable, setup, checkpoints, tmp_path / "stopped", 0, 2)
+    resumed = pools[2].run(_resumable, setup, checkpoints, tmp_path / "stopped", 2, 4)[0]
+    assert resumed.losses == straight.losses[2:] and resumed.norms == straight.norms[2:]
+    for role, weights in straight.weights.items():
+        assert all(torch.equal(resumed.weights[role][name], value) for name, value in weights.items())
