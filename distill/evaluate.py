@@ -293,7 +293,7 @@ def write_scheduler(method: Method, folder: Path) -> None:
     scheduler = None
     if isinstance(method, FewStepMethod):
         try:
-            scheduler = method.scheduler()
+            scheduler = method.scheduler(method.roles["student"].family.pipeline_times)
         except UserError as error:
             log.warning("%s is not written: %s", folder, error)
     export_scheduler(folder, scheduler)

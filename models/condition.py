@@ -7,7 +7,9 @@ the two differ where a negative prompt is set. Families read the tensors by name
 Names in use: ``text`` ``(B, L, D)``, embeddings of the caption; ``image_latents`` ``(B, C, T, H, W)``, a clip of the
 first image and grey frames behind it, encoded; ``image_mask`` ``(B, F, T, H, W)``, 1 where a frame is given, of the F
 frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's features; ``first_frame``
-``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one.
+``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one; ``text_mask`` ``(B, L)``
+bool, which tokens of the text count; ``latent_spacing`` ``(B, 4)`` fp32, how far latents are from each other in seconds
+and pixels (``models/families/ltx_attention.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 
 FIRST_FRAME = "first_frame"
+EXACT = ("latent_spacing",)
+"""Names of tensors that no dtype of compute rounds: in bf16 a frame of 1/24 s would be of .0417."""
 
 
 def has_image(names: Collection[str]) -> bool:
@@ -70,12 +74,12 @@ class Condition:
         return Condition.cat([self] * times)
 
     def to(self, device: torch.device | torch.dtype, *, non_blocking: bool = False) -> Condition:
-        """On another device, or in another floating-point dtype, which masks and indices do not take."""
+        """On another device, or in another floating-point dtype, which masks, indices and :data:`EXACT` do not take."""
 
         def moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {
                 name: value
-                if isinstance(device, torch.dtype) and not value.is_floating_point()
+                if isinstance(device, torch.dtype) and (not value.is_floating_point() or name in EXACT)
                 else value.to(device, non_blocking=non_blocking)
                 for name, value in values.items()
             }

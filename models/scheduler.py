@@ -5,11 +5,14 @@ A student that denoises and re-noises at the times ``t_1 = 1 > ... > t_n``, ``x 
 Euler's steps ``x <- x + (t_{k+1} - t_k) v``. A saved scheduler keeps no list of times but a ``shift`` and a
 ``shift_terminal``, which make one for ``n`` steps: from 1, evenly spaced, shifted, then stretched to end at
 ``shift_terminal``. Every evenly spaced list after a shift is such a list; others are near one, or not.
+
+Some pipelines hand the scheduler times of their own, LTX's 1, 1 - 1/n, ..., 1/n, which it shifts and stretches alike.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy.optimize import minimize_scalar
@@ -23,19 +26,22 @@ _SHIFTS = (0.01, 30.0)
 """Between these each time grows with the shift; far above, diffusers' least time of 1/1000 is shifted up too."""
 
 
-def few_step_scheduler(times: list[float], *, stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
+def few_step_scheduler(
+    times: list[float], *, stochastic: bool, given: Callable[[int], list[float] | None] | None = None
+) -> FlowMatchEulerDiscreteScheduler:
     """The scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
 
     Args:
         times: rectified-flow times of the student, descending, above 0.
         stochastic: re-noise between the steps; Euler's steps otherwise.
+        given: the times that the student's pipeline hands the scheduler for a number of steps; ``None`` for none.
 
     Raises:
         UserError: diffusers has no scheduler for these times.
     """
 
     def distance(log_shift: float) -> float:
-        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times)
+        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times, given)
 
     shift = 1.0
     if len(times) > 2:  # with two, the shift changes nothing
@@ -43,7 +49,7 @@ def few_step_scheduler(times: list[float], *, stochastic: bool) -> FlowMatchEule
         bounds = tuple(map(math.log, _SHIFTS))
         shift = math.exp(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x)
     scheduler = _scheduler(round(shift, 6), times, stochastic)
-    off = _distance(scheduler, times)
+    off = _distance(scheduler, times, given)
     if off > TOLERANCE:
         raise UserError(
             f"diffusers has no scheduler for a student with the times {', '.join(f'{t:.6g}' for t in times)}"
@@ -58,6 +64,8 @@ def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchE
     return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=stochastic)
 
 
-def _distance(scheduler: FlowMatchEulerDiscreteScheduler, times: list[float]) -> float:
-    scheduler.set_timesteps(len(times))
+def _distance(
+    scheduler: FlowMatchEulerDiscreteScheduler, times: list[float], given: Callable[[int], list[float] | None] | None
+) -> float:
+    scheduler.set_timesteps(len(times), sigmas=given(len(times)) if given else None)
     return max(abs(a - b) for a, b in zip(scheduler.sigmas.tolist(), times, strict=False))

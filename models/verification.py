@@ -103,7 +103,11 @@ def inputs(
 
     x, direction, cotangent = (normal(*latent_shape) for _ in range(3))
     t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
-    return x, t, Condition({name: normal(*shape) for name, shape in shapes.items()}), direction, cotangent
+    tensors = {name: normal(*shape) for name, shape in shapes.items()}
+    if "text_mask" in shapes:  # captions of different lengths; one without any token is none
+        lengths = 1 + torch.arange(BATCH) * 3 % shapes["text_mask"][0]
+        tensors["text_mask"] = torch.arange(shapes["text_mask"][0]) < lengths[:, None]
+    return x, t, Condition(tensors), direction, cotangent
 
 
 def sample_shapes(

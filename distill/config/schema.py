@@ -65,7 +65,7 @@ class RoleSettings(ShardSettings):
     architecture: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
     """Configuration of a network with random weights, where there is no checkpoint."""
     family: str = "wan"
-    """Model family."""
+    """Model family: ``wan``, ``ltx``, or one that an installed package names."""
     precision: str = II("precision")
     """``fp32`` or ``bf16`` compute of this role; the run's when not set."""
 

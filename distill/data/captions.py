@@ -32,8 +32,8 @@ class Captions(EncodedData):
         return (self.latent_shape,)  # no key of a clip tells it
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"text": fp32 (L, D), "caption": str}, read from the cache."""
-        return {"text": self._text(self._items[index]), "caption": self._items[index]}
+        """{"text": fp32 (L, D), "caption": str}, and what else the condition has by name, read from the cache."""
+        return {**self._text_tensors(self._items[index]), **self.clip_tensors, "caption": self._items[index]}
 
     def captions(self) -> list[str]:
         return list(dict.fromkeys(self._items))

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat, check_sizes, first_frame
-from distill.data.encoders import EncoderFolder, VideoCodec, inspect_encoders, pad_text
+from distill.data.encoders import EncoderFolder, VideoCodec
 from distill.data.first_frame import FirstFrame, ImageInput, inspect_image
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
@@ -85,9 +86,9 @@ class EncodedData:
         def check() -> tuple[EncoderFolder, list[Any]]:
             if type(max_text_tokens) is not int or not 1 <= max_text_tokens <= _MAX_TOKENS:
                 what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {_MAX_TOKENS}"
-                raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512")
+                raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512, LTX 128")
             rows = self._read()
-            self.encoders = inspect_encoders(encoders)
+            self.encoders = choose_encoders(encoders)
             self.latent_shape = self.encoders.latent_shape(clip)
             if image is not None:
                 self._image = inspect_image(self.encoders.path, f"data.encoders={encoders}")
@@ -117,7 +118,8 @@ class EncodedData:
         own = dict.fromkeys([*self.captions(), negative_prompt])
         texts = list(own | dict.fromkeys(["", *captions]))
         self._texts = dict(zip(texts, self.cache.write_texts(texts), strict=True))
-        self.null, self.empty = {"text": self._text(negative_prompt)}, {"text": self._text("")}
+        self.clip_tensors = self.encoders.clip_tensors(clip)
+        self.null, self.empty = self._text_tensors(negative_prompt), self._text_tensors("")
         self._given_images = dict(zip(captions, self._encoded_images(given), strict=False))
         cache = self.cache
         if self._image is not None:
@@ -136,6 +138,7 @@ class EncodedData:
             )
         keys = sorted((text, self._texts[text]) for text in own)  # sampling others must not make it other data
         decides = [self._items, keys, negative_prompt, *self._decides()]
+        decides += [{name: value.tolist() for name, value in self.clip_tensors.items()}] if self.clip_tensors else []
         self.fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
 
     def _read(self) -> list[Any]:
@@ -164,13 +167,16 @@ class EncodedData:
         raise NotImplementedError
 
     def condition(self, captions: list[str], clips: Sequence[int] | None = None) -> Condition:
-        """Of n samples: ``text`` fp32 (n, L, D), and the images of the items ``clips`` where images condition.
+        """Of n samples: ``text`` fp32 (n, L, D), what else the encoders give, and where images condition those of the
+        items ``clips``.
 
         Without ``clips`` an image is the one given with its caption, or else that of the first item with the caption.
 
         Raises: ``UserError`` for a caption that was not known when the data set was made.
         """
-        tensors = {"text": self._embedded(captions)}
+        texts = self._embedded(captions)
+        tensors = {name: torch.stack([each[name] for each in texts]) for name in texts[0]}
+        tensors |= {name: torch.stack([value] * len(texts)) for name, value in self.clip_tensors.items()}
         if self._image is not None:
             keys = [self._image_key(caption) for caption in captions] if clips is None else map(self._item_image, clips)
             images = [self._image_tensors(key) for key in keys]
@@ -198,7 +204,7 @@ class EncodedData:
         mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
         return {"image_mask": mask, **self.cache.image(key, self._image)}
 
-    def _embedded(self, captions: Sequence[str]) -> torch.Tensor:
+    def _embedded(self, captions: Sequence[str]) -> list[dict[str, torch.Tensor]]:
         for caption in captions:
             if caption not in self._texts:
                 known = self.captions()
@@ -206,10 +212,11 @@ class EncodedData:
                     f"the caption '{caption}' has no embedding, the text encoder is freed; use one of the "
                     f"{len(known)} in {self.table}, such as '{known[0]}'"
                 )
-        return torch.stack([self._text(caption) for caption in captions])
+        return [self._text_tensors(caption) for caption in captions]
 
-    def _text(self, caption: str) -> torch.Tensor:
-        return pad_text(self.cache.text(self._texts[caption]), self.condition_shapes["text"][0])
+    def _text_tensors(self, caption: str) -> dict[str, torch.Tensor]:
+        """The caption's part of a condition: its embedding, filled up, and what the encoders give beside it."""
+        return self.encoders.text_tensors(self.cache.text(self._texts[caption]), self.condition_shapes["text"][0])
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (n, C, t, h, w) on any device -> uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ _VAE_SETTINGS = ("z_dim", "dim_mult", "temperal_downsample", "latents_mean", "la
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EncoderFolder:
-    """What a pipeline folder's JSON files say about its encoders; holds no weights."""
+    """What a pipeline folder's JSON files say about its encoders, Wan's or a subclass's; holds no weights."""
 
     path: Path
     """The pipeline folder."""
@@ -78,6 +79,30 @@ class EncoderFolder:
             shapes["image_embeds"] = (image.tokens, image.width)
         return shapes
 
+    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> VideoCodec:
+        """The VAE, newly loaded."""
+        return VideoCodec(self, device=device, dtype=dtype, tiling=tiling)
+
+    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+        """The text encoder, newly loaded."""
+        return TextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
+
+    def text_key(self) -> dict[str, Any]:
+        """What beside the encoder's files and the number of tokens decides an embedding: part of its key."""
+        return {}
+
+    def cleaned(self, caption: str) -> str:
+        """What the tokenizer gets of ``caption``, as the pipeline does it."""
+        return clean_caption(caption)
+
+    def text_tensors(self, text: torch.Tensor, max_tokens: int) -> dict[str, torch.Tensor]:
+        """The text's part of a condition, of an embedding (tokens, D) of at most ``max_tokens``."""
+        return {"text": pad_text(text, max_tokens)}
+
+    def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
+        """What of a condition all samples have in common, since their clips have one format."""
+        return {}
+
     def check(self, clip: ClipFormat) -> None:
         """Raises ``UserError`` unless the VAE and the patches divide ``clip`` evenly.
 
@@ -112,10 +137,19 @@ _IDENTITY = {".json", ".safetensors", ".model", ".txt"}
 
 
 def inspect_encoders(path: str | Path) -> EncoderFolder:
-    """Read a pipeline folder's settings without loading weights.
+    """Read a Wan pipeline folder's settings without loading weights. Raises: as :func:`read_encoders`."""
+    return inspect_wan(*read_encoders(path, {VAE_CLASS: TEXT_CLASS}))
+
+
+def read_encoders(path: str | Path, classes: Mapping[str, str]) -> tuple[Path, str, dict[str, Any], dict[str, Any]]:
+    """A pipeline folder, setting and folder for messages, and ``config.json`` of its VAE and of its text encoder.
+
+    Args:
+        path: the folder.
+        classes: of VAEs, and of the text encoder of each.
 
     Raises: ``UserError`` if the folder, a sub-folder, its settings or its safetensors weights are missing or damaged;
-        if it holds a VAE or text encoder of another class than WanPipeline's, or asks for code of its own.
+        if it holds a VAE or text encoder of another class, or asks for code of its own.
     """
     folder = find_shipped(path)
     if not folder.is_dir():
@@ -125,14 +159,21 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
             raise UserError(f"data.encoders={path} has no {part}/; give a diffusers pipeline folder that has one")
     where = f"data.encoders={path}"
     vae, text = part_settings(folder, "vae", where), part_settings(folder, "text_encoder", where)
-    require_class(where, "vae", [vae.get("_class_name")], VAE_CLASS)
-    require_class(where, "text_encoder", text.get("architectures"), TEXT_CLASS)
+    require_class(where, "vae", [vae.get("_class_name")], " or ".join(classes))
+    require_class(where, "text_encoder", text.get("architectures"), classes[vae["_class_name"]])
     for name in ("tokenizer_config.json", "config.json"):
         if (folder / "tokenizer" / name).exists():
             part_settings(folder, "tokenizer", where, name)
     for part in ("vae", "text_encoder"):
         check_weight_files(folder / part, where)
+    return folder, where, vae, text
 
+
+def inspect_wan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> EncoderFolder:
+    """What the settings of a Wan folder say, as :func:`read_encoders` gives them.
+
+    Raises: ``UserError`` for settings that no Wan VAE has.
+    """
     if any(name not in vae for name in _VAE_SETTINGS):
         vae = _vae_defaults() | vae
     config = f"{where}: vae/config.json"
@@ -145,10 +186,6 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
         patch = part_settings(folder, "transformer", where).get("patch_size", patch)
         if not whole_numbers(patch, most=64) or len(patch) != 3:
             raise UserError(f"{where}: transformer/config.json has patch_size={shown(patch)}; use [1, 2, 2]")
-    if not whole_numbers([text.get("d_model")], most=MAX_NUMBER):
-        raise UserError(
-            f"{where}: text_encoder/config.json has d_model={shown(text.get('d_model'))}; give the folder's own"
-        )
     return EncoderFolder(
         path=folder,
         channels=vae["z_dim"],
@@ -156,8 +193,17 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
         temporal=2 ** sum(vae["temperal_downsample"]),
         spatial=2 ** (len(vae["dim_mult"]) - 1) * (vae.get("patch_size") or 1),
         patch=tuple(patch),
-        text_width=text["d_model"],
+        text_width=text_width(text, where),
     )
+
+
+def text_width(text: dict[str, Any], where: str) -> int:
+    """D, of a T5's ``config.json``. Raises ``UserError`` for one that is no width."""
+    if not whole_numbers([text.get("d_model")], most=MAX_NUMBER):
+        raise UserError(
+            f"{where}: text_encoder/config.json has d_model={shown(text.get('d_model'))}; give the folder's own"
+        )
+    return text["d_model"]
 
 
 def _check_vae(vae: dict[str, Any], config: str) -> None:
@@ -222,24 +268,29 @@ class VideoCodec:
         """Latents (n, C, t, h, w) -> uint8 (n, T, H, W, 3) on the CPU, one clip at a time to save memory."""
         videos = []
         for one in latents.split(1):
-            z = one.to(self.device, torch.float32) * self.std + self.mean
-            video = self.vae.decode(z.to(self.dtype)).sample[0].float()
+            video = self._pixels(one.to(self.device, torch.float32) * self.std + self.mean)[0].float()
             # Rounded, not cut: cutting darkens every frame by half a level on average.
             levels = video.clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8)
             videos.append(levels.permute(1, 2, 3, 0).cpu())
         return torch.stack(videos)
 
+    def _pixels(self, z: torch.Tensor) -> torch.Tensor:
+        """(1, C, t, h, w) as the VAE's encoder gives it -> (1, 3, T, H, W) in [-1, 1]."""
+        return self.vae.decode(z.to(self.dtype)).sample
+
 
 class TextEncoder:
     """umT5 with its tokenizer, as ``WanPipeline._get_t5_prompt_embeds`` uses them."""
 
+    class_name = TEXT_CLASS
+
     def __init__(self, folder: EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         """Load ``text_encoder/`` and ``tokenizer/``. Raises ``UserError`` if the weights do not fit the settings."""
-        from transformers import AutoTokenizer, UMT5EncoderModel
+        import transformers
 
-        self.max_tokens, self.device = max_tokens, device
+        self.max_tokens, self.device, self.cleaned = max_tokens, device, folder.cleaned
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder.path / "tokenizer", local_files_only=True, trust_remote_code=False
             )
             self.tokenizer("a", padding="max_length", max_length=2, truncation=True)  # it can fill up and cut
@@ -247,7 +298,9 @@ class TextEncoder:
             raise UserError(
                 f"data.encoders={folder.path}: tokenizer/ cannot be read ({one_line(error)}); save it again"
             ) from error
-        self.model = load_part(UMT5EncoderModel, folder.path, "text_encoder", dtype=dtype).to(device)
+        self.model = load_part(getattr(transformers, self.class_name), folder.path, "text_encoder", dtype=dtype).to(
+            device
+        )
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
@@ -256,7 +309,7 @@ class TextEncoder:
         One at a time, filled up to ``max_tokens`` under a mask as WanPipeline does: batches would change the last bits
         of an embedding with whatever else is in the batch.
         """
-        text = clean_caption(caption)
+        text = self.cleaned(caption)
         length = len(self.tokenizer(text, add_special_tokens=True).input_ids)
         if length > self.max_tokens:
             logger.warning(
@@ -280,9 +333,13 @@ class TextEncoder:
         if not tokens.attention_mask.any():
             raise UserError(f"data.encoders: the tokenizer makes no token of the caption {caption[:60]!r}; use T5's")
         mask = tokens.attention_mask.to(self.device)
-        hidden = self.model(tokens.input_ids.to(self.device), mask).last_hidden_state
+        hidden = self._hidden(tokens.input_ids.to(self.device), mask)
         # The filled-up positions hold garbage that the transformer, which has no text mask, would attend to.
         return hidden[0, : int(mask.gt(0).sum())].float().cpu()
+
+    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """(1, L) tokens and their mask -> (1, L, D)."""
+        return self.model(ids, mask).last_hidden_state
 
 
 def pad_text(text: torch.Tensor, max_tokens: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 
 from distill.data.cache_files import Damaged, read_tensor, write_tensor
 from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
-from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, clean_caption
+from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.first_frame import FirstFrame, ImageInput, cache_parts
 from distill.data.image_encoder import PARTS as IMAGE_PARTS
 from distill.data.image_encoder import ImageEncoder
@@ -178,17 +178,18 @@ class LatentCache:
             "text": self._identity("text_encoder", "tokenizer"),
             "max_text_tokens": self.max_text_tokens,
             "dtype": str(self.dtype),
+            **self.encoders.text_key(),
         }
         encoder: TextEncoder | None = None
 
         def write(i: int) -> str:
             nonlocal encoder
-            key = _hash(settings | {"caption": clean_caption(captions[i])})
+            key = _hash(settings | {"caption": self.encoders.cleaned(captions[i])})
             target = self._text_file(key)
             if not self._holds(target, "text", self._is_text):
                 if encoder is None:
-                    encoder = TextEncoder(
-                        self.encoders, max_tokens=self.max_text_tokens, device=self.device, dtype=self.dtype
+                    encoder = self.encoders.text_encoder(
+                        max_tokens=self.max_text_tokens, device=self.device, dtype=self.dtype
                     )
                 text = encoder.encode(captions[i])
                 self.encoded_captions += 1
@@ -259,7 +260,7 @@ class LatentCache:
 
     def codec(self) -> VideoCodec:
         """The VAE that latents are made with, newly loaded."""
-        return VideoCodec(self.encoders, device=self.device, dtype=self.vae_dtype, tiling=self.vae_tiling)
+        return self.encoders.codec(device=self.device, dtype=self.vae_dtype, tiling=self.vae_tiling)
 
     def _tiling(self) -> dict[str, Any]:
         """The part of a key that is there for tiles alone: without them keys are those of before."""

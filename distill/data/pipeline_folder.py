@@ -68,8 +68,8 @@ def check_weight_files(folder: Path, where: str) -> None:
 
 
 def require_class(where: str, part: str, found: Any, wanted: str) -> None:
-    """Raises ``UserError`` unless ``wanted`` is among the class names ``found``."""
-    if not isinstance(found, list) or wanted not in found:
+    """Raises ``UserError`` unless ``wanted``, or one of ``A or B``, is among the class names ``found``."""
+    if not isinstance(found, list) or not any(name in found for name in wanted.split(" or ")):
         name = shown(found[0]).strip("'") if isinstance(found, list) and found else "a model without a class name"
         raise UserError(f"{where}: {part}/ holds {name}; use {wanted}")
 

@@ -180,8 +180,8 @@ class VideoFolderSettings(DataSettings):
     has it in the noisy frame's place); null for none."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+        from distill.data.choose_encoders import choose_encoders
         from distill.data.clips import ClipFormat
-        from distill.data.encoders import inspect_encoders
         from distill.data.first_frame import inspect_image
 
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
@@ -190,7 +190,7 @@ class VideoFolderSettings(DataSettings):
         if self.vae_precision not in VAE_PRECISIONS:
             raise UserError(f"data.vae_precision={self.vae_precision} is unknown; use {' or '.join(VAE_PRECISIONS)}")
         clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
-        folder, image = inspect_encoders(self.encoders), None
+        folder, image = choose_encoders(self.encoders), None
         if self.image not in (None, "first_frame"):
             raise UserError(f"data.image={self.image} is unknown; use first_frame, or null for none")
         if self.image is not None:

@@ -78,7 +78,8 @@ class VideoFolder(EncodedData):
         """{"latents": fp32 (C, t, h, w), "caption": str} and the condition's tensors by name, read from the cache."""
         key, caption = self._items[index]
         image = self._image_tensors(self._images[index]) if self._images else {}
-        return {"latents": self.cache.latents(key), "text": self._text(caption), "caption": caption, **image}
+        condition = self._text_tensors(caption) | self.clip_tensors | image
+        return {"latents": self.cache.latents(key), "caption": caption, **condition}
 
     def _item_image(self, index: int) -> str:
         return self._images[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -80,8 +80,11 @@ class FewStepMethod(Method):
         """The student's times for ``steps`` at most as many as it was trained for."""
         return spread(self.settings.student_times(), steps)
 
-    def scheduler(self) -> SchedulerMixin:
+    def scheduler(self, given: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
         """With it, a plain diffusers pipeline samples the student as :meth:`generate` does at its full number of steps.
+
+        Args:
+            given: the times that this pipeline hands its scheduler (``Family.pipeline_times``).
 
         Raises:
             UserError: diffusers has no scheduler for the student's times, or no network like the student's.
@@ -92,7 +95,7 @@ class FewStepMethod(Method):
                 " sample it with python -m distill.sample"
             )
         stochastic = self.settings.student_sampler == "renoise"
-        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic)
+        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, given=given)
 
     def student_sample(
         self, noise: Tensor, condition: Condition, times: Sequence[float | Tensor], random: StepRandom, purpose: str

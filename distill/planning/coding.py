@@ -14,6 +14,7 @@ from torch import nn
 
 from distill.config import Config
 from distill.data.first_frame import frame_in_place
+from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -57,7 +58,7 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
         )
     if config.sample.at_end or config.sample.every:
         shape = (1, *latent_shape)
-        peaks["decode"] = _peak(build, lambda model: model.decode(torch.zeros(shape, dtype=model.dtype)))
+        peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
     return peaks
 
 
@@ -79,9 +80,11 @@ def encoder_settings(config: Config, channels: int) -> tuple[dict[str, Any], dic
 
 
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
-    """umT5's encoder of ``config.json``, with random weights on the current default device."""
-    from transformers import UMT5Config, UMT5EncoderModel
+    """umT5's or T5's encoder of ``config.json``, with random weights on the current default device."""
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
+    if "T5EncoderModel" in (settings.get("architectures") or ()):
+        return T5EncoderModel(T5Config(**settings))
     return UMT5EncoderModel(UMT5Config(**settings))
 
 
@@ -96,12 +99,18 @@ def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
-    """Wan's VAE of ``config.json``, with random weights on the current default device; of ``{}`` as published."""
-    from diffusers import AutoencoderKLWan
+    """The VAE of ``config.json``, with random weights on the current default device; of ``{}`` Wan's as published."""
+    from diffusers import AutoencoderKLLTXVideo, AutoencoderKLWan
 
+    cls = AutoencoderKLLTXVideo if settings.get("_class_name") == LTX_VAE_CLASS else AutoencoderKLWan
     # Folders of other versions have keys that the class does not know; from_pretrained passes them by, too.
-    parameters = inspect.signature(AutoencoderKLWan.__init__).parameters
-    return AutoencoderKLWan(**{name: value for name, value in settings.items() if name in parameters})
+    parameters = inspect.signature(cls.__init__).parameters
+    return cls(**{name: value for name, value in settings.items() if name in parameters})
+
+
+def _decode(model: Any, z: torch.Tensor) -> Any:
+    """LTX's VAE may take the time of what it decodes."""
+    return model.decode(z, *[z.new_zeros(1)] if model.config.get("timestep_conditioning") else [])
 
 
 @contextmanager

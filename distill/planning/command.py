@@ -152,7 +152,7 @@ def planned_shapes(config: Config) -> Shapes:
     # As the data give it, so that what does not go together is refused as in a run.
     shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
     if config.data.image is None:
-        return latents, {"text": shapes["text"]}
+        return latents, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
     if optional := family.optional_shapes(network, latents):
         return latents, shapes | optional
     return latents, {"image_latents": latents, **shapes}

@@ -246,7 +246,7 @@ class _Run:
 
     def _batch(self, count: int) -> Batch:
         latent_shape, condition_shapes = self.shapes
-        values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name == "text"}
+        values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name.startswith("text")}
         tensors = {name: torch.zeros(count, *shape) for name, shape in condition_shapes.items()}
         trajectory = None
         if self.config.method.name == "ode_regression":

@@ -189,6 +189,13 @@ class Family(ABC):
         """
         return 0
 
+    def pipeline_times(self, steps: int) -> list[float] | None:
+        """What diffusers' pipeline of these networks hands its scheduler for ``steps`` steps, before any shift.
+
+        ``None`` where it leaves the times to the scheduler. An export's scheduler is made for that pipeline.
+        """
+        return None
+
     # Planning
 
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -196,6 +203,9 @@ class Family(ABC):
 
     text_encoder: ClassVar[Mapping[str, Any]] = {}
     """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
+
+    vae: ClassVar[Mapping[str, Any]] = {}
+    """The same of their VAE; empty for Wan 2.1's class with its own defaults."""
 
     image_encoder: ClassVar[Mapping[str, Any]] = {}
     """The same of their image encoder, CLIP's vision transformer; empty where none takes an image."""
@@ -223,7 +233,7 @@ class Family(ABC):
     def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
         """``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` of published networks by their latents'
         channels; a VAE's is empty for the defaults of its class, an image encoder's where there is none."""
-        return {"text_encoder": self.text_encoder, "vae": {}, "image_encoder": self.image_encoder}
+        return {"text_encoder": self.text_encoder, "vae": self.vae, "image_encoder": self.image_encoder}
 
     # Running
 

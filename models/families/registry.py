@@ -14,10 +14,11 @@ from importlib.metadata import entry_points
 
 from fsdp_cp.errors import UserError
 from models.families.base import Family
+from models.families.ltx import LTX
 from models.families.wan import Wan
 
 ENTRY_POINTS = "fsdp_cp.families"
-FAMILIES: dict[str, Family] = {Wan.name: Wan()}
+FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX()}
 
 
 def family_names() -> list[str]:

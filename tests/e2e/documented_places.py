@@ -81,6 +81,7 @@ def make_places(root: Path) -> Places:
     folder = found.root / "ckpt" / "Wan2.2-TI2V-5B-Diffusers"
     _write_hollow_wan(folder, dict(wan_frames.PUBLISHED), wan_frames.VAE)
     (folder / "model_index.json").write_text('{"expand_timesteps": true}')
+    _write_hollow_ltx(found.root / "ckpt" / "LTX-Video")
     return found
 
 
@@ -92,6 +93,22 @@ def _write_hollow_wan(folder: Path, architecture: dict, vae_settings: Mapping[st
         transformer, vae = WanTransformer3DModel(**architecture), AutoencoderKLWan(**vae_settings or {})
         text = UMT5EncoderModel(UMT5Config(vocab_size=256384, d_model=4096, d_ff=10240, num_layers=24, num_heads=64))
     text.config.architectures = ["UMT5EncoderModel"]
+    _write_hollow_parts(folder, transformer, vae, text)
+
+
+def _write_hollow_ltx(folder: Path) -> None:
+    """LTX-Video 0.9.0."""
+    from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
+    from transformers import T5Config, T5EncoderModel
+
+    with torch.device("meta"):
+        transformer, vae = LTXVideoTransformer3DModel(), AutoencoderKLLTXVideo()
+        text = T5EncoderModel(T5Config(vocab_size=32128, d_model=4096, d_ff=10240, num_layers=24, num_heads=64))
+    text.config.architectures = ["T5EncoderModel"]
+    _write_hollow_parts(folder, transformer, vae, text)
+
+
+def _write_hollow_parts(folder: Path, transformer, vae, text) -> None:
     for part, model in (("transformer", transformer), ("vae", vae), ("text_encoder", text)):
         (folder / part).mkdir(parents=True)
         (model.config.save_pretrained if part == "text_encoder" else model.save_config)(folder / part)

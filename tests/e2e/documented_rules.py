@@ -345,7 +345,7 @@ RULES = [
         why="tests/distributed/test_lora_extract.py runs it",
     ),
     Rule(r"(python|torchrun .*) -m (distill\.sample|models\.export) (RUN|/shared)[^\[]*", on_a_run, slow=True),
-    Rule(r"python -m tests\.tiny_pipeline /tmp/pipeline", module, slow=True),
+    Rule(r"python -m tests\.tiny_(ltx_)?pipeline /tmp/(pipeline|ltx)", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
     Rule(
         r"python -m benchmarks\.(distillation|modes|stability|fp8( --distil)?|lora( --ranks 16)?)",

@@ -19,6 +19,14 @@ def test_a_folder_and_the_errors_it_prints(capsys):
     assert printed.strip().endswith("all within 1e-05")
 
 
+@pytest.mark.slow
+def test_ltx_by_its_name(capsys):
+    """All its examples, up to two ranks, with captions of two lengths."""
+    assert verify.main(["ltx", "--ranks", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| 1 x 2 | 45 | on |") == 2 and printed.strip().endswith("all within 1e-05")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

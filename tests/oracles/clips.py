@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.condition import Condition
+from tests.oracles.tiny_ltx import SPACING
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
 
@@ -38,6 +39,12 @@ class RandomClips:
             "first_frame" in condition_shapes
         ):  # a clip's own: of another one what a loss takes there would grow with 1/t
             self.tensors["first_frame"] = self.latents[:, :, :1].clone()
+        if "text_mask" in condition_shapes:  # an LTX's: captions of 1 to L tokens, a negative prompt of 2, an empty one
+            (tokens,) = condition_shapes["text_mask"]
+            self.tensors["text_mask"] = torch.arange(tokens) < 1 + torch.arange(32)[:, None] % tokens
+            self.tensors["latent_spacing"] = torch.tensor(SPACING).repeat(32, 1)
+            self.null |= {"text_mask": torch.arange(tokens) < 2}
+            self.empty |= {"text_mask": torch.arange(tokens) < 1}
 
     def __len__(self) -> int:
         return len(self.latents)

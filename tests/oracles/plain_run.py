@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
@@ -21,9 +21,10 @@ from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.registry import attach_additions, build_additions
 from models.condition import Condition
-from models.families.wan import Wan
+from models.families.registry import FAMILIES
 from models.network import Network
 from models.role import Role
+from tests.oracles import tiny_ltx
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut
 
@@ -38,6 +39,8 @@ class _PlainRole(Role):
         self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
     ) -> tuple[Tensor, ...]:
         given = condition.tensors
+        if network.family.name == "ltx":
+            return (tiny_ltx.velocity(network.module, x, t, given),)
         if "first_frame" in given:
             return _from_a_frame(network.module, x, t, given["first_frame"], given["text"])
         return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, given))
@@ -66,22 +69,22 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     """The same steps with plain networks, one process, the whole batch at once."""
     data = random_clips(setup)
     config = make_config(setup, folder)
-    kind, roles = METHODS[config.method.name][0], {}
+    kind, roles, family = METHODS[config.method.name][0], {}, FAMILIES[setup.family]
     for name in kind.roles_needed(config.method):
         trainable = name in kind.trained_roles
         network = _network(setup, folder, name).requires_grad_(trainable and name not in setup.lora)
-        network.set_attn_processor(WrittenOut())
+        network.set_attn_processor(tiny_ltx.WrittenOutLtx() if setup.family == "ltx" else WrittenOut())
         chosen = kind.additions(config.method).get(name, ())
         if chosen:
-            added = build_additions(chosen, Wan(), network.config)
-            attach_additions(network, name, added, Wan(), _ONE_RANK)
+            added = build_additions(chosen, family, network.config)
+            attach_additions(network, name, added, family, _ONE_RANK)
             initialise(added, seed=0)
         for parameter, value in network.named_parameters():
             value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
         torch.nn.Module.to(network, data.latents.dtype)
         plain = Network(
-            family=Wan(), config={}, module=network, precision="fp32",
-            tokens=Wan().tokens(network.config, setup.latent_shape), forward_flops=0,
+            family=family, config={}, module=network, precision="fp32",
+            tokens=family.tokens(network.config, setup.latent_shape), forward_flops=0,
         )  # fmt: skip
         roles[name] = _PlainRole(name=name, networks=(plain,), trainable=trainable)
     method = build_method(config.method, roles)
@@ -122,9 +125,11 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     return trace
 
 
-def _network(setup: Setup, folder: Path, name: str) -> WanTransformer3DModel:
+def _network(setup: Setup, folder: Path, name: str) -> torch.nn.Module:
     """Plain, or the teacher's with peft's own adapters of a role that has any."""
     lora = setup.lora.get(name)
+    if setup.family == "ltx":
+        return LTXVideoTransformer3DModel.from_pretrained(folder / name)
     if lora is None:
         return WanTransformer3DModel.from_pretrained(folder / name)
     network = WanTransformer3DModel.from_pretrained(folder / "teacher")

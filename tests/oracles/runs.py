@@ -39,6 +39,8 @@ class Setup:
     condition_shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: CONDITION_SHAPES)
     architecture: dict[str, Any] = field(default_factory=lambda: ARCHITECTURE)
     """Of the networks in the folder."""
+    family: str = "wan"
+    """Theirs."""
     method: Any = field(
         default_factory=lambda: Dmd2Settings(
             fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0

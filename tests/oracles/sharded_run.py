@@ -54,6 +54,7 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         plan_role(
             name,
             checkpoint=str(folder / ("teacher" if name in setup.lora else name)),
+            family=setup.family,
             sharding=setup.sharding(name),
             additions=method.additions(config.method).get(name, ()),
             lora=setup.lora.get(name),

@@ -200,7 +200,10 @@ def test_a_key_of_another_method_is_refused():
         ("data=movingshapes", ["data=movingshapes", "did you mean moving_shapes", "video_folder"]),
         ("mesh=eight", ["mesh=eight", "use auto"]),
         ("cluster=foo", ["cluster=foo", "use any or h200 or h200x8 or h20x4 or h20x8 or h20x8x4 or one_gpu or"]),
-        ("model=wan2_1_t2v_14", ["did you mean wan2_1_t2v_14b", "use any or wan2_1_t2v_14b or wan2_1_t2v_1_3b"]),
+        (
+            "model=wan2_1_t2v_14",
+            ["did you mean wan2_1_t2v_14b", "use any or ltx_video_13b or ltx_video_2b or"],
+        ),
     ],
 )
 def test_an_unknown_choice_lists_those_that_exist(override, parts):

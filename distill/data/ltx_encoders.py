@@ -1,0 +1,186 @@
+"""The VAE and the text encoder of an LTX-Video pipeline folder, as diffusers' pipelines (0.42) use them.
+
+``model_index.json`` says whether it is an ``LTXPipeline`` (0.9.0, 0.9.1) or an ``LTXConditionPipeline`` (as diffusers
+documents 0.9.5 and later); without that file, or with any other class, it is taken for the former. They differ in the
+text encoder's mask and in when latent frames are.
+
+Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L tokens, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.data.clips import ClipFormat
+from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
+from distill.data.image_encoder import ImageEncoderFolder
+from distill.data.pipeline_folder import load_part, part_settings, shown, whole_numbers
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+
+logger = logging.getLogger(__name__)
+
+LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
+PIPELINE_TOKENS = 128
+"""``max_sequence_length`` of LTXPipeline."""
+CONDITION_PIPELINE = "LTXConditionPipeline"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LtxEncoderFolder(EncoderFolder):
+    """What an LTX pipeline folder's JSON files say about its encoders; holds no weights."""
+
+    later: bool
+    """Is it an ``LTXConditionPipeline``? Its latent frames are when the first frame is that they stand for, not each a
+    latent frame's length behind the one before; its text encoder does not see what fills a caption up."""
+
+    def condition_shapes(
+        self, clip: ClipFormat, max_text_tokens: int, image: ImageEncoderFolder | None
+    ) -> dict[str, tuple[int, ...]]:
+        if image is not None:
+            raise UserError(f"data.image: {self.path} is an LTX-Video pipeline, which is supported from text alone")
+        text = (max_text_tokens, self.text_width)
+        return {"text": text, "text_mask": (max_text_tokens,), "latent_spacing": (4,)}
+
+    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> LtxVideoCodec:
+        return LtxVideoCodec(self, device=device, dtype=dtype, tiling=tiling)
+
+    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> LtxTextEncoder:
+        if not self.later and max_tokens != PIPELINE_TOKENS and rank() == 0:
+            logger.warning(
+                "data.max_text_tokens=%d, but LTXPipeline fills captions up to %d, which its text encoder sees; use %d",
+                max_tokens,
+                PIPELINE_TOKENS,
+                PIPELINE_TOKENS,
+            )
+        return LtxTextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
+
+    def text_key(self) -> dict[str, Any]:
+        return {"masked": True} if self.later else {}
+
+    def cleaned(self, caption: str) -> str:
+        """As it is: the pipelines clean nothing."""
+        return caption
+
+    def text_tensors(self, text: torch.Tensor, max_tokens: int) -> dict[str, torch.Tensor]:
+        """With ``text_mask`` (L,): the transformer must not attend to what fills a caption up."""
+        return {"text": pad_text(text, max_tokens), "text_mask": torch.arange(max_tokens) < text.shape[0]}
+
+    def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
+        """``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx_attention.py."""
+        shift = (self.temporal - 1) / clip.fps if self.later else 0.0
+        return {"latent_spacing": torch.tensor([self.temporal / clip.fps, self.spatial, self.spatial, shift])}
+
+
+def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
+    """What the settings of an LTX folder say; as :func:`distill.data.encoders.read_encoders` gives them.
+
+    Args:
+        folder: the pipeline folder.
+        where: setting and folder, for messages.
+        vae, text: ``config.json`` of the VAE and of the text encoder.
+
+    Raises: ``UserError`` for settings that no LTX VAE has, and patches of more than one latent.
+    """
+    vae = _vae_defaults() | vae
+    config = f"{where}: vae/config.json"
+    scaling = vae["spatio_temporal_scaling"]
+    ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
+    for key, fits in (
+        ("latent_channels", whole_numbers([vae["latent_channels"]], most=4096)),
+        ("patch_size", whole_numbers([vae["patch_size"]], most=16)),
+        ("patch_size_t", whole_numbers([vae["patch_size_t"]], most=16)),
+        *((key, vae[key] is None or whole_numbers([vae[key]], most=1024)) for key in ratios),
+        ("scaling_factor", type(vae["scaling_factor"]) in (int, float) and vae["scaling_factor"] > 0),
+        ("timestep_conditioning", type(vae["timestep_conditioning"]) is bool),
+        (
+            "spatio_temporal_scaling",
+            isinstance(scaling, (list, tuple)) and len(scaling) <= 8 and all(type(s) is bool for s in scaling),
+        ),
+    ):
+        if not fits:
+            raise UserError(f"{config} has {key}={shown(vae[key])}, which no LTX VAE has; give the folder's own")
+    # As AutoencoderKLLTXVideo computes them, where its settings leave them open.
+    spatial, temporal = (vae[key] or vae[patch] * 2 ** sum(scaling) for key, patch in ratios.items())
+    if (folder / "transformer" / "config.json").is_file():
+        transformer = part_settings(folder, "transformer", where)
+        for key in ("patch_size", "patch_size_t"):
+            if transformer.get(key, 1) != 1:
+                raise UserError(f"{where}: transformer/config.json has {key}={shown(transformer[key])}; LTX's is 1")
+    pipeline = None
+    if (folder / "model_index.json").is_file():
+        pipeline = part_settings(folder, ".", where, "model_index.json").get("_class_name")
+    return LtxEncoderFolder(
+        path=folder,
+        channels=vae["latent_channels"],
+        temporal=temporal,
+        spatial=spatial,
+        patch=(1, 1, 1),
+        text_width=text_width(text, where),
+        later=pipeline == CONDITION_PIPELINE,
+    )
+
+
+def _vae_defaults() -> dict[str, Any]:
+    """Constructor defaults of the VAE class, for the settings that a folder leaves out."""
+    from diffusers import AutoencoderKLLTXVideo
+
+    parameters = inspect.signature(AutoencoderKLLTXVideo.__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+class LtxVideoCodec(VideoCodec):
+    """LTX's VAE between pixels and the normalised latents that the transformer sees.
+
+    Latents are ``(z - latents_mean) * scaling_factor / latents_std``, which ``LTXPipeline.__call__`` undoes before it
+    decodes; ``z`` is the mode of the posterior. A VAE that is conditioned on a time decodes at the time 0 without noise
+    in the latents, the pipeline's ``decode_timestep`` and ``decode_noise_scale`` by default.
+    """
+
+    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False):
+        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+
+        With ``tiling`` frames larger than 512 pixels go through it in tiles of that size, 64 of them shared with the
+        next, where diffusers blends the two.
+        """
+        from diffusers import AutoencoderKLLTXVideo
+
+        self.device, self.dtype = device, dtype
+        # In fp32 first: the statistics are among the weights, and bf16 would round them.
+        self.vae = load_part(AutoencoderKLLTXVideo, folder.path, "vae", torch_dtype=torch.float32)
+        mean, std = self.vae.latents_mean.float(), self.vae.latents_std.float()
+        if not (std > 0).all():
+            raise UserError(f"data.encoders={folder.path}: vae/ has latents_std of 0 or less; copy it again")
+        std = std / self.vae.config["scaling_factor"]
+        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in (mean, std))
+        torch.nn.Module.to(self.vae, device=device, dtype=dtype)  # diffusers' own warns of modules that it has none of
+        if tiling:
+            self.vae.enable_tiling()
+
+    def _pixels(self, z: torch.Tensor) -> torch.Tensor:
+        times = [z.new_zeros(1, dtype=self.dtype)] if self.vae.config["timestep_conditioning"] else []
+        # Decoders that put noise into their layers draw it: a clip must not depend on which others were decoded before.
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            return self.vae.decode(z.to(self.dtype), *times).sample
+
+
+class LtxTextEncoder(TextEncoder):
+    """T5 with its tokenizer, as ``_get_t5_prompt_embeds`` of the pipelines uses them: the encoder of an ``LTXPipeline``
+    sees what fills a caption up, the transformer does not."""
+
+    class_name = "T5EncoderModel"
+
+    def __init__(self, folder: LtxEncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
+        self.masked = folder.later
+
+    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, mask if self.masked else None).last_hidden_state

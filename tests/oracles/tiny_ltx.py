@@ -1,0 +1,70 @@
+"""The LTX-Video that runs are compared on: its sizes, checkpoints of three of them, and how diffusers calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor, apply_rotary_emb
+from torch import Tensor, nn
+
+ARCHITECTURE = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 10,
+    "cross_attention_dim": 40,
+    "num_layers": 2,
+    "caption_channels": 10,
+}
+LATENT_SHAPE = (4, 3, 5, 3)  # 45 tokens, which neither 2 nor 4 ranks can share evenly
+CONDITION_SHAPES = {"text": (5, 10), "text_mask": (5,), "latent_spacing": (4,)}
+FRAME_RATE = 24
+SPACING = (8 / FRAME_RATE, 32.0, 32.0, 0.0)
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Random teacher, student and fake networks in diffusers layout; three different ones."""
+    for seed, name in enumerate(("teacher", "student", "fake")):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = LTXVideoTransformer3DModel(**ARCHITECTURE)
+            for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
+                parameter.data += 0.05 * torch.randn_like(parameter)
+        network.save_pretrained(folder / name)
+
+
+def velocity(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    """As ``LTXPipeline.__call__`` calls its transformer, packing and unpacking included."""
+    frames, height, width = x.shape[2:]
+    out = network(
+        hidden_states=LTXPipeline._pack_latents(x),
+        encoder_hidden_states=given["text"],
+        timestep=1000 * t,
+        encoder_attention_mask=given["text_mask"],
+        num_frames=frames,
+        height=height,
+        width=width,
+        rope_interpolation_scale=SPACING[:3],
+        return_dict=False,
+    )[0]
+    return LTXPipeline._unpack_latents(out, frames, height, width)
+
+
+class WrittenOutLtx(LTXVideoAttnProcessor):
+    """diffusers' processor with attention as the formula has it: torch's own on the CPU has no forward-mode AD."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
+    ):  # fmt: skip
+        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(keys)), attn.to_v(keys)
+        if image_rotary_emb is not None:
+            q, k = apply_rotary_emb(q, image_rotary_emb), apply_rotary_emb(k, image_rotary_emb)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        logits = q @ k.mT * q.shape[-1] ** -0.5
+        if attention_mask is not None:
+            logits = logits + attention_mask[:, None]
+        return attn.to_out[0]((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))

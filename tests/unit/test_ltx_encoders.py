@@ -1,0 +1,202 @@
+"""LTX's VAE, text encoder and coordinates against diffusers' own pipelines (0.42)."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from diffusers import LTXConditionPipeline, LTXPipeline
+
+from distill.data.captions import Captions
+from distill.data.choose_encoders import choose_encoders
+from distill.data.clips import ClipFormat
+from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
+from fsdp_cp.errors import UserError
+from models.families.ltx_attention import video_coordinates
+from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
+from tests.tiny_pipeline import build_tiny_pipeline
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+CLIP = ClipFormat(num_frames=17, height=64, width=96, fps=24.0)
+CAPTION = "a red &amp; blue  square"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny_ltx_pipeline(tmp_path_factory.mktemp("ltx"))
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory):
+    """As of 0.9.5: another pipeline, and a VAE that takes a time."""
+    return build_tiny_ltx_pipeline(
+        tmp_path_factory.mktemp("later"), timestep_conditioning=True, pipeline="LTXConditionPipeline"
+    )
+
+
+def copy_of(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def change(file, **settings):
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_sizes(folder):
+    found = choose_encoders(folder)
+    assert found.latent_shape(CLIP) == (8, 3, 2, 3)
+    assert found.condition_shapes(CLIP, 128, None) == {
+        "text": (128, 32), "text_mask": (128,), "latent_spacing": (4,)
+    }  # fmt: skip
+    pipeline = LTXPipeline.from_pretrained(folder)
+    assert (found.temporal, found.spatial) == (
+        pipeline.vae_temporal_compression_ratio,
+        pipeline.vae_spatial_compression_ratio,
+    )
+
+
+@pytest.mark.parametrize(("which", "tokens"), [("folder", 128), ("folder", 40), ("later", 256)])
+def test_text_is_that_of_the_pipeline_where_it_counts(request, which, tokens):
+    path = request.getfixturevalue(which)
+    kind = LTXPipeline if which == "folder" else LTXConditionPipeline
+    encoders = choose_encoders(path)
+    given = encoders.text_tensors(encoders.text_encoder(max_tokens=tokens, **CPU).encode(CAPTION), tokens)
+    with torch.no_grad():  # else torch takes another kernel
+        theirs, mask, _, _ = kind.from_pretrained(path).encode_prompt(
+            CAPTION, do_classifier_free_guidance=False, max_sequence_length=tokens
+        )
+    assert 1 < mask.sum() < tokens and torch.equal(given["text_mask"], mask[0])
+    assert torch.allclose(given["text"][mask[0]], theirs[0][mask[0]], atol=1e-6)
+    assert not given["text"][~mask[0]].any()
+
+
+def test_another_number_of_tokens_than_the_pipelines_is_said(folder, caplog):
+    encoders = choose_encoders(folder)
+    with caplog.at_level(logging.WARNING):
+        encoders.text_encoder(max_tokens=128, **CPU)
+        assert not caplog.records
+        encoders.text_encoder(max_tokens=40, **CPU)
+    assert "data.max_text_tokens=40, but LTXPipeline fills captions up to 128" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["folder", "later"])
+def test_pixels_are_those_of_the_pipeline(request, which):
+    """Also those of a VAE that takes a time and draws noise: at the pipeline's time 0, and each clip with its own."""
+    path = request.getfixturevalue(which)
+    codec = choose_encoders(path).codec(tiling=False, **CPU)
+    assert isinstance(codec, LtxVideoCodec)
+    pipeline = LTXPipeline.from_pretrained(path)
+    vae = pipeline.vae
+    video = torch.rand(3, 17, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = codec.encode(video)
+    with torch.no_grad():
+        z = vae.encode(video[None]).latent_dist.mode()
+    normal = pipeline._normalize_latents(z, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+    assert torch.allclose(latents, normal[0], atol=1e-5) and latents.shape == (8, 3, 2, 3)
+    back = pipeline._denormalize_latents(normal, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        theirs = vae.decode(back, torch.zeros(1) if vae.config.timestep_conditioning else None).sample
+        again = vae.decode(back, torch.zeros(1) if vae.config.timestep_conditioning else None).sample
+    assert (which == "later") == (not torch.equal(theirs, again)), "the decoder draws noise"
+    ours = codec.decode(torch.stack([latents, latents]))
+    levels = theirs[0].clamp(-1, 1).add(1).mul(127.5).permute(1, 2, 3, 0)
+    assert ours.shape == (2, 17, 64, 96, 3) and torch.equal(ours[0], ours[1])
+    assert (ours[0].float() - levels).abs().max() < 0.51
+    assert levels.std() > 1, "not one colour"
+
+
+def test_a_vae_in_bf16_keeps_its_statistics(folder):
+    codec = choose_encoders(folder).codec(device=torch.device("cpu"), dtype=torch.bfloat16, tiling=True)
+    whole = choose_encoders(folder).codec(tiling=False, **CPU)
+    assert codec.vae.dtype == torch.bfloat16 and codec.vae.use_tiling
+    assert torch.equal(codec.mean, whole.mean) and torch.equal(codec.std, whole.std)
+    assert torch.equal(whole.mean.flatten(), whole.vae.latents_mean) and whole.mean.any()
+
+
+def test_coordinates_are_those_of_the_pipelines(folder, later):
+    """Bit by bit those of ``rope_interpolation_scale``; LTXConditionPipeline multiplies in another order."""
+    grid = (3, 2, 3)
+    rope = LTXPipeline.from_pretrained(folder).transformer.rope
+    spacing = choose_encoders(folder).clip_tensors(CLIP)["latent_spacing"][None]
+    tokens = torch.zeros(1, 18, 8)
+    theirs = rope(tokens, *grid, rope_interpolation_scale=(8 / 24.0, 32, 32))
+    ours = rope(tokens, video_coords=video_coordinates(spacing, grid))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    ids = LTXConditionPipeline._prepare_video_ids(1, *grid)
+    ids = LTXConditionPipeline._scale_video_ids(ids).float()
+    ids[:, 0] *= 1 / 24.0
+    spacing = choose_encoders(later).clip_tensors(CLIP)["latent_spacing"][None]
+    assert torch.allclose(video_coordinates(spacing, grid), ids, rtol=1e-5)
+    assert not torch.allclose(rope(tokens, video_coords=ids)[0], theirs[0], atol=0.1), "the two differ"
+
+
+def test_the_cache_tells_the_pipelines_apart_and_a_fingerprint_the_frame_rate(tmp_path, folder):
+    """Both have the same text encoder, of which one sees what fills a caption up."""
+    other = copy_of(folder, tmp_path)
+    change(other / "model_index.json", _class_name="LTXConditionPipeline")
+    (tmp_path / "captions.txt").write_text("a red square\n")
+
+    def data(encoders, fps=24.0):
+        return Captions(
+            path=tmp_path / "captions.txt", encoders=encoders, cache=tmp_path / "cache", num_frames=17, height=64,
+            width=96, fps=fps, max_text_tokens=40,
+        )  # fmt: skip
+
+    first, second, slower = data(folder), data(other), data(folder, fps=12.0)
+    assert len(list((tmp_path / "cache" / "text").iterdir())) == 4, "two texts of two kinds"
+    assert not torch.equal(first[0]["text"], second[0]["text"])
+    assert torch.equal(first[0]["text"], slower[0]["text"])
+    assert len({first.fingerprint, second.fingerprint, slower.fingerprint}) == 3
+    condition = first.condition(["a red square", "a red square"])
+    assert {name: tuple(value.shape) for name, value in condition.tensors.items()} == {
+        "text": (2, 40, 32), "text_mask": (2, 40), "latent_spacing": (2, 4),
+    }  # fmt: skip
+    assert condition.tensors["text_mask"].dtype == torch.bool
+    assert condition.null.tensors["text_mask"].sum() == 2, "the empty caption is one token"
+    rounded = condition.to(torch.bfloat16)
+    assert rounded.tensors["latent_spacing"].dtype == torch.float32 and rounded.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "message"),
+    [
+        ("vae", {"latent_channels": "8"}, "latent_channels='8', which no LTX VAE has"),
+        ("vae", {"spatio_temporal_scaling": [1, 2]}, "spatio_temporal_scaling=[1, 2], which no LTX VAE has"),
+        ("vae", {"timestep_conditioning": 1}, "timestep_conditioning=1, which no LTX VAE has"),
+        ("vae", {"spatial_compression_ratio": 0}, "spatial_compression_ratio=0, which no LTX VAE has"),
+        ("text_encoder", {"architectures": ["UMT5EncoderModel"]}, "text_encoder/ holds UMT5EncoderModel; use T5"),
+        ("text_encoder", {"d_model": None}, "d_model=None"),
+        ("transformer", {"patch_size": 2}, "patch_size=2; LTX's is 1"),
+    ],
+)  # fmt: skip
+def test_what_is_no_ltx_is_refused_by_name(folder, tmp_path, file, settings, message):
+    copied = copy_of(folder, tmp_path)
+    change(copied / file / "config.json", **settings)
+    with pytest.raises(UserError) as error:
+        choose_encoders(copied)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_frames": 16}, "num_frames=16 does not fit the VAE, which joins 8 frames after the first"),
+        ({"height": 48}, "data.height=48 is not a multiple of 32"),
+    ],
+)
+def test_clips_that_the_vae_would_cut_are_refused(folder, sizes, message):
+    with pytest.raises(UserError, match=message):
+        choose_encoders(folder).latent_shape(ClipFormat(**vars_of(CLIP) | sizes))
+
+
+def vars_of(clip):
+    return {name: getattr(clip, name) for name in ("num_frames", "height", "width", "fps")}
+
+
+def test_encoders_of_wan_are_those_of_before(tmp_path):
+    encoders = choose_encoders(build_tiny_pipeline(tmp_path))
+    assert not isinstance(encoders.text_encoder(max_tokens=16, **CPU), LtxTextEncoder)
+    assert encoders.text_key() == {} and encoders.clip_tensors(CLIP) == {}
+    assert encoders.cleaned(CAPTION) == "a red & blue square"
