@@ -23,7 +23,8 @@ def stream_seed(*key: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _generator(*key: int | str) -> torch.Generator:
+def stream(*key: int | str) -> torch.Generator:
+    """The random stream that belongs to ``key``."""
     return torch.Generator().manual_seed(stream_seed(*key))
 
 
@@ -61,7 +62,7 @@ class StepRandom:
 
         Whatever decides how many forward passes run must come from here: ranks that disagree would deadlock.
         """
-        return int(torch.randint(low, high + 1, (), generator=_generator(self.seed, purpose, self.step)))
+        return int(torch.randint(low, high + 1, (), generator=stream(self.seed, purpose, self.step)))
 
 
 class Draw(NamedTuple):
@@ -77,11 +78,11 @@ class Draw(NamedTuple):
 
     def make(self, seed: int) -> Tensor:
         """``(samples, *shape)`` on the CPU, drawn in fp32; a uniform one ``(samples,)``, drawn in fp64."""
-        streams = [_generator(seed, self.purpose, self.step, position) for position in self.positions]
+        streams = [stream(seed, self.purpose, self.step, position) for position in self.positions]
         if self.shape is None:
-            drawn = torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in streams])
+            drawn = torch.stack([torch.rand((), generator=each, dtype=torch.float64) for each in streams])
         else:
-            drawn = torch.stack([torch.randn(self.shape, generator=stream) for stream in streams])
+            drawn = torch.stack([torch.randn(self.shape, generator=each) for each in streams])
         return drawn.to(self.dtype)
 
 
@@ -138,4 +139,4 @@ class DrawsAhead:
 
 def permutation(seed: int, purpose: str, epoch: int, n: int) -> list[int]:
     """A permutation of ``range(n)`` that depends on the arguments alone."""
-    return torch.randperm(n, generator=_generator(seed, purpose, epoch)).tolist()
+    return torch.randperm(n, generator=stream(seed, purpose, epoch)).tolist()

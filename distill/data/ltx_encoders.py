@@ -19,7 +19,7 @@ import torch
 
 from distill.data.clips import ClipFormat
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
-from distill.data.image_encoder import ImageEncoderFolder
+from distill.data.first_frame import ImageInput
 from distill.data.pipeline_folder import load_part, part_settings, shown, whole_numbers
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -41,7 +41,7 @@ class LtxEncoderFolder(EncoderFolder):
     latent frame's length behind the one before; its text encoder does not see what fills a caption up."""
 
     def condition_shapes(
-        self, clip: ClipFormat, max_text_tokens: int, image: ImageEncoderFolder | None
+        self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
     ) -> dict[str, tuple[int, ...]]:
         if image is not None:
             raise UserError(f"data.image: {self.path} is an LTX-Video pipeline, which is supported from text alone")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import Condition
+from models.condition import Condition, has_image
 from models.families.base import Family, LatentShape, Shape
 from models.families.ltx_attention import LTXCrossAttention, LTXSelfAttention, video_coordinates
 
@@ -220,7 +220,7 @@ class LTX(Family):
                     f"{setting} is an LTX-Video, which takes {name} of shape {shape}, and the data give"
                     f" {condition.get(name, 'none')}; use data.encoders of an LTX pipeline"
                 )
-        if "image_latents" in condition:
+        if has_image(condition):
             raise UserError(
                 f"{setting}: LTX-Video is supported from text alone, which takes no image; leave data.image out"
             )

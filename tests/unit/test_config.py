@@ -110,7 +110,10 @@ def test_each_role_is_sharded_as_its_own_keys_say():
         "reduce_unused": True,
         "gradient_scale": 0.5,
         "replicate": False,
+        "shard_ranks": 4,
         "gather_stream": "compute",
+        "fp8": "torchao",
+        "fp8_gather": True,
     }
     assert given.keys() == {item.name for item in fields(ShardSettings)}
     written = {True: "true", str(given["keep_operators"]): "[aten.mm,fsdp_cp.ring_attention]"}

@@ -13,7 +13,7 @@ from distill.methods import METHODS, build_method
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.schedules import per_sample
 from fsdp_cp.errors import UserError
-from fsdp_cp.rng import StepRandom
+from fsdp_cp.rng import StepRandom, stream
 from models.condition import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, Gaussian, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
@@ -143,10 +143,10 @@ class BatchRandom(StepRandom):
         super().__init__(seed=1, step=step, positions=range(1))
 
     def normal(self, purpose, shape, dtype=torch.float32):
-        return torch.randn(256, *shape, generator=self._sample(purpose, 0), dtype=dtype)
+        return torch.randn(256, *shape, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
 
     def uniform(self, purpose, dtype=torch.float32):
-        return torch.rand(256, generator=self._sample(purpose, 0), dtype=dtype)
+        return torch.rand(256, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=IDS)

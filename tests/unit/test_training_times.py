@@ -11,7 +11,7 @@ from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.meanflow import MeanFlowSettings
 from distill.schedules import euler_times
-from fsdp_cp.rng import StepRandom
+from fsdp_cp.rng import StepRandom, stream
 from models.condition import text_condition
 
 COUNT, STEPS = 1000, 40
@@ -46,10 +46,10 @@ class Draws(StepRandom):
     """Of all samples at once: a stream for each would take most of the test's time."""
 
     def normal(self, purpose, shape, dtype=torch.float32):
-        return torch.randn(COUNT, *shape, generator=self._sample(purpose, 0), dtype=dtype)
+        return torch.randn(COUNT, *shape, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
 
     def uniform(self, purpose, dtype=torch.float32):
-        return torch.rand(COUNT, generator=self._sample(purpose, 0), dtype=dtype)
+        return torch.rand(COUNT, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
 
 
 def training_times(settings):
