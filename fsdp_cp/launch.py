@@ -181,13 +181,18 @@ def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
     threads = share_of_cores()
     torch.set_num_threads(threads)
     if rank() == 0:
-        log.info("offload=cpu: %d threads a rank (its share of this node's cores)", threads)
+        log.info("offload=cpu: %d threads a rank (%d cores, %d ranks on this node)", threads, *_cores_and_ranks())
 
 
 def share_of_cores() -> int:
     """Cores of this node for each of its ranks, at least 1."""
+    cores, ranks = _cores_and_ranks()
+    return max(1, cores // ranks)
+
+
+def _cores_and_ranks() -> tuple[int, int]:
     # Those that this process may use: a container or SLURM may have fewer than the machine.
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager

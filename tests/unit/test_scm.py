@@ -318,7 +318,7 @@ def test_refused_settings(settings, message):
 
 
 def student(**settings):
-    return SimpleNamespace(**{"compile": False, "precision": "fp32", **settings})
+    return SimpleNamespace(**{"compile": False, "precision": "fp32", "fp8": "none", **settings})
 
 
 @pytest.mark.parametrize("name", ["scm", "rcm"])
