@@ -231,6 +231,7 @@ def _inference_then_training(folder):
     return True
 
 
+@slow
 def test_a_first_forward_in_inference_mode(pools, checkpoints):
     assert all(pools[2].run(_inference_then_training, checkpoints))
 
@@ -289,7 +290,8 @@ def _resumable(setup, folder, run_dir, first, last):
     return trace
 
 
-@pytest.mark.parametrize("changes", [pytest.param(FP8, marks=slow), GATHER], ids=["gathered_in_bf16", "in_fp8"])
+@pytest.mark.parametrize("changes", [FP8, GATHER], ids=["gathered_in_bf16", "in_fp8"])
+@slow
 def test_resumes_bit_by_bit(pools, checkpoints, tmp_path, changes):
     """Scales are of the weights as they are: there is no state of fp8 in a checkpoint, and none is missed."""
     setup = Setup(cp=2, precision="bf16", changes={"all": changes})

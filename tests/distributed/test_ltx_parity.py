@@ -101,6 +101,7 @@ def _velocities(folder):
     return found
 
 
+@slow
 def test_bf16_with_a_second_time(pools, checkpoints):
     """An addition in fp32 to the embedding of the time, which LTX's layers behind it take in bf16."""
     (exact, trained), (rounded, too) = pools[2].run(_velocities, checkpoints)[0]

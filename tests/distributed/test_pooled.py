@@ -313,6 +313,7 @@ def _inference_first():
     return pool_at(model).allocations - before
 
 
+@pytest.mark.slow
 def test_inference_mode_may_come_first(pools):
     assert pools[2].run(_inference_first) == [0, 0]
 
