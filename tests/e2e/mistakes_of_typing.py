@@ -61,7 +61,7 @@ TYPING: dict[str, list[tuple[str, str]]] = {
         ("mesh=foo", "there is no mesh=foo; use auto"),
         ("mesh={cp:2}", "names no file of configs/mesh"),
         ("optim=adam", "there is no optim=adam"),
-        ("cluster=foo", "there is no cluster=foo; use any or h200x8 or h20x8"),
+        ("cluster=foo", "there is no cluster=foo; use any or h200 or h200x8"),
         ("cluster=h20x8x2", "did you mean h20x8x4?"),
         ("cluster=null", "cluster=null names no file of configs/cluster; use any"),
         ("model=foo", "there is no model=foo; use any or ltx_video_13b"),
