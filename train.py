@@ -76,8 +76,9 @@ def run(overrides: list[str], stop: StopSignal) -> None:
                 method=build_method(config.method, roles),
                 micro_batch_size=plan.micro_batch_size,
                 run_dir=plan.run_dir,
-                resume_from=resume_from,
             )
+            if resume_from is not None:
+                trainer.resume(resume_from)
             start_run(config, plan.run_dir, resume_from=resume_from, step=trainer.step, command=command_line(overrides))
             with recorded_end(plan.run_dir):
                 trainer.run(stop)

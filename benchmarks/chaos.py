@@ -30,6 +30,7 @@ from benchmarks.faults import (
     differences,
     end_all,
     leftovers,
+    lives,
     new_folder,
     newest,
     processes,
@@ -172,6 +173,8 @@ def kill(start: Start, number: int, run: int, aim: str, chance: random.Random) -
     rank = chance.choice(sorted(ranks))
     try:
         os.kill(ranks[rank], signal.SIGSTOP)  # so that what is looked at is what the kill meets
+        if not lives(ranks[rank]):  # it had come to its end by itself, and torchrun had not looked yet
+            return None
         if start.from_step() is None:
             phase = "starting"
         elif start.writes_checkpoint():

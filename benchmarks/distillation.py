@@ -33,8 +33,9 @@ from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process, process_group
 from fsdp_cp.mesh import build_mesh
-from models.load import build_role, plan_role
+from models.load import build_role
 from models.role import Role
+from models.role_plan import plan_role
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression")

@@ -76,6 +76,15 @@ def processes(run_dir: Path) -> dict[int, int | None]:
     return found
 
 
+def lives(process: int) -> bool:
+    """Is it more than what an ended process leaves until its parent asks for its exit code?"""
+    try:
+        # "PID (NAME) STATE ...", where NAME may hold anything
+        return (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def end_all(run_dir: Path) -> None:
     """SIGKILL every process of the run: torchrun's workers are in sessions of their own and outlive it."""
     for process in processes(run_dir):

@@ -35,8 +35,9 @@ from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.fp8 import require_fp8
 from fsdp_cp.sharding.settings import ShardSettings
-from models.load import build_roles, plan_role
+from models.load import build_roles
 from models.lora.settings import LoraSettings
+from models.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 
 RECIPE = "quickstart"

@@ -30,7 +30,8 @@ from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.settings import ShardSettings
 from models.export_folder import write_folder
 from models.families.wan import Wan
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 
 WAN_1_3B = {
     "num_attention_heads": 12,

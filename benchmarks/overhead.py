@@ -37,7 +37,8 @@ from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
 from models.condition import text_condition
 from models.families.wan import Wan
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 
 COMPUTES = {
     "num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "freq_dim": 64,

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     print("| | seconds | peak of a rank, GiB | |\n|---|---|---|---|")
     for row in rows:
         peak = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
-        print(f"| {row.what} | {row.seconds:.1f} | {peak} | {row.found} |")
+        print(f"| {row.what} | {row.seconds:.2f} | {peak} | {row.found} |")
     for problem in problems:
         print(f"not as it must be: {problem}", file=sys.stderr)
     return 1 if problems else 0

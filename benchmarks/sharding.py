@@ -43,7 +43,8 @@ from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes, storage
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from models.condition import text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import write_checkpoints

@@ -52,5 +52,4 @@ def open_trainer(
         method=build_method(config.method, roles),
         micro_batch_size=plan.micro_batch_size,
         run_dir=plan.run_dir,
-        resume_from=None,
     )

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
+from distill.training_state import TrainingState
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding import settings_of
 from models.role import Role
-
-if TYPE_CHECKING:  # which calls this
-    from distill.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +29,7 @@ def _base_in_words(roles: Mapping[str, Role], role: Role) -> str:
     return f"a frozen network of {count:,} parameters{of_others}"
 
 
-def announce(trainer: Trainer) -> None:
+def announce(trainer: TrainingState) -> None:
     """Log the size of every role, the mesh, the tokens of a rank, the accumulation and the steps. Rank 0 logs."""
     if rank() != 0:
         return

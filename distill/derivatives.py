@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.shard import FORWARD_AD_SINCE
 
-MODES = ("exact", "finite_difference")
+Mode = Literal["exact", "finite_difference"]
+MODES: tuple[str, ...] = get_args(Mode)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from distill.setup import RunPlan, check_resume, world_of
 from fsdp_cp.checkpoint import find_resume, read_state
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
-from models.load import RolePlan
+from models.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from distill.evaluate import write_scheduler
 from distill.planning.own import compare_with_plan
+from distill.training_state import TrainingState
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, on_all_ranks
@@ -17,14 +17,11 @@ from fsdp_cp.timeouts import long_timeout
 from models.export_folder import export_adapters, export_weights
 from models.published import withdraw
 
-if TYPE_CHECKING:  # which calls this
-    from distill.trainer import Trainer
-
 log = logging.getLogger(__name__)
 
 
 @long_timeout()
-def finish(trainer: Trainer) -> None:
+def finish(trainer: TrainingState) -> None:
     """Export, samples and report, with the averaged student where there is one.
 
     Raises:
@@ -48,7 +45,7 @@ def finish(trainer: Trainer) -> None:
     barrier()
 
 
-def _export(trainer: Trainer) -> None:
+def _export(trainer: TrainingState) -> None:
     average = None if trainer.config.export.weights == "raw" else trainer.averages.get("student")
     weights = trainer.roles["student"].weights() if average is None else average.weights
     dtype = torch.bfloat16 if trainer.config.export.dtype == "bf16" else torch.float32
@@ -75,7 +72,7 @@ def _export(trainer: Trainer) -> None:
         log.info("exported the student (%s weights)%s to %s", about["weights"], merged, folder / "student")
 
 
-def _report(trainer: Trainer) -> None:
+def _report(trainer: TrainingState) -> None:
     memory = trainer.peak_memory()
     facts = {
         "steps": trainer.step,

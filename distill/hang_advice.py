@@ -7,23 +7,23 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from distill.saved_state import same_command
+from distill.training_state import TrainingState
 from fsdp_cp import hangs
 from fsdp_cp.checkpoint import published_steps, step_folder
 from fsdp_cp.signals import StopSignal
 from fsdp_cp.timeouts import shorten
 
-if TYPE_CHECKING:  # which calls this
-    from distill.trainer import Trainer
+Run = TypeVar("Run", bound=TrainingState)
 
 
-def reports_hangs(run: Callable[[Trainer, StopSignal], None]) -> Callable[[Trainer, StopSignal], None]:
+def reports_hangs(run: Callable[[Run, StopSignal], None]) -> Callable[[Run, StopSignal], None]:
     """A trainer's ``run``, of which a collective that timed out is reported with the step and how to go on."""
 
     @wraps(run)
-    def reporting(trainer: Trainer, stop: StopSignal) -> None:
+    def reporting(trainer: Run, stop: StopSignal) -> None:
         on_nccl = trainer.device.type == "cuda"
         # What the user has set stays, by its older name too.
         if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
@@ -40,13 +40,13 @@ def reports_hangs(run: Callable[[Trainer, StopSignal], None]) -> Callable[[Train
     return reporting
 
 
-def shorten_timeout(trainer: Trainer) -> None:
+def shorten_timeout(trainer: TrainingState) -> None:
     """From the step on in which the last role had its first update in this process; each may compile in its first."""
     if trainer.last_loss.keys() == trainer.roles.keys():
         shorten(timedelta(minutes=trainer.config.timeout.step))
 
 
-def _advice(trainer: Trainer) -> str:
+def _advice(trainer: TrainingState) -> str:
     saved = published_steps(trainer.run_dir / "checkpoints")
     if not saved:
         return "there is no checkpoint yet: the same command starts afresh"

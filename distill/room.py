@@ -11,7 +11,7 @@ from distill.setup import RunPlan
 from fsdp_cp.checkpoint import published_steps
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import MeshShape
-from models.load import RolePlan, sharing
+from models.role_plan import RolePlan, sharing
 
 _ADAM = 8
 """Bytes of AdamW's two moments, fp32."""

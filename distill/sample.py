@@ -31,8 +31,9 @@ from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import named_additions
 from models.checkpoint_files import ADDITIONS
-from models.load import RolePlan, build_role, plan_role
+from models.load import build_role
 from models.published import published, refuse_occupied
+from models.role_plan import RolePlan, plan_role
 
 _MAX_CLIPS = 1024  # their latents and frames are in memory together
 

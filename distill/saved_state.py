@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.config import Config
 from distill.setup import run_settings
+from distill.training_state import TrainingState
 from fsdp_cp.checkpoint import leave_branch, load, read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from models.load import defining
-
-if TYPE_CHECKING:  # which calls these
-    from distill.trainer import Trainer
+from models.role_plan import defining
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +22,7 @@ def same_command(config: Config) -> str:
     return "the same command" + (", with checkpoint.resume=auto," if config.checkpoint.resume == "never" else "")
 
 
-def saved_tensors(trainer: Trainer) -> dict[str, Any]:
+def saved_tensors(trainer: TrainingState) -> dict[str, Any]:
     """Everything that trains, by role; the teacher is not among it, since it does not change."""
     tensors: dict[str, Any] = {
         name: {"weights": role.weights(), "adamw": trainer.optimizers[name].state()}
@@ -35,7 +33,7 @@ def saved_tensors(trainer: Trainer) -> dict[str, Any]:
     return tensors
 
 
-def saved_state(trainer: Trainer) -> dict[str, Any]:
+def saved_state(trainer: TrainingState) -> dict[str, Any]:
     """Plain state. Random streams are functions of seed, step and position, so these restore them too."""
     return {
         "step": trainer.step,
@@ -55,7 +53,7 @@ def saved_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, folder: Path) -> None:
+def restore(trainer: TrainingState, folder: Path) -> None:
     state = read_state(folder)
     # Checkpoints of earlier versions hold diffusers' own notes beside what defines a network.
     networks = {name: defining(config) for name, config in state["configs"].items()}

@@ -27,9 +27,9 @@ from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
-from models.load import RolePlan, defining, plan_role, sharing
 from models.lora.saved import find_adapters
 from models.published import refuse_input
+from models.role_plan import RolePlan, defining, plan_role, sharing
 
 log = logging.getLogger(__name__)
 

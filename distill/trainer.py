@@ -11,125 +11,48 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from distill.announce import announce
-from distill.config import Config
-from distill.data import ClipDataset
-from distill.data.order import Batching, MicroBatchSampler
-from distill.evaluate import Evaluator
+from distill.data.order import MicroBatchSampler
 from distill.finish import finish
 from distill.gradients import accumulate_gradients
 from distill.hang_advice import reports_hangs, shorten_timeout
-from distill.methods import Batch, Method
+from distill.methods import Batch
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
-from distill.optimizers import RoleOptimizer, learning_rate
+from distill.optimizers import learning_rate
 from distill.profiling import StepProfiler
 from distill.saved_state import restore, same_command, saved_state, saved_tensors
 from distill.speed import speed
 from distill.state_checks import refuse_broken_weights
-from fsdp_cp.checkpoint import Checkpoints, branch_name
+from distill.training_state import TrainingState
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
-from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
-from fsdp_cp.rng import DrawsAhead, StepRandom
+from fsdp_cp.rng import StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
 from fsdp_cp.timeouts import long_timeout
 from models.condition import Condition
-from models.ema import Ema
-from models.role import Role
 
 log = logging.getLogger(__name__)
 
 
-class Trainer:
-    """Runs ``config.steps`` optimizer steps, of whichever role the method says, on full latents.
+class Trainer(TrainingState):
+    """Runs ``config.steps`` optimizer steps, of whichever role the method says, on full latents."""
 
-    Args:
-        config: the checked configuration.
-        mesh: the mesh.
-        device: this rank's device.
-        data: the clips.
-        method: yields the losses.
-        micro_batch_size: samples per data-parallel rank and forward.
-        run_dir: the run's folder.
-        resume_from: the checkpoint to go on from, or ``None``.
-    """
+    def resume(self, folder: Path) -> None:
+        """Go on from the checkpoint in ``folder``; a collective.
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        mesh: Mesh,
-        device: torch.device,
-        data: ClipDataset,
-        method: Method,
-        micro_batch_size: int,
-        run_dir: Path,
-        resume_from: Path | None,
-    ):
-        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
-        self.run_dir = run_dir
-        self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
-        self.optimizers = {name: RoleOptimizer(role, getattr(config.optim, name)) for name, role in self.roles.items()}
-        chosen = {name: getattr(config, name).ema for name in self.roles}
-        self.averages = {
-            name: Ema(self.roles[name], decay=ema.decay, gamma=ema.gamma, start=ema.start)
-            for name, ema in chosen.items()
-            if ema.enabled
-        }
-        if "student" in self.averages:
-            method.student_average = self.averages["student"].swapped_in
-        self.training_data = method.training_data(data)
-        self.batching = Batching(
-            global_size=config.batch_size, micro_batch_size=micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
-        )
-        # Moved once: with each micro-batch it would be a copy that the GPU waits for.
-        self.null, self.empty = (
-            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
-        )
-        # On the CPU a thread would take the cores of what it runs ahead of.
-        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
-        self.step = 0
-        self.samples = 0
-        self.updates = dict.fromkeys(self.roles, 0)
-        self.skipped = dict.fromkeys(self.roles, 0)
-        self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
-        self.first_skipped = dict.fromkeys(self.roles, "a step of an earlier run")
-        """Step and parameter of the first of those in a row."""
-        self.seconds = 0.0
-        self.branch_of = branch_name(config.checkpoint.resume)
-        settings = config.checkpoint
-        self.checkpoints = Checkpoints(
-            run_dir / "checkpoints",
-            keep=settings.keep,
-            keep_every=settings.keep_every,
-            asynchronous=settings.asynchronous,
-        )
-        self.saved_step: int | None = None
-        self.last_loss: dict[str, float] = {}
-        """Of each role's latest update in this process."""
-        self.log: MetricsLog | None = None
-        self.norms: NormsLog | None = None
-        self.unlogged: dict[str, float | None] = {}
-        """The latest metrics of every role since the last logged step, which may have been another role's."""
-        self.planned_updates = {
-            name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
-        }
-        self.evaluator = Evaluator(
-            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
-        )
-        if resume_from is not None:
-            restore(self, resume_from)
-            self.saved_step = self.step
-        self.profiler = StepProfiler(config.profile, device=device, run_dir=run_dir, step=self.step)
+        Raises:
+            UserError: it was made with other data or networks, or cannot be read.
+        """
+        restore(self, folder)
+        self.saved_step = self.step
 
     @reports_hangs
     def run(self, stop: StopSignal) -> None:
@@ -143,20 +66,21 @@ class Trainer:
         reset_peak(self.device)
         # As a context: an error would else be printed behind the bar, in its line.
         steps = self.config.steps
+        profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
         with tqdm(total=steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05) as progress:
-            with stop.deferred(), self.checkpoints.completed(), self.profiler:
-                self._train(progress, stop)
+            with stop.deferred(), self.checkpoints.completed(), profiler:
+                self._train(progress, stop, profiler)
         finish(self)
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
 
-    def _train(self, progress: tqdm, stop: StopSignal) -> None:
+    def _train(self, progress: tqdm, stop: StopSignal, profiler: StepProfiler) -> None:
         """The remaining steps, with what is logged, saved and shown between them."""
         first, started = self.step, time.perf_counter()
         data = self._steps_of_data()
         while self.step < self.config.steps:
-            with self.profiler.of(self.step + 1) as profiled:
+            with profiler.of(self.step + 1) as profiled:
                 metrics = self._train_step(data)
             shorten_timeout(self)
             progress.update()
@@ -349,10 +273,6 @@ class Trainer:
             f" the weights from before them, is saved; lower optim.{name}.lr or resume from an earlier checkpoint"
         )
 
-    def peak_memory(self) -> float:
-        """GiB, the largest over ranks."""
-        return all_reduce_scalars([peak_gib(self.device)], self.mesh.world, dist.ReduceOp.MAX)[0]
-
     def _memory(self) -> dict[str, float | None]:
         """The largest over ranks, GiB."""
         found = {"memory/peak_gib": peak_gib(self.device)}
@@ -395,9 +315,3 @@ class Trainer:
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
             f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} goes on from there"
         )
-
-    @long_timeout()
-    def sample(self) -> None:
-        """Clips of the student as it is now, averaged where it has an average."""
-        with self.method.student_average():
-            self.evaluator.write_samples(self.step, self.log)

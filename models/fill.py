@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -17,9 +16,7 @@ from models.checkpoint_files import one_line
 from models.names import owner
 from models.network import Network
 from models.role import Role
-
-if TYPE_CHECKING:  # which calls this
-    from models.load import RolePlan
+from models.role_plan import RolePlan
 
 
 def fill(network: Network, plans: Sequence[RolePlan], roles: Sequence[Role], seed: int) -> None:

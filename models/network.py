@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_cp.sharding.settings import Precision
 from models.families.base import Family
 from models.lora.serving import Serving
 from models.names import owner
@@ -26,7 +27,7 @@ class Network:
     """The network's configuration, as its ``config.json``."""
     module: nn.Module
     """The FSDP root."""
-    precision: str
+    precision: Precision
     """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
     tokens: int
     """Tokens of one sample."""

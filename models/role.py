@@ -41,7 +41,7 @@ class Role:
     """Times in (0, 1), falling, between those that one network serves and the next: from the boundary on the former."""
     trainable: bool
     adapters: dict[str, Any] | None = None
-    """Of a role with adapters what they are (:attr:`models.load.RolePlan.adapters`)."""
+    """Of a role with adapters what they are (:attr:`models.role_plan.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
     """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
     flops: int = 0

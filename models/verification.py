@@ -30,7 +30,8 @@ from models.condition import Condition
 from models.export_folder import export_weights, write_folder
 from models.families.base import LatentShape, config_of
 from models.families.registry import family_of
-from models.load import RolePlan, build_role, defining, plan_role
+from models.load import build_role
+from models.role_plan import RolePlan, defining, plan_role
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """dp_shard x cp."""

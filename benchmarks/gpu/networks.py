@@ -16,9 +16,9 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.rng import stream_seed
 from models.families.wan import Wan
-from models.load import RolePlan
 from models.network import Network
 from models.role import Role
+from models.role_plan import RolePlan
 
 GIB = 2**30
 ROLES = ("teacher", "student", "fake")

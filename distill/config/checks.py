@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from distill.config.kinds import fits, settings_of
 from distill.config.schema import Config, OptimizerSettings
 from distill.methods import METHODS, Method
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, shown
 
 ROLES = ("teacher", "student", "fake")
@@ -33,7 +34,6 @@ def check(config: Config) -> None:
     """
     _check_values(config, "")
     _check_least(config)
-    _check_choices(config)
     for name in ROLES:
         _check_architecture(f"{name}.architecture", getattr(config, name).architecture)
     if config.cuda_allocator is not None and not _ALLOCATOR.fullmatch(config.cuda_allocator):
@@ -41,8 +41,6 @@ def check(config: Config) -> None:
             f"cuda_allocator={config.cuda_allocator} cannot be read; use name:value, with commas between, as"
             " expandable_segments:True"
         )
-    if not isinstance(config.plan, bool) and config.plan != "suggest":
-        raise UserError(f"plan={shown(config.plan)} is unknown; use true, false or suggest")
     if config.world is not None and not (config.dry_run or config.plan):
         raise UserError(
             f"world={config.world} is for dry_run=true and plan=true; a run's world is what torchrun starts"
@@ -92,6 +90,7 @@ def _check_captions(config: Config, method: type[Method]) -> None:
 
 def _check_values(settings: Any, prefix: str) -> None:
     """What OmegaConf lets through: lists among numbers, and numbers of which nothing is left in a network."""
+    check_choices(settings, prefix)
     hints = get_type_hints(type(settings))
     for item in fields(settings):
         key, value = f"{prefix}{item.name}", getattr(settings, item.name)
@@ -137,18 +136,6 @@ def _check_least(config: Config) -> None:
             raise UserError(f"{name}={value} must be at most {most}")
 
 
-def _check_choices(config: Config) -> None:
-    for name, value, choices in (
-        ("precision", config.precision, ("fp32", "bf16")),
-        *((f"{role}.precision", getattr(config, role).precision, ("fp32", "bf16")) for role in ROLES),
-        ("device", config.device, ("auto", "cpu", "cuda")),
-        ("export.weights", config.export.weights, ("auto", "raw", "ema")),
-        ("export.dtype", config.export.dtype, ("fp32", "bf16")),
-    ):
-        if value not in choices:
-            raise UserError(f"{name}={value} is unknown; use {' or '.join(choices)}")
-
-
 def _check_architecture(where: str, architecture: Any) -> None:
     if architecture is None:
         return
@@ -162,12 +149,6 @@ def _check_architecture(where: str, architecture: Any) -> None:
 
 
 def _check_optimizer(where: str, settings: OptimizerSettings) -> None:
-    for key, choices in (
-        ("schedule", ("constant", "cosine")),
-        ("implementation", ("foreach", "fused", "for_loop")),
-    ):
-        if getattr(settings, key) not in choices:
-            raise UserError(f"{where}.{key}={getattr(settings, key)} is unknown; use {' or '.join(choices)}")
     for key in ("lr", "eps", "weight_decay", "warmup", "final_lr"):
         if not 0 <= getattr(settings, key) < math.inf:
             raise UserError(f"{where}.{key}={getattr(settings, key)} must be at least 0")

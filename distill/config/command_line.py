@@ -120,7 +120,7 @@ def _quoted(word: str, known: Mapping[str, list[Setting]]) -> str:
     if all(setting.types == (bool,) for setting in settings) and "${" not in value:
         if value.strip().lower() not in _SWITCHES:  # any number would be true
             raise UserError(f"{word[:200]} must be true or false")
-    if not any(setting.types == (str,) for setting in settings):
+    if not any(setting.is_text for setting in settings):
         return word
     if value == "null" or re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value):
         return word

@@ -19,6 +19,7 @@ from distill.config.checks import check
 from distill.config.command_line import hydra_overrides
 from distill.config.errors import CONFIGS, GROUPS, choices, explain, no_such_setting
 from distill.config.schema import SETTINGS, Config
+from distill.config.without_literals import without_literals
 from distill.data import DATA
 from distill.methods import METHODS
 from fsdp_cp.errors import UserError
@@ -27,11 +28,11 @@ from fsdp_cp.errors import UserError
 @cache
 def _register() -> None:
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
+    store.store(name="schema", node=without_literals(Config))
     for name, (_, settings) in METHODS.items():
-        store.store(group="method", name=f"{name}_schema", node=settings)
+        store.store(group="method", name=f"{name}_schema", node=without_literals(settings))
     for name, settings in DATA.items():
-        store.store(group="data", name=f"{name}_schema", node=settings)
+        store.store(group="data", name=f"{name}_schema", node=without_literals(settings))
 
 
 def compose_config(words: list[str]) -> Config:
@@ -129,9 +130,11 @@ def load_config(path: Path) -> Config:
         raise UserError(f"{path} does not exist; give the folder of a run")
     try:
         loaded = OmegaConf.load(path)
-        typed = OmegaConf.merge(OmegaConf.structured(Config), loaded)
-        typed.method = OmegaConf.merge(OmegaConf.structured(METHODS[loaded.method.name][1]), loaded.method)
-        typed.data = OmegaConf.merge(OmegaConf.structured(DATA[loaded.data.name]), loaded.data)
+        typed = OmegaConf.merge(OmegaConf.structured(without_literals(Config)), loaded)
+        typed.method = OmegaConf.merge(
+            OmegaConf.structured(without_literals(METHODS[loaded.method.name][1])), loaded.method
+        )
+        typed.data = OmegaConf.merge(OmegaConf.structured(without_literals(DATA[loaded.data.name])), loaded.data)
         return OmegaConf.to_object(typed)
     except UserError:
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import II, MISSING
 
@@ -24,9 +24,9 @@ class MeshSettings:
     """Data-parallel ranks to shard over; -1 for what is left of the world."""
     cp: int = 1
     """Ranks that share one sample's tokens."""
-    ulysses: Any = "auto"
+    ulysses: int | Literal["auto"] = "auto"
     """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is gcd(heads, cp), or cp / ring if set."""
-    ring: Any = "auto"
+    ring: int | Literal["auto"] = "auto"
     """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses is cp."""
     own_groups: bool = False
     """Process groups of their own for ring and ulysses where they span all ranks, apart from FSDP's."""
@@ -66,7 +66,7 @@ class RoleSettings(ShardSettings):
     """Configuration of a network with random weights, where there is no checkpoint."""
     family: str = "wan"
     """Model family: ``wan``, ``ltx``, or one that an installed package names."""
-    precision: str = II("precision")
+    precision: Literal["fp32", "bf16"] = II("precision")
     """``fp32`` or ``bf16`` compute of this role; the run's when not set."""
 
 
@@ -90,7 +90,7 @@ class OptimizerSettings:
     """Added to the root of Adam's second moment."""
     weight_decay: float = 0.01
     """Decoupled: as a share of the rate."""
-    schedule: str = "constant"
+    schedule: Literal["constant", "cosine"] = "constant"
     """``constant`` or ``cosine`` (towards ``final_lr`` at the role's last update)."""
     warmup: int = 0
     """Updates of this role over which the rate grows linearly, from ``lr / warmup``."""
@@ -103,7 +103,7 @@ class OptimizerSettings:
     additions_lr: float | None = None
     """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
     second time), which follows the same schedule; null for ``lr``."""
-    implementation: str = "foreach"
+    implementation: Literal["foreach", "fused", "for_loop"] = "foreach"
     """``foreach`` (a temporary of 2**25 elements, or of the largest tensor), ``fused`` (one kernel for the update) or
     ``for_loop`` (a temporary of one tensor)."""
 
@@ -164,7 +164,7 @@ class ProfileSettings:
 
     steps: list[int] = field(default_factory=list)
     """First and last step to profile, as ``[20,22]``, counted from 1 as in ``metrics.jsonl``; empty for none."""
-    ranks: Any = field(default_factory=lambda: [0])
+    ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])
     """Ranks that are profiled, as ``[0,8]``, or ``all``: a trace each in ``RUN_DIR/profile``."""
     memory: bool = False
     """Record what the CUDA allocator did in these steps, too."""
@@ -199,9 +199,9 @@ class ExportSettings:
 
     at_end: bool = True
     """Write it; ``python -m models.export`` makes one of a checkpoint at any time."""
-    weights: str = "auto"
+    weights: Literal["auto", "raw", "ema"] = "auto"
     """``raw``, ``ema``, or ``auto``: the average if there is one."""
-    dtype: str = "fp32"
+    dtype: Literal["fp32", "bf16"] = "fp32"
     """``fp32`` or ``bf16``."""
 
 
@@ -239,9 +239,9 @@ class Config:
     """Samples per step over all ranks."""
     micro_batch_size: int | None = None
     """Samples per data-parallel rank and forward; null for one forward a step."""
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``, ``cpu`` or ``cuda``; ``auto`` is the CPU without a GPU, and refuses one that torch cannot use."""
     cuda_allocator: str | None = None
     """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
@@ -249,7 +249,7 @@ class Config:
     """Folder of all output; ``runs/EXPERIMENT`` when not set."""
     dry_run: bool = False
     """Check all that a run would, print what it would hold and write, and end, without a process group."""
-    plan: Any = False
+    plan: bool | Literal["suggest"] = False
     """``true``: predict memory, operations and traffic of a rank on fake tensors, write ``RUN_DIR/plan.html``, and end.
     ``suggest``: look for settings that fit ``planning.hardware``, and end."""
     world: int | None = None

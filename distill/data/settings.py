@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from distill.data.base import ClipDataset
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
 
 Shape = tuple[int, ...]
@@ -171,11 +172,11 @@ class VideoFolderSettings(DataSettings):
     """Caption of the unconditional branch of guidance."""
     max_text_tokens: int = 512
     """Tokens of a caption; longer ones are cut, and that is logged."""
-    vae_precision: str = "fp32"
+    vae_precision: Literal["fp32", "bf16"] = "fp32"
     """Of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
-    image: str | None = None
+    image: Literal["first_frame"] | None = None
     """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
     has it in the noisy frame's place); null for none."""
 
@@ -187,12 +188,9 @@ class VideoFolderSettings(DataSettings):
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
-        if self.vae_precision not in VAE_PRECISIONS:
-            raise UserError(f"data.vae_precision={self.vae_precision} is unknown; use {' or '.join(VAE_PRECISIONS)}")
+        check_choices(self, "data.")
         clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
         folder, image = choose_encoders(self.encoders), None
-        if self.image not in (None, "first_frame"):
-            raise UserError(f"data.image={self.image} is unknown; use first_frame, or null for none")
         if self.image is not None:
             if not self.has_clips:
                 raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")

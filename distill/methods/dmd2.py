@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,6 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 
-ROLLOUTS = ("random", "full")
-
 
 @dataclass(kw_only=True)
 class Dmd2Settings(StepListSettings):
@@ -40,7 +38,7 @@ class Dmd2Settings(StepListSettings):
     """Least time of the scores, after the shift: where they are compared, and where the fake score trains."""
     max_time: float = 0.98
     """Greatest time of the scores, after the shift."""
-    rollout: str = "random"
+    rollout: Literal["random", "full"] = "random"
     """Steps of the student in a rollout, of which the last carries the gradient: ``random`` (1 to all of them, one
     number for all samples of a step) or ``full``."""
     fake_knows_last_step: bool = False
@@ -69,8 +67,6 @@ class Dmd2Settings(StepListSettings):
             raise UserError(
                 f"method.min_time={self.min_time} must be below method.max_time={self.max_time}, both in [0, 1]"
             )
-        if self.rollout not in ROLLOUTS:
-            raise UserError(f"method.rollout={self.rollout} is unknown; use {' or '.join(ROLLOUTS)}")
         if self.fake_knows_last_step and (self.rollout == "full" or len(self.step_list) == 1):
             raise UserError(
                 "method.fake_knows_last_step=true: every rollout has the same last step, so there is nothing to know;"

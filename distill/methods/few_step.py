@@ -11,7 +11,8 @@ from diffusers import SchedulerMixin
 from torch import Tensor
 
 from distill.methods.base import Batch, Method
-from distill.methods.sampling import STUDENT_SAMPLERS, check_sampler, guided_sample, rollout
+from distill.methods.sampling import Sampler, StudentSampler, guided_sample, rollout
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
@@ -26,17 +27,16 @@ class FewStepSettings:
     """``w`` of ``u + w (c - u)`` on the teacher; 1 is none."""
     shift: float = 5.0
     """Shift of the teacher's sampler, and of the times that the method draws where it says so. > 0."""
-    teacher_sampler: str = "euler"
+    teacher_sampler: Sampler = "euler"
     """How the teacher is sampled for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
-    student_sampler: str = "renoise"
+    student_sampler: StudentSampler = "renoise"
     """Between the student's steps, where it is trained on its own samples, sampled and exported: ``renoise`` (fresh
     noise, as DMD2) or ``ode`` (along its own velocity, without noise, as FastGen's DMD2 for Wan)."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "method.")
         if self.shift <= 0:
             raise UserError(f"method.shift={self.shift} must be above 0")
-        check_sampler("teacher_sampler", self.teacher_sampler)
-        check_sampler("student_sampler", self.student_sampler, STUDENT_SAMPLERS)
 
     def student_times(self) -> list[float]:
         """Rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""

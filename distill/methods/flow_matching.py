@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
-from distill.methods.sampling import check_sampler, guided_sample
+from distill.methods.sampling import Sampler, guided_sample
 from distill.observations import observe_by_time, observe_latents, per_sample_mean
 from distill.schedules import add_noise, shift_time
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 
-TIMES = ("uniform", "logit_normal")
+TimeDistribution = Literal["uniform", "logit_normal"]
 
 
 @dataclass(kw_only=True)
@@ -25,7 +26,7 @@ class FlowMatchingSettings:
     """``method=flow_matching``."""
 
     name: str = "flow_matching"
-    time: str = "logit_normal"
+    time: TimeDistribution = "logit_normal"
     """Distribution of t before the shift: ``uniform`` (with a ``shift`` above 1: the shifted times at which Wan is
     sampled) or ``logit_normal``."""
     logit_mean: float = 0.0
@@ -38,17 +39,15 @@ class FlowMatchingSettings:
     """Probability of training a sample on the empty caption, for guidance; 0 to 1."""
     guidance_scale: float = 5.0
     """``w`` of ``u + w (c - u)`` when sampling; 1 is none."""
-    sampler: str = "euler"
+    sampler: Sampler = "euler"
     """``euler``, or ``unipc``, which Wan's pipelines use."""
 
     def __post_init__(self) -> None:
-        if self.time not in TIMES:
-            raise UserError(f"method.time={self.time} is unknown; use {' or '.join(TIMES)}")
+        check_choices(self, "method.")
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"method.caption_dropout={self.caption_dropout} must be between 0 and 1")
         if self.shift <= 0 or self.logit_std <= 0:
             raise UserError(f"method.shift={self.shift} and method.logit_std={self.logit_std} must be above 0")
-        check_sampler("sampler", self.sampler)
 
 
 class FlowMatching(Method):

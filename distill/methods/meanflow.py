@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from distill.derivatives import MODES, check_exact, directional_derivative
+from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.methods.flow_matching import TIMES, draw_time
+from distill.methods.flow_matching import TimeDistribution, draw_time
+from distill.methods.sampling import StudentSampler
 from distill.observations import per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, per_sample
 from fsdp_cp.errors import UserError
@@ -26,17 +27,15 @@ from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
 from models.condition import Condition
 
-VELOCITIES = ("teacher", "data")
-
 
 @dataclass(kw_only=True)
 class MeanFlowSettings(StepListSettings):
     """``method=meanflow``."""
 
     name: str = "meanflow"
-    velocity: str = "teacher"
+    velocity: Literal["teacher", "data"] = "teacher"
     """``v`` of the target: the ``teacher``'s, guided, or that of the ``data``, ``e - x0``, without any teacher."""
-    time: str = "logit_normal"
+    time: TimeDistribution = "logit_normal"
     """Distribution of both times before the shift: ``uniform`` or ``logit_normal``."""
     logit_mean: float = -0.8
     """Mean of logit(t), for ``logit_normal``; FastGen's for Wan, as the deviation."""
@@ -54,9 +53,9 @@ class MeanFlowSettings(StepListSettings):
     """``c`` of that weight; > 0. At FastGen's 10 the weights are nearly equal; a small one divides the error out."""
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.75, 0.5, 0.25])
     """Where the student's intervals begin, descending from 1; the last one ends at 0."""
-    student_sampler: str = "ode"
+    student_sampler: StudentSampler = "ode"
     """``ode`` alone: the student crosses its intervals."""
-    jvp: str = "exact"
+    jvp: Mode = "exact"
     """How du/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
     jvp_step: float = 1e-4
     """Step of ``finite_difference`` in t, both ways; > 0. Below, the rounding of fp32 times (diffusers casts them)
@@ -64,9 +63,6 @@ class MeanFlowSettings(StepListSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, choices in (("velocity", VELOCITIES), ("time", TIMES), ("jvp", MODES)):
-            if getattr(self, key) not in choices:
-                raise UserError(f"method.{key}={getattr(self, key)} is unknown; use {' or '.join(choices)}")
         for key in ("time_shift", "logit_std", "weight_floor", "jvp_step"):
             if not getattr(self, key) > 0:
                 raise UserError(f"method.{key}={getattr(self, key)} must be above 0")

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 
-ROLLOUTS = ("random", "fixed")
-
 
 @dataclass(kw_only=True)
 class RcmSettings(ScmSettings):
@@ -38,7 +37,7 @@ class RcmSettings(ScmSettings):
     """After those, the student trains at every so manyth step, the fake score at the others; rCM: 5, 10 for 14B."""
     consistency_weight: float | None = None
     """Weight of the consistency loss beside DMD's 1; null for the published ratio, 50 / sqrt(elements of a sample)."""
-    rollout: str = "random"
+    rollout: Literal["random", "fixed"] = "random"
     """Times of the rollouts after the first: ``random`` (drawn from ``p_D``, none above the last) or ``fixed``
     (``mid_times``)."""
     fake_knows_last_step: bool = False
@@ -57,8 +56,6 @@ class RcmSettings(ScmSettings):
             raise UserError(
                 f"method.consistency_weight={self.consistency_weight} must be above 0, or null for the published ratio"
             )
-        if self.rollout not in ROLLOUTS:
-            raise UserError(f"method.rollout={self.rollout} is unknown; use {' or '.join(ROLLOUTS)}")
 
 
 class Rcm(Scm):

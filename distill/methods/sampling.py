@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from diffusers import UniPCMultistepScheduler
@@ -10,23 +11,13 @@ from torch import Tensor
 
 from distill.methods.base import guided_velocity
 from distill.schedules import add_noise, denoise, euler_times, per_sample
-from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.role import Role
 
-SAMPLERS = ("euler", "unipc")
-STUDENT_SAMPLERS = ("renoise", "ode")
-
-
-def check_sampler(setting: str, value: str, samplers: Sequence[str] = SAMPLERS) -> None:
-    """Refuse a sampler that is not one of ``samplers``.
-
-    Raises:
-        UserError: naming ``method.SETTING``.
-    """
-    if value not in samplers:
-        raise UserError(f"method.{setting}={value} is unknown; use {' or '.join(samplers)}")
+Sampler = Literal["euler", "unipc"]
+"""Of a teacher."""
+StudentSampler = Literal["renoise", "ode"]
 
 
 def guided_sample(
@@ -34,7 +25,7 @@ def guided_sample(
     noise: Tensor,
     condition: Condition,
     *,
-    sampler: str,
+    sampler: Sampler,
     steps: int,
     shift: float,
     scale: float,
@@ -45,7 +36,7 @@ def guided_sample(
         role: the network.
         noise: ``(B, C, T, H, W)``.
         condition: of the B samples.
-        sampler: one of ``SAMPLERS``.
+        sampler: which.
         steps: calls of the network.
         shift: of the times.
         scale: guidance ``w``.
@@ -124,7 +115,7 @@ def rollout(
         sampler: how the next time is reached: ``renoise``, ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2), or
             ``ode``, ``x0 + t' v``, which is Euler's step along the student's own velocity (as in FastGen).
     """
-    assert sampler in STUDENT_SAMPLERS, sampler
+    assert sampler in get_args(StudentSampler), sampler
     each = [
         time if isinstance(time, Tensor) else torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device)
         for time in times

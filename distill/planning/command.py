@@ -25,7 +25,7 @@ from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
 from models.families.base import config_of
 from models.families.registry import family_of
-from models.load import defining
+from models.role_plan import defining
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from distill.planning.watched import Shapes
 from distill.setup import RunPlan, plan_run
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.signals import end_with_parent
-from models.load import RolePlan
+from models.role_plan import RolePlan
 
 
 def simulate_any_depth(

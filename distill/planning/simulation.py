@@ -33,7 +33,7 @@ from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
-from fsdp_cp.sharding.state import pool_at
+from fsdp_cp.sharding.pool import pool_at
 from models.condition import Condition
 from models.ema import Ema
 

@@ -18,12 +18,13 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding import materialise, settings_of
 from fsdp_cp.sharding.activations import keeps_attention
-from fsdp_cp.sharding.state import pool_at
+from fsdp_cp.sharding.pool import pool_at
 from models.condition import Condition
 from models.families.base import LatentShape, Shape
-from models.load import RolePlan, build_network, sharing
+from models.load import build_network
 from models.network import Network
 from models.role import Role
+from models.role_plan import RolePlan, sharing
 
 Shapes = tuple[LatentShape, Mapping[str, Shape]]
 KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import settings_of
 from fsdp_cp.sharding.state import (
     ShardedModule,
@@ -15,7 +16,6 @@ from fsdp_cp.sharding.state import (
     has_gradients,
     is_finished,
     partly_reduced_units,
-    pool_at,
     reset_iteration,
     reshard,
     unreduced_units,

@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sharding.offsets import place
-from fsdp_cp.sharding.state import POOL
 
 log = logging.getLogger(__name__)
 
+POOL = "_buffer_pool"
+"""Attribute of a root whose units share one, and of the mesh on which they do."""
 LET_GO = 0.01
 """Seconds, on the CPU, before two buffers are noted as alive at once: gloo's threads hold one a little longer than
 FSDP2 does, and it would seem to be needed for longer than it is."""
@@ -256,3 +257,8 @@ def _overlap(one: Buffer, other: Buffer) -> bool:
 def pool_of(mesh: Mesh) -> BufferPool:
     """The pool of all networks on ``mesh``; it is gone when they and the mesh are."""
     return vars(mesh).setdefault(POOL, BufferPool())
+
+
+def pool_at(root: nn.Module) -> BufferPool | None:
+    """The pool that the units of ``root`` take the buffers of their collectives from, if they do."""
+    return vars(root).get(POOL)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from fsdp_cp.sharding.pool import Buffer, BufferPool
-from fsdp_cp.sharding.state import POOL, ShardedModule, fsdp_modules
+from fsdp_cp.sharding.pool import POOL, Buffer, BufferPool
+from fsdp_cp.sharding.state import ShardedModule, fsdp_modules
 
 
 def pool_buffers(root: ShardedModule, pool: BufferPool, ranks: int) -> None:

@@ -8,26 +8,18 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Literal, get_args
 
 import torch
 
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.choices import check_choices
+from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import MeshShape
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_CHOICES = {
-    "strategy": STRATEGIES,
-    "precision": tuple(COMPUTE_DTYPE),
-    "reduce_dtype": ("auto", "fp32", "bf16"),
-    "master_dtype": ("keep", "fp32", "bf16"),
-    "activation_checkpointing": ("none", "full", "selective"),
-    "offload": ("none", "cpu"),
-    "communication_buffers": ("default", "pooled", "process_group", "symmetric"),
-    "gather_stream": ("own", "compute"),
-    "fp8": ("none", "torchao", "transformer_engine"),
-}
+Precision = Literal["fp32", "bf16", "fp64"]
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 @dataclass(kw_only=True)
@@ -38,7 +30,7 @@ class ShardSettings:
     2020).
     """
 
-    strategy: str = "optim_grads_params"
+    strategy: Strategy = "optim_grads_params"
     """``no_shard`` (every rank holds everything), ``optim`` (optimizer state sharded, gradients reduced once a step),
     ``optim_grads`` (gradients sharded too, reduced in each micro-batch), ``optim_grads_params`` (parameters too,
     gathered one unit at a time)."""
@@ -47,14 +39,14 @@ class ShardSettings:
     shard_ranks: int | None = None
     """Neighbouring ranks, as a rule those of a node, that share a copy of this network alone; ``None`` for all of a
     replica. For a frozen network that is gathered within the node while the others are sharded over all of them."""
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     """Dtype of compute and of gathered parameters."""
-    reduce_dtype: str = "auto"
+    reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks; ``auto`` is fp32 (fp64 for fp64). The sharded gradient then has
     its master's dtype."""
-    master_dtype: str = "keep"
+    master_dtype: Literal["keep", "fp32", "bf16"] = "keep"
     """Dtype of the sharded parameters; ``keep`` leaves them as they come."""
-    activation_checkpointing: Any = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] | bool = "none"
     """``full``: keep a unit's inputs alone, and run it again in backward. ``selective``: keep the outputs of
     ``keep_operators`` too. ``True`` and ``False`` stand for ``full`` and ``none``."""
     keep_operators: list[str] = field(default_factory=list)
@@ -64,14 +56,14 @@ class ShardSettings:
     """Keep what backward needs of a unit in CPU memory (pinned where there is a GPU)."""
     compile: bool = False
     """``torch.compile`` each unit as one graph."""
-    fp8: str = "none"
+    fp8: Literal["none", "torchao", "transformer_engine"] = "none"
     """``torchao``: the products of the units' linear layers in fp8, but those of the first and the last unit; emulated
     on a CPU."""
     fp8_gather: bool = False
     """Gather the weights of these layers in fp8, too."""
-    offload: str = "none"
+    offload: Literal["none", "cpu"] = "none"
     """``cpu``: sharded parameters, gradients and optimizer state live in CPU memory; the optimizer steps there."""
-    gather_stream: str = "own"
+    gather_stream: Literal["own", "compute"] = "own"
     """``own``: gathers run beside compute, their copies too, and the bytes of three units are alive at once.
     ``compute``: only their communication does, and two units are alive."""
     forward_prefetch: int = 1
@@ -86,7 +78,7 @@ class ShardSettings:
     """Full gradients of units that may wait for their reduce-scatter at once."""
     separate_reduce_group: bool = False
     """Reduce-scatters get a communicator of their own, so that they need not queue behind all-gathers."""
-    communication_buffers: str = "default"
+    communication_buffers: Literal["default", "pooled", "process_group", "symmetric"] = "default"
     """Where the staging buffers of collectives come from: ``pooled`` (one piece of memory for those of all networks
     with this setting, planned from the first steps), ``process_group`` (memory registered with NCCL), ``symmetric``
     (NCCL's symmetric memory)."""
@@ -137,9 +129,7 @@ class ShardSettings:
         Raises:
             UserError: with a value that works.
         """
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UserError(f"{where}{name}={shown(getattr(self, name))} is unknown; use {' or '.join(choices)}")
+        check_choices(self, where)
         for name in ("forward_prefetch", "backward_prefetch", "gradient_buffers"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_cp.sharding.pool import pool_at
+
 if TYPE_CHECKING:
-    from fsdp_cp.sharding.pool import BufferPool
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
@@ -32,15 +33,6 @@ _FROZEN_HERE = "_frozen_by_set_trainable"
 
 _UNITS = "_shard_units"
 """Attribute of a root that :func:`fsdp_cp.shard_module` made."""
-
-
-POOL = "_buffer_pool"
-"""Attribute of a root whose units share one, and of the mesh on which they do."""
-
-
-def pool_at(root: nn.Module) -> BufferPool | None:
-    """The pool that the units of ``root`` take the buffers of their collectives from, if they do."""
-    return vars(root).get(POOL)
 
 
 def fsdp_modules(model: nn.Module) -> list[ShardedModule]:

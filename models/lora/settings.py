@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, shown
-
-INITIALISATIONS = ("standard", "gaussian")
 
 
 @dataclass(kw_only=True)
@@ -21,8 +21,9 @@ class LoraSettings:
     targets: list[str] = field(default_factory=list)
     """Linear layers that get adapters, as patterns of their names, ``[*.attn1.*,*.ffn.*]``; empty for all linear layers
     of the blocks."""
-    init: str = "standard"
-    """Of A: ``standard`` (uniform, as of a linear layer) or ``gaussian`` (of deviation ``1 / rank``); B begins at 0."""
+    init: Literal["standard", "gaussian"] = "standard"
+    """Of A: ``standard`` (uniform, as of a linear layer) or ``gaussian`` (of deviation ``1 / rank``); B begins at 0.
+    PiSSA's is not there: it overwrites the base, which other roles share."""
     train: list[str] = field(default_factory=list)
     """Modules that the role trains whole, in a copy of its own, as patterns of their names: ``[proj_out,*norm*]``."""
 
@@ -47,14 +48,12 @@ class LoraSettings:
         """
         if type(self.rank) is not int or self.rank < 0:
             raise UserError(f"{where}rank={shown(self.rank)} must be a whole number of 1 or more, or 0 for no adapters")
-        if self.init not in INITIALISATIONS:
-            why = ", since it overwrites the base that other roles share" if self.init == "pissa" else ""
-            raise UserError(f"{where}init={shown(self.init)} is not supported{why}; use {' or '.join(INITIALISATIONS)}")
+        check_choices(self, where)
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise UserError(f"{where}alpha={self.alpha} must be above 0 and finite, or null for the rank")
         if not self.enabled:
             for key in ("alpha", "targets", "train", "init"):
-                if getattr(self, key) not in (None, [], INITIALISATIONS[0]):
+                if getattr(self, key) not in (None, [], "standard"):
                     raise UserError(
                         f"{where}{key}={shown(getattr(self, key))} is for adapters, which {where}rank=0 leaves out; use"
                         f" {where}rank=64"

@@ -18,7 +18,8 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
 from fsdp_cp.sharding.state import gathered_units
 from models.condition import text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.counted import Counted
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE

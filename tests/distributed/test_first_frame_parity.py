@@ -8,7 +8,8 @@ from distill.methods.meanflow import MeanFlowSettings
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
 from models.condition import Condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.distributed.test_image_parity import METHODS
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace

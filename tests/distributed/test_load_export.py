@@ -17,7 +17,8 @@ from fsdp_cp.local_ranks import run_ranks
 from models.condition import text_condition
 from models.ema import Ema
 from models.export_folder import export_weights
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 

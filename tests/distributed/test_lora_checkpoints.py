@@ -14,9 +14,9 @@ from fsdp_cp.checkpoint import reader, step_folder
 from fsdp_cp.errors import UserError
 from models.condition import text_condition
 from models.export import main as export
-from models.load import plan_role
 from models.lora.settings import LoraSettings
 from models.published import published
+from models.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config

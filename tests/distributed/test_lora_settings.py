@@ -13,11 +13,12 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
-from models.load import build_roles, plan_role, sharing
+from models.load import build_roles
 from models.lora.inject import target_layers, trained_modules
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
 from models.names import owner
+from models.role_plan import plan_role, sharing
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
@@ -79,8 +80,8 @@ def test_a_shallower_network_keeps_the_layers_that_it_has(network):
         ({"rank": 4, "train": ["blocks.0.attn2.to_q"]}, "would be trained whole, and has adapters"),
         ({"rank": -1}, "rank=-1 must be a whole number"),
         ({"rank": 4.0}, "rank=4.0 must be a whole number"),
-        ({"rank": 4, "init": "pissa"}, "init=pissa is not supported, since it overwrites the base"),
-        ({"rank": 4, "init": "orthogonal"}, "init=orthogonal is not supported; use standard or gaussian"),
+        ({"rank": 4, "init": "pissa"}, "init=pissa is unknown; use standard or gaussian"),
+        ({"rank": 4, "init": "orthogonal"}, "init=orthogonal is unknown; use standard or gaussian"),
         ({"rank": 4, "alpha": 0.0}, "alpha=0.0 must be above 0"),
         ({"alpha": 8.0}, "alpha=8.0 is for adapters, which student.lora.rank=0 leaves out"),
         ({"train": ["proj_out"]}, "train=.*proj_out.* is for adapters"),

@@ -9,7 +9,8 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.rcm import RcmSettings
 from fsdp_cp.mesh import build_mesh
 from models.condition import Condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import Setup

@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh, context_groups
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE
 
 

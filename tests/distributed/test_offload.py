@@ -22,7 +22,8 @@ from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.condition import text_condition
 from models.ema import Ema
 from models.export_folder import export_weights
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config

@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.pooled import both, faults_of
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.sharding.accumulation import discard_step
-from fsdp_cp.sharding.pool import pool_of
-from fsdp_cp.sharding.state import frozen, fsdp_modules, param_groups, pool_at
+from fsdp_cp.sharding.pool import pool_at, pool_of
+from fsdp_cp.sharding.state import frozen, fsdp_modules, param_groups
 from models.lora.settings import LoraSettings
 from tests.oracles.buffers import BufferWatch
 from tests.oracles.full_tensors import full_tensors

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
+from distill.profiling import StepProfiler
 from fsdp_cp.checkpoint import step_folder
 from fsdp_cp.measure.overlap import shares, trace_intervals, trace_windows
 from fsdp_cp.signals import Stopped, StopSignal
@@ -55,8 +56,9 @@ def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=Fal
     stop.received = signal.SIGTERM if stopped else None
     error = None
     try:
-        with trainer.checkpoints.completed(), trainer.profiler, tqdm(disable=True) as bar:
-            trainer._train(bar, stop)
+        profiler = StepProfiler(config.profile, device=trainer.device, run_dir=trainer.run_dir, step=trainer.step)
+        with trainer.checkpoints.completed(), profiler, tqdm(disable=True) as bar:
+            trainer._train(bar, stop, profiler)
     except (Stopped, ZeroDivisionError) as raised:
         error = type(raised).__name__
     finally:

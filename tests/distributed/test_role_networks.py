@@ -8,9 +8,10 @@ from fsdp_cp import build_mesh, microbatch
 from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.condition import Condition, text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
 from models.network import Network
 from models.role import Role
+from models.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 from tests.outside.family import OutsideFamily
 

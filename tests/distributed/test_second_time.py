@@ -27,7 +27,8 @@ from fsdp_cp.errors import UserError
 from models.additions.registry import additions_of
 from models.condition import text_condition
 from models.export_folder import export_weights
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 from tests.oracles.written_out import WrittenOut

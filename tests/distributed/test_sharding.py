@@ -13,7 +13,8 @@ from fsdp_cp.sharding import shard
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules
 from models.condition import text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 

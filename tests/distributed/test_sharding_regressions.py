@@ -12,7 +12,8 @@ from fsdp_cp import build_mesh, gather_first_block_early, materialise, microbatc
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
 from models.condition import text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.distributed.test_library import TOKENS, Transformer
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 

@@ -10,8 +10,9 @@ from fsdp_cp import build_mesh, materialise, microbatch, set_trainable, shard_mo
 from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings
 from fsdp_cp.sharding.state import frozen, gathered_units, param_groups
 from models.condition import text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
 from models.role import Role
+from models.role_plan import plan_role
 from tests.distributed.test_library import DIM, TOKENS, Transformer
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 

@@ -20,7 +20,8 @@ from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.oracles.sharded_run import RecordingTrainer
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
@@ -154,7 +155,6 @@ def _train(checkpoints, folder, dp_shard, cp):
     )  # fmt: skip
     trainer = RecordingTrainer(
         config=config, mesh=mesh, device=DEVICE, data=Captions(), micro_batch_size=1, run_dir=Path("unused"),
-        resume_from=None,
         method=build_method(config.method, {"student": _role(checkpoints, mesh, "student")}),
     )  # fmt: skip
     batches = list(trainer._steps_of_data())

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -57,6 +58,17 @@ def test_what_is_left_behind_is_seen(tmp_path):
     assert sorted(faults.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
 
 
+def test_an_ended_process_is_not_killed():
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    assert faults.lives(child.pid)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit code
+    os.kill(child.pid, signal.SIGKILL)  # no error, as if it had met something
+    assert not faults.lives(child.pid)
+    child.wait()
+    assert not faults.lives(child.pid)
+
+
 def test_kills_are_judged(tmp_path):
     about = {"number": 1, "run": 1, "rank": 0, "aim": "any moment", "seconds": 1.0, "phase": "training"}
     kept = chaos.Kill(**about, step=8, newest=6, kept=6)
@@ -84,8 +96,9 @@ def test_every_kind_of_kill_has_its_turn():
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_five_kills_lose_nothing(tmp_path, capsys):
-    assert chaos.main(["--runs", "5", "--out", str(tmp_path / "chaos")]) == 0
+    code = chaos.main(["--runs", "5", "--out", str(tmp_path / "chaos")])
     printed = capsys.readouterr().out
+    assert code == 0, printed
     assert "5 kills over" in printed and "nothing was lost" in printed and printed.count("| ok |") == 5
     assert (tmp_path / "chaos" / "chaos.md").read_text() == printed
     with pytest.raises(chaos.UserError, match="is not empty"):

@@ -14,7 +14,8 @@ from distill.data.clips import ClipFormat, read_clip
 from distill.methods import build_method
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.e2e.launch import train
 from tests.tiny_pipeline import build_tiny_pipeline, moving_square, render_clips
 from train import main

@@ -14,7 +14,8 @@ from distill.methods import build_method
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from models import export
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.e2e.launch import train
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips

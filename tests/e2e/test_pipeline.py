@@ -12,8 +12,9 @@ from distill.methods.sampling import rollout
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from models.export import main as export_command
-from models.load import build_role, plan_role
+from models.load import build_role
 from models.lora.settings import LoraSettings
+from models.role_plan import plan_role
 from tests.e2e.launch import train
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 

@@ -14,7 +14,8 @@ from distill.trainer import Trainer
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.sharding.initialise import copy_own_part
-from models.load import build_roles, plan_role
+from models.load import build_roles
+from models.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 
@@ -73,7 +74,7 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         for key, parameter in roles[name].named_parameters().items():
             if "lora_" in key:
                 copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
-    return RecordingTrainer(
+    trainer = RecordingTrainer(
         config=config,
         mesh=mesh,
         device=device,
@@ -81,8 +82,10 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         method=build_method(config.method, roles),
         micro_batch_size=setup.micro_batch_size,
         run_dir=Path(config.run_dir),
-        resume_from=resume_from,
     )
+    if resume_from is not None:
+        trainer.resume(resume_from)
+    return trainer
 
 
 @lru_cache  # each has process groups, with threads of their own

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
 from models.checkpoint_files import check_tensors, inspect_transformer
-from models.load import plan_role
+from models.role_plan import plan_role
 
 FILE = "diffusion_pytorch_model.safetensors"
 INDEX = FILE + ".index.json"
@@ -354,7 +354,7 @@ def test_the_plans_configuration_is_what_defines_the_network(wan):
 @pytest.mark.slow
 def test_the_plans_configuration_does_not_depend_on_the_hash_seed():
     code = (
-        "import json; from models.load import plan_role\n"
+        "import json; from models.role_plan import plan_role\n"
         "print(json.dumps(plan_role('student', checkpoint=None, architecture={'num_layers': 1}).config))"
     )
     command, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[2]

@@ -8,7 +8,8 @@ from distill.methods.trigflow import add_trig_noise, trig_field
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import build_mesh
 from models.condition import text_condition
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.unit.method_roles import SHAPE, Net, close, make_batch, normal, wide
 
 

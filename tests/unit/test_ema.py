@@ -9,7 +9,8 @@ from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
 from models.condition import text_condition
 from models.ema import Ema, ema_decay
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 
 SMALL = {
     "patch_size": [1, 2, 2],

@@ -19,7 +19,8 @@ from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.launch import process_group
 from models.export import main as export_command
-from models.load import build_role, plan_role
+from models.load import build_role
+from models.role_plan import plan_role
 from tests.unit.damage import BYTES, CHANGES, changed_json, command, damaged, examples, refusal, snapshot
 from tests.unit.test_checkpoint_files import SMALL
 from tests.unit.test_sample_command import TEACHER, write_run

@@ -259,9 +259,9 @@ def test_ci_script_is_sound():
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Which of our modules each one imports, at its top or inside a function; not what it names for types alone.
+    """Which of our modules each one imports, at its top, inside a function, or for types alone.
 
-    Packages stand for what their ``__init__`` imports. A trainer's parts name its type: that is no import of it.
+    Packages stand for what their ``__init__`` imports.
     """
     names = {}
     for path in (path for package in (*PACKAGES, "benchmarks", "tests") for path in sources(package)):
@@ -277,7 +277,7 @@ def import_graph() -> dict[str, set[str]]:
                 for alias in child.names:
                     whole = f"{child.module}.{alias.name}"
                     yield whole if whole in names else child.module
-            elif not is_type_checking(child):
+            else:  # below ``if TYPE_CHECKING:`` too: a circle by types alone reads no better
                 yield from imported(child)
 
     return {

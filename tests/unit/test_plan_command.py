@@ -221,7 +221,7 @@ def test_every_hardware_has_all_its_numbers(name):
         (["dry_run=true"], "dry_run=true and plan=true are two things"),
         (["world=12"], "does not divide"),
         (["data.num_frames=80"], "Wan's VAE takes 4k + 1 frames"),
-        (["plan=maybe"], "plan=maybe is unknown; use true, false or suggest"),
+        (["plan=maybe"], "plan=maybe is unknown; use suggest or true or false"),
         (["plan=suggest", "planning.hardware=null"], "plan=suggest must know the GPU; use planning.hardware=h20"),
         (["plan=suggest", "run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
         (["data.image=first_frame"], "is a text-to-video Wan, which takes no image"),

@@ -24,7 +24,8 @@ from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
-from models.load import build_role, sharing
+from models.load import build_role
+from models.role_plan import sharing
 
 # transformer/config.json of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and -14B-Diffusers.
 SHARED = {

@@ -1,0 +1,111 @@
+"""A run's state: roles, optimizers, averages, counts, logs; what a step changes and a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distill.config import Config
+from distill.data import ClipDataset
+from distill.data.order import Batching
+from distill.evaluate import Evaluator
+from distill.methods import Method
+from distill.metrics import MetricsLog, NormsLog
+from distill.optimizers import RoleOptimizer
+from fsdp_cp.checkpoint import Checkpoints, branch_name
+from fsdp_cp.measure.memory import peak_gib
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import all_reduce_scalars
+from fsdp_cp.rng import DrawsAhead
+from fsdp_cp.timeouts import long_timeout
+from models.ema import Ema
+from models.role import Role
+
+
+class TrainingState:
+    """What a run has between two steps, of this process; :class:`distill.trainer.Trainer` changes it.
+
+    Args:
+        config: the checked configuration.
+        mesh: the mesh.
+        device: this rank's device.
+        data: the clips.
+        method: yields the losses.
+        micro_batch_size: samples per data-parallel rank and forward.
+        run_dir: the run's folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        data: ClipDataset,
+        method: Method,
+        micro_batch_size: int,
+        run_dir: Path,
+    ):
+        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
+        self.run_dir = run_dir
+        self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
+        self.optimizers = {name: RoleOptimizer(role, getattr(config.optim, name)) for name, role in self.roles.items()}
+        chosen = {name: getattr(config, name).ema for name in self.roles}
+        self.averages = {
+            name: Ema(self.roles[name], decay=ema.decay, gamma=ema.gamma, start=ema.start)
+            for name, ema in chosen.items()
+            if ema.enabled
+        }
+        if "student" in self.averages:
+            method.student_average = self.averages["student"].swapped_in
+        self.training_data = method.training_data(data)
+        self.batching = Batching(
+            global_size=config.batch_size, micro_batch_size=micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+        )
+        # Moved once: with each micro-batch it would be a copy that the GPU waits for.
+        self.null, self.empty = (
+            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
+        )
+        # On the CPU a thread would take the cores of what it runs ahead of.
+        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
+        self.step = 0
+        self.samples = 0
+        self.updates = dict.fromkeys(self.roles, 0)
+        self.skipped = dict.fromkeys(self.roles, 0)
+        self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
+        self.first_skipped = dict.fromkeys(self.roles, "a step of an earlier run")
+        """Step and parameter of the first of those in a row."""
+        self.seconds = 0.0
+        self.branch_of = branch_name(config.checkpoint.resume)
+        settings = config.checkpoint
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            asynchronous=settings.asynchronous,
+        )
+        self.saved_step: int | None = None
+        self.last_loss: dict[str, float] = {}
+        """Of each role's latest update in this process."""
+        self.log: MetricsLog | None = None
+        self.norms: NormsLog | None = None
+        self.unlogged: dict[str, float | None] = {}
+        """The latest metrics of every role since the last logged step, which may have been another role's."""
+        self.planned_updates = {
+            name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
+        }
+        self.evaluator = Evaluator(
+            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
+        )
+
+    def peak_memory(self) -> float:
+        """GiB, the largest over ranks."""
+        return all_reduce_scalars([peak_gib(self.device)], self.mesh.world, dist.ReduceOp.MAX)[0]
+
+    @long_timeout()
+    def sample(self) -> None:
+        """Clips of the student as it is now, averaged where it has an average."""
+        with self.method.student_average():
+            self.evaluator.write_samples(self.step, self.log)

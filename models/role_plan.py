@@ -1,0 +1,204 @@
+"""What a role will be, checked against its files before anything is built."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.sharding.settings import ShardSettings
+from models.additions.base import PREFIX, Chosen, named_additions
+from models.additions.registry import build_additions
+from models.checkpoint_files import TransformerFolder, check_tensors, fingerprint, inspect_transformer
+from models.families.base import Family, LatentShape, Shape, config_of
+from models.families.registry import family_of
+from models.lora.plan import LoraPlan, plan_lora
+from models.lora.settings import LoraSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """What a role will be, checked against its files before anything is built."""
+
+    name: str
+    family: Family
+    config: dict[str, Any]
+    """What defines the network, as JSON gives it back: the family's defaults filled in, no notes of diffusers."""
+    folder: TransformerFolder | None
+    """Where the weights come from; ``None`` for random ones."""
+    sharding: ShardSettings
+    attention_backend: str = "auto"
+    head_groups: int = 1
+    additions: Chosen = ()
+    """What is attached to the network; see models/additions/."""
+    base: tuple[str, str]
+    """What tells its weights from others, of family and folder or configuration: roles of equal ones can share them."""
+    added: nn.ModuleDict
+    """These, on the meta device; never changed."""
+    lora: LoraPlan | None = None
+    """The role's adapters; without any it has the whole network."""
+    network: nn.Module
+    """On the meta device, without adapters and additions; never changed."""
+
+    def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
+        """Tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
+
+        Raises:
+            UserError: shapes that the network cannot take.
+        """
+        setting = f"{self.name}.{'architecture' if self.folder is None else 'checkpoint'}"
+        self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
+        return self.family.tokens(self.config, latent_shape)
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """Of a role with adapters what they are, and on which base, as JSON; a random base is the run's seed's."""
+        if self.lora is None:
+            return None
+        base: dict[str, str | None] = {"path": None, "fingerprint": None}
+        if self.folder is not None:
+            base = {"path": str(self.folder.path.resolve()), "fingerprint": fingerprint(self.folder)}
+        return self.lora.described | {"base": base}
+
+    @property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is the role's own, by public name: its adapters or the network, and its additions."""
+        if self.lora is not None:
+            own = self.lora.shapes(self.network)
+        else:
+            own = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
+
+    def of(self, network: nn.Module, folder: TransformerFolder | None) -> RolePlan:
+        """The same role of another network of its family, on the meta device, with its weights in ``folder``; it shares
+        it with the roles that it shares this one with."""
+        config = {"_class_name": self.family.class_name} | defining(config_of(network))
+        with torch.device("meta"):
+            added = build_additions(self.additions, self.family, config_of(network))
+        lora = None if self.lora is None else self.lora.of(network)
+        return replace(self, config=config, folder=folder, network=network, added=added, lora=lora)
+
+
+def plan_role(
+    name: str,
+    *,
+    checkpoint: str | None,
+    architecture: dict[str, Any] | None = None,
+    family: str = "wan",
+    sharding: ShardSettings | None = None,
+    attention_backend: str = "auto",
+    head_groups: int = 1,
+    additions: Chosen = (),
+    lora: LoraSettings | None = None,
+    saved: Path | None = None,
+) -> RolePlan:
+    """Check a role's settings; reads headers, builds nothing but a network on the meta device.
+
+    Args:
+        name: the role.
+        checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
+        architecture: the network's configuration where there is no checkpoint.
+        family: the model family.
+        sharding: how it will be sharded; plain fp32 by default.
+        attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
+        additions: what is attached to the network.
+        lora: the adapters that the role trains, on a frozen network.
+        saved: the file that these begin with.
+
+    Raises:
+        UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture, adapters
+            that the network cannot have.
+    """
+    chosen = family_of(family, name)
+    setting = f"{name}.checkpoint"
+    if (checkpoint is None) == (architecture is None):
+        raise UserError(
+            f"{setting} must name a diffusers folder"
+            + (
+                f", or set {name}.architecture for random weights, not both"
+                if architecture is not None
+                else f" (or set {name}.architecture for random weights)"
+            )
+        )
+    folder = inspect_transformer(checkpoint, setting) if checkpoint is not None else None
+    if architecture is not None:
+        chosen.check_keys(architecture, f"{name}.architecture")
+    with torch.device("meta"):
+        network = chosen.build(
+            folder.config if folder else dict(architecture or {}), setting if folder else f"{name}.architecture"
+        )
+        extra = build_additions(additions, chosen, config_of(network))  # refuses what does not fit the network
+    if folder is not None:
+        check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
+        shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
+        _check_additions(folder, shapes, setting)
+    adapters = None
+    if lora is not None and (lora.enabled or saved is not None):
+        adapters = plan_lora(network, chosen, lora, name, saved)
+    config = {"_class_name": chosen.class_name} | defining(config_of(network))
+    weights = json.dumps(config, sort_keys=True) if folder is None else str(folder.path.resolve())
+    return RolePlan(
+        name=name,
+        family=chosen,
+        config=config,
+        base=(chosen.name, weights),
+        folder=folder,
+        sharding=sharding or ShardSettings(),
+        attention_backend=attention_backend,
+        head_groups=head_groups,
+        additions=additions,
+        added=extra,
+        lora=adapters,
+        network=network,
+    )
+
+
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a network's configuration tells it from others.
+
+    diffusers notes in it which values were not given, as a list made of a set: in another order in every process. A
+    state that held it could not be resumed.
+    """
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in config.items()
+        if not key.startswith("_") or key == "_class_name"
+    }
+
+
+def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
+    """Those of the chosen additions that ``folder`` holds must fit; the others begin as a seed draws them."""
+    saved, chosen = named_additions(folder.additions), named_additions(expected)
+    found = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
+    wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
+    check_tensors(replace(folder, shapes=found), wanted, setting)
+    if saved - chosen and rank() == 0:
+        log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
+
+
+def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[RolePlan]]:
+    """``plans`` by the network that they will have, in the order of their first.
+
+    Roles with adapters on one base share it, and so does a frozen role that is this base: a teacher is the base without
+    any adapters. A role that trains its whole network has it alone.
+
+    Args:
+        plans: of the roles.
+        trained: names of those that train.
+    """
+    adapted = {plan.base for plan in plans if plan.lora is not None}
+    groups: dict[object, list[RolePlan]] = {}
+    for plan in plans:
+        shares = plan.lora is not None or (plan.name not in trained and not plan.additions and plan.base in adapted)
+        groups.setdefault(plan.base if shares else plan.name, []).append(plan)
+    return list(groups.values())
