@@ -7,8 +7,6 @@ condition, as LTX's encoders give them.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +18,8 @@ from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_cont
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition, has_image
-from models.families.base import Family, LatentShape, Shape
+from models.families.base import LatentShape, Shape
+from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
 from models.families.ltx_attention import LTXCrossAttention, LTXSelfAttention, video_coordinates
 
 TIME_FEATURES = 256
@@ -37,52 +36,16 @@ _RANGES = {
     "patch_size": (1, 64),
     "patch_size_t": (1, 64),
 }
-"""Least and greatest of what an LTX may have: a damaged file's billion layers would be built for hours."""
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(LTXVideoTransformer3DModel.__init__).parameters.items()
-    if name != "self"
-}
+"""Least and greatest of what an LTX may have."""
 
 
-def _check_values(given: Mapping[str, Any], setting: str) -> None:
-    """What diffusers would build a network of that cannot run, or build for hours.
-
-    Raises:
-        UserError: by key.
-    """
-    config = _DEFAULTS | dict(given)
-
-    def refuse(key: str, wanted: str) -> None:
-        shown = " ".join(repr(config[key]).split())[:80]
-        raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
-
-    for key, (least, most) in _RANGES.items():
-        optional = key == "out_channels" and config[key] is None
-        if not optional and (type(config[key]) is not int or not least <= config[key] <= most):
-            refuse(key, f"a whole number from {least} to {most}")
-    for key in ("patch_size", "patch_size_t"):
-        if config[key] != 1:
-            refuse(key, "1: diffusers' LTX pipelines count a token for each latent")
-    if config["out_channels"] not in (None, config["in_channels"]):
-        refuse("out_channels", f"as many as go in, {config['in_channels']}")
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    if width % 2:
-        refuse("attention_head_dim", "even, or the heads, for the rotary embedding")
-    if config["cross_attention_dim"] != width:
-        refuse("cross_attention_dim", f"the network's width {width}, to which it projects the text")
-    for key in ("norm_elementwise_affine", "attention_bias", "attention_out_bias"):
-        if type(config[key]) is not bool:
-            refuse(key, "true or false")
-    if type(config["norm_eps"]) not in (int, float) or not 0 <= config["norm_eps"] < 1:
-        refuse("norm_eps", "a number from 0 to 1")
-
-
-class LTX(Family):
+class LTX(DiffusersFamily):
     """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): text to video."""
 
     name = "ltx"
     class_name = "LTXVideoTransformer3DModel"
+    transformer = LTXVideoTransformer3DModel
+    label = "LTX"
     published = {
         # The defaults of diffusers' class, with which its conversion script builds 0.9.0 and 0.9.1.
         "ltx_video_2b": {
@@ -107,9 +70,6 @@ class LTX(Family):
         """LTXPipeline's, before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
 
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        return {**config, "num_layers": layers}
-
     def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
         """LTX's VAE: 128 channels, a latent frame for eight frames behind the first, 32 x 32 pixels."""
         if (num_frames - 1) % 8 or height % 32 or width % 32:
@@ -119,35 +79,25 @@ class LTX(Family):
             )
         return 128, (num_frames - 1) // 8 + 1, height // 32, width // 32
 
-    def build(self, config: Mapping[str, Any], setting: str) -> LTXVideoTransformer3DModel:
-        name = config.get("_class_name", self.class_name)
-        if name != self.class_name:
-            shown = " ".join(str(name).split())[:80]
-            raise UserError(f"{setting} is a {shown}, but family=ltx needs a {self.class_name}")
-        _check_values(config, setting)
-        try:
-            return LTXVideoTransformer3DModel.from_config(dict(config))
-        except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-            given = {key: value for key, value in config.items() if not key.startswith("_")}
-            reason = " ".join(f"{given} ({error})".split())[:400]
-            raise UserError(f"{setting}: no LTX can be built of {reason}") from error
-
-    def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
-        """diffusers ignores a key that it does not know, with a warning; the default would be built instead.
-
-        Raises:
-            UserError: a misspelt key.
-        """
-        for key in architecture:
-            if key not in _DEFAULTS and not key.startswith("_"):
-                near = difflib.get_close_matches(key, _DEFAULTS, n=1)
-                hint = f"; did you mean {setting}.{near[0]}?" if near else ""
-                raise UserError(f"there is no setting {setting}.{key}{hint}")
-
-    def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """Random values of the modulation tables, which diffusers draws in constructors; see ``initialise``."""
-        if name == "scale_shift_table":
-            tensor.normal_().div_(tensor.shape[-1] ** 0.5)
+    def check_values(self, config: Mapping[str, Any], setting: str) -> None:
+        given = self.defaults() | dict(config)
+        refuse_values(given, _RANGES, ("out_channels",), setting)
+        for key in ("patch_size", "patch_size_t"):
+            if given[key] != 1:
+                refuse(given, key, "1: diffusers' LTX pipelines count a token for each latent", setting)
+        if given["out_channels"] not in (None, given["in_channels"]):
+            refuse(given, "out_channels", f"as many as go in, {given['in_channels']}", setting)
+        width = self.width(given)
+        if width % 2:
+            refuse(given, "attention_head_dim", "even, or the heads, for the rotary embedding", setting)
+        if given["cross_attention_dim"] != width:
+            wanted = f"the network's width {width}, to which it projects the text"
+            refuse(given, "cross_attention_dim", wanted, setting)
+        for key in ("norm_elementwise_affine", "attention_bias", "attention_out_bias"):
+            if type(given[key]) is not bool:
+                refuse(given, key, "true or false", setting)
+        if type(given["norm_eps"]) not in (int, float) or not 0 <= given["norm_eps"] < 1:
+            refuse(given, "norm_eps", "a number from 0 to 1", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Norms without weights and biases everywhere, as published; and the other way round.
@@ -169,19 +119,6 @@ class LTX(Family):
         """It computes as the network does, under bf16 too: diffusers casts its sines, and no ``_keep_in_fp32_modules``
         of LTX says otherwise."""
         return network.time_embed.emb.timestep_embedder
-
-    def heads(self, config: Mapping[str, Any]) -> int:
-        """Query heads, of which LTX has as many as key/value heads."""
-        return config["num_attention_heads"]
-
-    def head_dim(self, config: Mapping[str, Any]) -> int:
-        return config["attention_head_dim"]
-
-    def width(self, config: Mapping[str, Any]) -> int:
-        return config["num_attention_heads"] * config["attention_head_dim"]
-
-    def layers(self, config: Mapping[str, Any]) -> int:
-        return config["num_layers"]
 
     def time_features(self, config: Mapping[str, Any]) -> int:
         return TIME_FEATURES
@@ -225,19 +162,10 @@ class LTX(Family):
                 f"{setting}: LTX-Video is supported from text alone, which takes no image; leave data.image out"
             )
 
-    def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        return 2 * sum(self._products(config, tokens, condition))
-
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         return 4 * config["num_layers"] * tokens * (tokens + condition["text"][0]) * self.width(config)
 
-    def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        pairs, others, _ = self._products(config, tokens, condition)
-        return 2 * (2 * pairs + others)
-
-    def _products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
-        """Multiplications of one forward: of tokens with tokens, what else follows the latents and the time, and what
-        depends on the text alone."""
+    def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
         # Self-attention has four products, attention to the text two of tokens; the feed-forward is four times as wide.
         of_block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim

@@ -7,8 +7,6 @@ text-to-video one that takes a first frame where the data give it (models/famili
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,8 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import wan_frames
-from models.families.base import Family, LatentShape, Shape, config_of
+from models.families.base import LatentShape, Shape, config_of
+from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
 from models.families.wan_names import original_name
 
@@ -62,51 +61,21 @@ _RANGES = {
     "image_dim": (1, 2**20),
     "added_kv_proj_dim": (1, 2**20),
 }
-"""Least and greatest of what a Wan may have: a damaged file's billion layers would be built for hours."""
+"""Least and greatest of what a Wan may have."""
 _OPTIONAL = ("out_channels", "pos_embed_seq_len", "image_dim", "added_kv_proj_dim")
 """Which may be null: as many as go in; none."""
-
-
-def _check_values(config: Mapping[str, Any], setting: str) -> None:
-    """diffusers builds networks of any value that Python takes: of ``True`` layers, or strings for patches.
-
-    Raises:
-        UserError: by key.
-    """
-
-    def refuse(key: str, wanted: str) -> None:
-        shown = " ".join(repr(config[key]).split())[:80]
-        raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
-
-    for key, (least, most) in _RANGES.items():
-        value = config.get(key, least)
-        value = None if key in _OPTIONAL and key not in config else value
-        if (value is not None or key not in _OPTIONAL) and (type(value) is not int or not least <= value <= most):
-            refuse(key, f"a whole number from {least} to {most}")
-    if config.get("attention_head_dim", 2) % 2:
-        refuse("attention_head_dim", "even, for the rotary embedding")
-    patch = config.get("patch_size", (1, 2, 2))
-    if not isinstance(patch, (list, tuple)) or len(patch) != 3 or any(type(p) is not int or p < 1 for p in patch):
-        refuse("patch_size", "three whole numbers (frames, height, width) of 1 or more, such as [1, 2, 2]")
-    if max(patch) > 64:
-        refuse("patch_size", "three whole numbers up to 64")
-    eps = config.get("eps", 1e-6)
-    if type(eps) not in (int, float) or not 0 <= eps < 1:
-        refuse("eps", "a number from 0 to 1")
-    if type(config.get("cross_attn_norm", True)) is not bool:
-        refuse("cross_attn_norm", "true or false")
-    if not isinstance(config.get("qk_norm"), (str, type(None))):
-        refuse("qk_norm", "a name, such as rms_norm_across_heads")
 
 
 _PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
 
 
-class Wan(Family):
+class Wan(DiffusersFamily):
     """Wan 2.1, and 2.2's TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
 
     name = "wan"
     class_name = "WanTransformer3DModel"
+    transformer = WanTransformer3DModel
+    label = "Wan"
     published = {
         "wan2_1_t2v_1_3b": {
             **_PUBLISHED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
@@ -131,9 +100,6 @@ class Wan(Family):
     }  # fmt: skip
     """CLIP ViT-H/14's, .63e9 parameters."""
 
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        return {**config, "num_layers": layers}
-
     def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
         """Wan 2.1's VAE: 16 channels, a latent frame for four frames behind the first, 8 x 8 pixels."""
         if (num_frames - 1) % 4 or height % 8 or width % 8:
@@ -151,37 +117,24 @@ class Wan(Family):
         found = super().encoders_for(channels)
         return found | ({"vae": wan_frames.VAE, "image_encoder": {}} if channels == wan_frames.CHANNELS else {})
 
-    def build(self, config: Mapping[str, Any], setting: str) -> WanTransformer3DModel:
-        """A network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
-
-        Raises:
-            UserError: a config of another class, of a Wan that is not supported, or that no network can be built of.
-        """
-        name = config.get("_class_name", self.class_name)
-        if name != self.class_name:
-            shown = " ".join(str(name).split())[:80]
-            raise UserError(f"{setting} is a {shown}, but family=wan needs a WanTransformer3DModel")
-        _check_values(config, setting)
+    def check_values(self, config: Mapping[str, Any], setting: str) -> None:
+        given = self.defaults() | dict(config)
+        refuse_values(given, _RANGES, _OPTIONAL, setting)
+        if given["attention_head_dim"] % 2:
+            refuse(given, "attention_head_dim", "even, for the rotary embedding", setting)
+        patch = given["patch_size"]
+        if not isinstance(patch, (list, tuple)) or len(patch) != 3 or any(type(p) is not int or p < 1 for p in patch):
+            wanted = "three whole numbers (frames, height, width) of 1 or more, such as [1, 2, 2]"
+            refuse(given, "patch_size", wanted, setting)
+        if max(patch) > 64:
+            refuse(given, "patch_size", "three whole numbers up to 64", setting)
+        if type(given["eps"]) not in (int, float) or not 0 <= given["eps"] < 1:
+            refuse(given, "eps", "a number from 0 to 1", setting)
+        if type(given["cross_attn_norm"]) is not bool:
+            refuse(given, "cross_attn_norm", "true or false", setting)
+        if not isinstance(given["qk_norm"], (str, type(None))):
+            refuse(given, "qk_norm", "a name, such as rms_norm_across_heads", setting)
         _check_image(config, setting)
-        try:
-            return WanTransformer3DModel.from_config(dict(config))
-        except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-            given = {key: value for key, value in config.items() if not key.startswith("_")}
-            reason = " ".join(f"{given} ({error})".split())[:400]
-            raise UserError(f"{setting}: no Wan can be built of {reason}") from error
-
-    def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
-        """diffusers ignores a key that it does not know, with a warning; the default would be built instead.
-
-        Raises:
-            UserError: a misspelt key.
-        """
-        known = [key for key in inspect.signature(WanTransformer3DModel.__init__).parameters if key != "self"]
-        for key in architecture:
-            if key not in known and not key.startswith("_"):
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {setting}.{near[0]}?" if near else ""
-                raise UserError(f"there is no setting {setting}.{key}{hint}")
 
     def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
         """Compute the non-persistent rotary tables again, on ``device``; ``to_empty`` leaves garbage in them."""
@@ -189,11 +142,6 @@ class Wan(Family):
         fresh = type(network.rope)(config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len)
         network.rope.freqs_cos = fresh.freqs_cos.to(device)
         network.rope.freqs_sin = fresh.freqs_sin.to(device)
-
-    def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """Random values of the modulation tables, which diffusers draws in constructors; see ``initialise``."""
-        if name == "scale_shift_table":
-            tensor.normal_().div_(tensor.shape[-1] ** 0.5)
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Text to video, image to video with its second cross-attention, and text or a first frame to video."""
@@ -223,19 +171,6 @@ class Wan(Family):
 
     def original_name(self, layer: str) -> str:
         return original_name(layer)
-
-    def heads(self, config: Mapping[str, Any]) -> int:
-        """Query heads, of which Wan has as many as key/value heads."""
-        return config["num_attention_heads"]
-
-    def head_dim(self, config: Mapping[str, Any]) -> int:
-        return config["attention_head_dim"]
-
-    def width(self, config: Mapping[str, Any]) -> int:
-        return config["num_attention_heads"] * config["attention_head_dim"]
-
-    def layers(self, config: Mapping[str, Any]) -> int:
-        return config["num_layers"]
 
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]
@@ -342,20 +277,11 @@ class Wan(Family):
                     f" use a {key} that gives {size - size % patch or patch}"
                 )
 
-    def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        return 2 * sum(self._products(config, tokens, condition))
-
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_image(config) else 0)
         return 4 * config["num_layers"] * tokens * keys * self.width(config)
 
-    def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        pairs, others, _ = self._products(config, tokens, condition)
-        return 2 * (2 * pairs + others)
-
-    def _products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
-        """Multiplications of one forward: of tokens with tokens, what else follows the latents and the time, and what
-        depends on text and image alone."""
+    def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
         of_block = 6 * tokens * dim * dim + 2 * tokens * text_tokens * dim + 2 * tokens * dim * config["ffn_dim"]
         still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["text_dim"] + dim)
