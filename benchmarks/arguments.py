@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from pathlib import Path
 
 
 def at_least_1(text: str) -> int:
@@ -26,3 +28,15 @@ def above_0(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
     return number
+
+
+def add_students(parser: argparse.ArgumentParser, out: str, each: str) -> None:
+    """``--seeds``, ``--out`` and ``--workers`` of a benchmark that trains students.
+
+    Args:
+        out: the folder of what is trained and measured.
+        each: of what there are so many students.
+    """
+    parser.add_argument("--seeds", type=at_least_1, default=3, help=f"students of each {each}")
+    parser.add_argument("--out", type=Path, default=Path(out), help="runs and measures; kept")
+    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")

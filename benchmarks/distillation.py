@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.arguments import at_least_1
+from benchmarks.arguments import add_students
 from distill.config import Config, compose_config, load_config
 from distill.evaluate import SAMPLE_SEED, reference_clips
 from distill.methods import METHODS, build_method
@@ -219,6 +219,12 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
     return Row(name=role_name, steps=steps, measures=values)
 
 
+def measured_student(run: Run, steps: int, count: int) -> Row:
+    """:func:`measured` of the student that a run exported."""
+    config, student = load_config(run.folder / "config.yaml"), run.folder / "export" / "student"
+    return measured(config, "student", student, steps, run.folder / f"student_{steps}.json", count)
+
+
 def over_seeds(rows: Sequence[Row], name: str) -> Row:
     """The mean of several students; its standard error has what each was measured to and how much they differ."""
     combined = {}
@@ -321,9 +327,7 @@ def spread_lines(rcm: dict[int, Row], dmd2: dict[int, Row]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=list(DISTILLING), choices=DISTILLING, metavar="METHOD")
-    parser.add_argument("--seeds", type=at_least_1, default=3, help="students per method")
-    parser.add_argument("--out", type=Path, default=Path("runs/distillation"), help="runs and measures; kept")
-    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    add_students(parser, "runs/distillation", "method")
     parser.add_argument("--quick", action="store_true", help="one seed, 10 steps, dmd2 and rcm alone")
     args = parser.parse_args(argv)
     if args.quick:
@@ -348,18 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         seeds = [run for run in runs if run.method == method]
         students[method] = {}
         for n in STUDENT_STEPS:
-            rows = [
-                measured(
-                    load_config(run.folder / "config.yaml"),
-                    "student",
-                    run.folder / "export" / "student",
-                    n,
-                    run.folder / f"student_{n}.json",
-                    count,
-                )
-                for run in seeds
-            ]
-            students[method][n] = over_seeds(rows, method)
+            students[method][n] = over_seeds([measured_student(run, n, count) for run in seeds], method)
     student_rows = [row for rows in students.values() for row in rows.values()]
     print(table([renders(config, count), *teachers.values(), *student_rows]))
     forward = clip_flops(config)

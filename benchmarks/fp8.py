@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.arguments import at_least_1
+from benchmarks.arguments import add_students
 from benchmarks.distillation import CLIPS, ROOT, STUDENT_STEPS, Run, renders, table, train_all
 from benchmarks.lora import students
 from distill.config import compose_config
@@ -184,9 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 where students differ; 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--distil", action="store_true", help="students with fp8 roles beside those without")
-    parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each")
-    parser.add_argument("--out", type=Path, default=Path("runs/fp8"), help="runs and measures; kept")
-    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    add_students(parser, "runs/fp8", "kind of roles")
     parser.add_argument("--tiny", action="store_true", help="one mesh of two ranks and few clips; one seed, 10 steps")
     args = parser.parse_args(argv)
     if args.tiny:

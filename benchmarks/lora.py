@@ -13,11 +13,10 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import at_least_1
+from benchmarks.arguments import add_students, at_least_1
 from benchmarks.distillation import (
     CLIPS,
     COUNTS_FROM,
@@ -32,6 +31,7 @@ from benchmarks.distillation import (
     closed,
     in_words,
     measured,
+    measured_student,
     over_seeds,
     renders,
     table,
@@ -70,21 +70,7 @@ def runs_of(rank: int | None, args: argparse.Namespace) -> list[Run]:
 
 def students(runs: Sequence[Run], name: str, count: int) -> dict[int, Row]:
     """Measures over the seeds, by the steps that the students take."""
-    rows = {}
-    for steps in STUDENT_STEPS:
-        each = [
-            measured(
-                load_config(run.folder / "config.yaml"),
-                "student",
-                run.folder / "export" / "student",
-                steps,
-                run.folder / f"student_{steps}.json",
-                count,
-            )
-            for run in runs
-        ]
-        rows[steps] = over_seeds(each, name)
-    return rows
+    return {n: over_seeds([measured_student(run, n, count) for run in runs], name) for n in STUDENT_STEPS}
 
 
 def distances(teachers: dict[int, Row], whole: dict[int, Row], adapters: dict[int, Row], name: str) -> list[str]:
@@ -121,9 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=at_least_1, nargs="+", default=[4, 16], help="of the adapters")
     parser.add_argument("--rate", type=float, default=10.0, help="of adapters, over the recipe's")
-    parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each line")
-    parser.add_argument("--out", type=Path, default=Path("runs/lora"), help="runs and measures; kept")
-    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    add_students(parser, "runs/lora", "line")
     parser.add_argument("--quick", action="store_true", help="one seed, one rank, 10 steps")
     args = parser.parse_args(argv)
     if args.quick:

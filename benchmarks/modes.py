@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from benchmarks.arguments import at_least_1
+from benchmarks.arguments import add_students
 from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in_words, train_all
 from distill.config import Config, compose_config, load_config
 from distill.data.moving_shapes import RGB
@@ -128,9 +128,7 @@ def picture(file: Path, rows: Sequence[Kept]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.modes", description=__doc__.splitlines()[0])
     parser.add_argument("--students", nargs="+", default=list(STUDENTS), choices=STUDENTS, metavar="NAME")
-    parser.add_argument("--seeds", type=at_least_1, default=3, help="students of each")
-    parser.add_argument("--out", type=Path, default=Path("runs/modes"), help="runs and measures; kept")
-    parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")
+    add_students(parser, "runs/modes", "name")
     parser.add_argument("--quick", action="store_true", help="one seed, 6 steps, dmd2 with a GAN and meanflow alone")
     args = parser.parse_args(argv)
     if args.quick:
