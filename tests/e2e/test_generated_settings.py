@@ -163,9 +163,9 @@ def kind_of(value):
 def typed_settings():
     """(key, kind) of every setting of the quickstart that is a number or a switch."""
     for key, owners in SETTINGS.items():
-        (kind,) = owners[0].types
+        kind, *others = owners[0].types
         chosen = {"method": "dmd2", "data": "moving_shapes"}.get(key.partition(".")[0])
-        if kind in (int, float, bool) and (chosen is None or any(o.owner.name == chosen for o in owners)):
+        if not others and kind in (int, float, bool) and (chosen is None or any(o.owner.name == chosen for o in owners)):
             yield key, kind, owners[0].optional
 
 
