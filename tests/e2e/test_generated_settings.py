@@ -165,7 +165,9 @@ def typed_settings():
     for key, owners in SETTINGS.items():
         kind, *others = owners[0].types
         chosen = {"method": "dmd2", "data": "moving_shapes"}.get(key.partition(".")[0])
-        if not others and kind in (int, float, bool) and (chosen is None or any(o.owner.name == chosen for o in owners)):
+        if others or kind not in (int, float, bool):
+            continue
+        if chosen is None or any(owner.owner.name == chosen for owner in owners):
             yield key, kind, owners[0].optional
 
 
