@@ -104,7 +104,8 @@ def plan_run(
         )
         if sharding[name].fp8 != "none":
             network, family = roles[-1].network, roles[-1].family
-            linear_layers(family.blocks(network), family.fp8_excluded(network), f"{name}.")
+            in_fp32 = [*family.fp8_excluded(network), *family.full_precision_units(network)]
+            linear_layers(family.blocks(network), in_fp32, f"{name}.")
     _check_sharing(roles, method.trained_roles)
     if config.export.at_end:
         for role in roles:

@@ -6,7 +6,7 @@ and one that has none is, so that the same command goes on where an earlier one 
 part, to ``benchmarks/results/gpu_DEVICE.md`` and ``.json``: device, driver, versions, commit.
 
 ``python -m benchmarks.gpu --device cpu --tiny`` runs every part at test size, on a machine without a GPU; without
-``--out`` it keeps nothing. fp8 has no rows, since there is no fp8 yet.
+``--out`` it keeps nothing. fp8 has its row on a GPU alone.
 
 Exit codes: 0; 1 where a part that was wanted is not finished; 2 with one line for a user's mistake; 75 after SIGTERM.
 

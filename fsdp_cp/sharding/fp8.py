@@ -74,7 +74,8 @@ def linear_layers(
 ) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """The linear layers of ``units`` that compute in fp8, and those whose sizes do not allow it.
 
-    Layers of the first and of the last unit are in neither: what comes in and what goes out is the most sensitive.
+    Layers of the first and of the last unit are in neither: what comes in and what goes out is the most sensitive. Nor
+    is a unit that is such a layer itself, in whose place no other can be put.
 
     Args:
         units: of a network, in order of execution, sharded or not.
@@ -90,7 +91,7 @@ def linear_layers(
         module
         for unit in units[1:-1]
         for module in unit.modules()
-        if type(module) is nn.Linear and id(module) not in left_out
+        if type(module) is nn.Linear and module is not unit and id(module) not in left_out
     ]
     chosen = [layer for layer in found if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
     if not chosen:
@@ -123,7 +124,8 @@ def apply_fp8(
     chosen, odd = linear_layers(units, excluded)
     names = {id(module): name for name, module in model.named_modules()}
     for layer in chosen:
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer):
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+        if any(hooks) or "forward" in vars(layer):
             raise UserError(
                 f"fp8: the layer {names[id(layer)]} has hooks, which its fp8 layer would not have; add them afterwards"
             )

@@ -202,14 +202,17 @@ class BufferPool:
         if self._unforeseen is None or self.put_off:
             return
         with self._lock:
-            name, self._unforeseen = self._unforeseen, None
+            name = self._unforeseen
             self._known = [each for each in self._known if each() is not None]
             buffers = self.buffers
             position = {id(buffer): i for i, buffer in enumerate(buffers)}
             conflicts = [{position[id(o)] for o in b.conflicts if id(o) in position} for b in buffers]
             offsets, total = place([buffer.size for buffer in buffers], conflicts)
             again = self._memory is not None
+            for buffer in buffers:  # without memory for the new plan there is none, and the next step asks for one
+                buffer.offset = None
             self._renew(total, buffers[0].device)
+            self._unforeseen = None
             for buffer, offset in zip(buffers, offsets, strict=True):
                 buffer.offset = offset
             for buffer in buffers:

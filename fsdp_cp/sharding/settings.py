@@ -178,6 +178,11 @@ class ShardSettings:
                 " elsewhere; set it to false",
             ),
             (
+                self.fp8_gather and self.reduce_unused,
+                "@fp8_gather=true with @reduce_unused=true: a weight that is gathered in fp8 has no gradient of zeros"
+                " to send; set one of them to false",
+            ),
+            (
                 self.keep_gathered and self.strategy != "optim_grads_params",
                 f"@keep_gathered=true is for @strategy=optim_grads_params; {self.strategy} gathers nothing twice in a"
                 " step as it is",

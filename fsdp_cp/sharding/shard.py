@@ -79,7 +79,7 @@ def shard_module(
     _cast_masters(model, settings, full_precision_units)
     attributes = _attributes(model)
     # First: the wrappers below take a unit's forward with the layers that it has then.
-    fp8_layers = apply_fp8(model, units, settings, mesh.device_type, fp8_excluded)
+    fp8_layers = apply_fp8(model, units, settings, mesh.device_type, [*fp8_excluded, *full_precision_units])
     for unit in units:
         apply_checkpointing(unit, settings)
         apply_compile(unit, settings)

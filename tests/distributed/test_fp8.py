@@ -269,12 +269,32 @@ def test_weights_that_do_not_divide_are_gathered_as_they_compute(pools, checkpoi
 
 
 def _hooked():
-    blocks = [nn.Sequential(nn.Linear(16, 16)) for _ in range(3)]
-    blocks[1][0].register_forward_hook(lambda *_: None)
-    model = nn.Sequential(*blocks)
-    with pytest.raises(UserError, match=r"the layer 1\.0 has hooks"):
-        shard_module(model, mesh=build_mesh(device_type="cpu"), units=blocks, fp8="torchao")
+    for hook in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_pre_hook"):
+        blocks = [nn.Sequential(nn.Linear(16, 16)) for _ in range(3)]
+        getattr(blocks[1][0], hook)(lambda *_: None)
+        model = nn.Sequential(*blocks)
+        with pytest.raises(UserError, match=r"the layer 1\.0 has hooks"):
+            shard_module(model, mesh=build_mesh(device_type="cpu"), units=blocks, fp8="torchao")
     return True
+
+
+def _full_precision_inside():
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    shard_module(
+        model,
+        mesh=build_mesh(device_type="cpu"),
+        units=blocks,
+        full_precision_units=[blocks[1][1]],
+        precision="bf16",
+        fp8="torchao",
+    )
+    return [type(layer).__name__ for layer in blocks[1]]
+
+
+def test_what_computes_in_fp32_inside_a_block_is_no_fp8_layer(pools):
+    (first, second), *_ = pools[1].run(_full_precision_inside)
+    assert "Fp8Linear" in first and "Fp8Linear" not in second
 
 
 def test_a_layer_with_hooks_is_refused(pools):

@@ -30,6 +30,12 @@ def test_layers_of_the_blocks_between_the_first_and_the_last():
     assert chosen == [blocks[1].down, blocks[2].up] and odd == [blocks[2].down]
 
 
+def test_a_unit_that_is_a_layer_itself_stays():
+    units = [nn.Linear(16, 16) for _ in range(3)]
+    units.insert(1, Block())
+    assert fp8.linear_layers(units)[0] == [units[1].up, units[1].down]
+
+
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [

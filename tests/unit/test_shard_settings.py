@@ -117,6 +117,7 @@ REFUSED = [  # settings, device, what the message names, a change that it sugges
     ({"fp8_gather": True}, "cpu", "fp8_gather=true", {"fp8": "torchao"}),
     (FP8_GATHER | {"strategy": "no_shard"}, "cpu", "fp8_gather=true", {"fp8_gather": False}),
     (FP8_GATHER | {"offload": "cpu"}, "cpu", "fp8_gather=true", {"fp8_gather": False}),
+    (FP8_GATHER | {"reduce_unused": True}, "cpu", "fp8_gather=true", {"fp8_gather": False}),
     ({"forward_prefetch": 2, "strategy": "no_shard"}, "cpu", "forward_prefetch=2", {"forward_prefetch": 1}),
     *(
         ({"backward_prefetch": 2, "strategy": s}, "cpu", "backward_prefetch=2", {"backward_prefetch": 1})
@@ -218,6 +219,7 @@ def test_every_pair_of_settings_goes_together_but_those_listed():
         ("activation_checkpointing", "keep_operators"),
         ("backward_prefetch", "keep_gathered"),
         ("fp8_gather", "offload"),
+        ("fp8_gather", "reduce_unused"),
         ("replicate", "shard_ranks"),
     }
     names = sorted(CHANGED.keys() - {"strategy"})
