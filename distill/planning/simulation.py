@@ -45,7 +45,7 @@ class StepCost:
     flops: float = 0.0
     """Of the networks, backward and tangents counted, recomputation not; of the samples of one data-parallel rank."""
     recomputed: float = 0.0
-    """Of forwards that activation checkpointing runs again; a ``selective`` one counts whole."""
+    """Of forwards that activation checkpointing runs again; without attention where ``selective`` keeps its output."""
     sent: Mapping[tuple[str, str], float] = field(default_factory=Counter)
     """Bytes by kind of collective and group; see :class:`CollectiveCounter`."""
     copied: float = 0.0
