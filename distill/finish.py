@@ -68,6 +68,8 @@ def _export(trainer: TrainingState) -> None:
         on_all_ranks(lambda: withdraw(folder / "student_lora") if rank() == 0 else None)
     on_all_ranks(lambda: write_scheduler(trainer.method, folder / "scheduler") if rank() == 0 else None)
     if rank() == 0:
+        if average is None and "student" in trainer.averages:
+            log.info("export.weights=raw: samples and report are of the average, the exported student is not")
         merged = "" if role.adapters is None else ", merged into its base,"
         log.info("exported the student (%s weights)%s to %s", about["weights"], merged, folder / "student")
 

@@ -32,7 +32,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import named_additions
 from models.checkpoint_files import ADDITIONS
 from models.load import build_role
-from models.published import published, refuse_occupied
+from models.published import published, refuse_input, refuse_occupied
 from models.role_plan import RolePlan, plan_role
 
 _MAX_CLIPS = 1024  # their latents and frames are in memory together
@@ -86,10 +86,11 @@ def sample(
     device = choose_device(config.device)
     plan = plan_student(config, student)
     plan.tokens(*config.data.sample_shapes())  # before clips and captions are encoded
-    refuse_occupied(out, "--out")
     about = {"made by": "distill.sample", "student": str(student), "steps": steps, "captions": captions, "seed": seed}
     if images:
         about["images"] = [str(Path(file).absolute()) for file in images]
+    refuse_input(out, "--out", {"the student": student})
+    refuse_occupied(out, "--out", about)
     with ExitStack() as stack, process_group(device):
         # Before any work: a folder that cannot be written is found now.
         folder = on_all_ranks(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]

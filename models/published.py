@@ -24,15 +24,17 @@ MANIFEST = "fsdp_cp_export.json"
 """In every published folder: what made it, and which files are its own."""
 
 
-def refuse_occupied(folder: Path, setting: str) -> None:
+def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
     """Refuse a folder that :func:`published` could not write without losing somebody's files; changes nothing.
 
     Args:
         folder: the folder to be written.
         setting: what the user calls it, for messages.
+        about: of what is to be written, for the manifest: ``made by`` tells clips from weights, the default.
 
     Raises:
-        UserError: a file, the working directory, or a folder that holds anything but an unchanged earlier export.
+        UserError: a file, the working directory, a folder that holds anything but an unchanged earlier export, or an
+            export of another package: weights where clips are to be.
     """
     try:
         if folder.exists() and not folder.is_dir():
@@ -44,7 +46,10 @@ def refuse_occupied(folder: Path, setting: str) -> None:
     real = folder.resolve()
     if real == Path.cwd() or real in Path.cwd().parents:
         raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
-    foreign = _foreign(real)
+    try:
+        foreign = _foreign(real, about or {})
+    except OSError as error:  # a folder that only others can read
+        raise UserError(f"{setting} {folder} cannot be read ({error.strerror}); give another folder") from error
     if foreign is not None:
         raise UserError(
             f"{setting} {folder} is not empty, and {foreign}; nothing was changed, give an empty or a new folder"
@@ -73,24 +78,37 @@ def file_above(folder: Path) -> Path | None:
     return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
 
 
-def _foreign(folder: Path) -> str | None:
-    """What in ``folder`` is no part of an earlier export, or has changed since, in words; ``None`` if nothing is."""
+def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
+    """What in ``folder`` is no part of an earlier export, or has changed since, in words; ``None`` if nothing is.
+
+    With ``about`` of what is to take its place, an export of another kind is foreign, too.
+    """
     if not folder.is_dir():
         return None
     found = sorted(p.name for p in folder.iterdir())
     if not found:
         return None
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        own = {name: (int(size), int(time)) for name, (size, time) in files.items()}
+        manifest = json.loads((folder / MANIFEST).read_text())
+        own = {name: (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
+        maker = _maker(manifest.get("about") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"no earlier export: it holds {found[0]} and no readable {MANIFEST}"
+    if any("/" in name or name in ("", ".", "..") for name in own):  # what it names would be deleted
+        return f"its {MANIFEST} names files of other folders"
+    if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
+        return f"it holds what {maker} wrote"
     for name in found:
         if name != MANIFEST and name not in own:
             return f"{name} is not of the earlier export in it"
         if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != own[name]):
             return f"{name} has changed since it was exported"
     return None
+
+
+def _maker(about: Mapping[str, Any]) -> str:
+    """The module that made what a manifest is ``about``."""
+    return str(about.get("made by", "models.export"))
 
 
 def _state(file: Path) -> tuple[int, int]:
@@ -116,7 +134,7 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
         UserError: see :func:`refuse_occupied`; a folder that cannot be written.
     """
     if not move_aside:
-        refuse_occupied(folder, "the folder")
+        refuse_occupied(folder, "the folder", about)
     folder = folder.resolve()
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
@@ -139,7 +157,7 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
             file.chmod(0o666 & ~_umask())
         files = {p.name: _state(p) for p in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
-        _put_in_place(unfinished, folder, move_aside)
+        _put_in_place(unfinished, folder, about, move_aside)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         for parent in missing:  # nearest first; none that something else is in by now
@@ -161,13 +179,13 @@ def withdraw(folder: Path) -> None:
         _remove_export(folder)
 
 
-def _put_in_place(unfinished: Path, folder: Path, move_aside: bool) -> None:
-    if move_aside and (foreign := _foreign(folder)) is not None:
+def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move_aside: bool) -> None:
+    if move_aside and (foreign := _foreign(folder, about)) is not None:
         number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}_kept_{n}").exists())
         kept = folder.with_name(f"{folder.name}_kept_{number}")
         folder.rename(kept)
         log.warning("%s was not empty, and %s; it is kept as %s", folder, foreign, kept)
-    refuse_occupied(folder, "the folder")  # which may have been filled since
+    refuse_occupied(folder, "the folder", about)  # which may have been filled since
     if not folder.exists() or not any(folder.iterdir()):
         unfinished.rename(folder)  # takes the place of an empty folder
         return

@@ -14,12 +14,14 @@ import logging
 import math
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
+from fsdp_cp.paths import user_path
 from models.checkpoint_files import inspect_transformer
-from models.families.registry import FAMILIES, family_names, family_of
+from models.families.registry import family_names, family_of
 from models.verification import BATCH, BOUND, optional_names, planned, verify, write_example
 
 
@@ -55,7 +57,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
     Raises:
         UserError: neither, or a folder whose network is not the family's.
     """
-    folder = Path(target)
+    folder = user_path(target, "FOLDER_OR_FAMILY")
     if family is not None and family not in family_names():
         raise UserError(f"--family {family} is unknown; use {' or '.join(family_names())}")
     if family is not None and not folder.is_dir():
@@ -81,7 +83,12 @@ def run(target: str, family: str | None, ranks: int) -> bool:
 def _family_of(folder: Path) -> str:
     """The family whose class a folder's network has; the first where there is none, which then says what it needs."""
     found = inspect_transformer(str(folder), "FOLDER").config.get("_class_name")
-    return next((name for name, family in FAMILIES.items() if family.class_name == found), next(iter(FAMILIES)))
+    names = family_names()
+    for name in names:
+        with suppress(UserError):  # one of another package that cannot be imported is not asked for here
+            if family_of(name, "FOLDER").class_name == found:
+                return name
+    return names[0]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import zlib
 from collections.abc import Callable, Sequence
@@ -47,6 +48,11 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 def _checksum(tensor: torch.Tensor) -> str:
     return f"{zlib.crc32(tensor.numpy()):08x}"
+
+
+def is_unfinished(file: Path) -> bool:
+    """Is it one that :func:`write_tensor` writes to, of whichever process, or a file of somebody else's?"""
+    return re.fullmatch(r"\.[0-9a-f]{32}\..+\.\d+\.tmp", file.name) is not None
 
 
 def write_tensor(file: Path, name: str, tensor: torch.Tensor, about: dict[str, Any]) -> None:

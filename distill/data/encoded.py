@@ -17,8 +17,8 @@ import torch
 
 from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat, check_sizes, first_frame
-from distill.data.encoders import EncoderFolder, VideoCodec
-from distill.data.first_frame import FirstFrame, ImageInput, inspect_image
+from distill.data.encoders import EncoderFolder, VideoCodec, check_text_tokens
+from distill.data.first_frame import FirstFrame, ImageInput
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -26,7 +26,6 @@ from fsdp_cp.reduce import on_all_ranks
 from models.condition import Condition
 
 logger = logging.getLogger(__name__)
-_MAX_TOKENS = 8192  # attention of the text encoder over more would fill a GPU
 
 
 class EncodedData:
@@ -84,14 +83,12 @@ class EncodedData:
         given = [Path(file).expanduser() for file in images]
 
         def check() -> tuple[EncoderFolder, list[Any]]:
-            if type(max_text_tokens) is not int or not 1 <= max_text_tokens <= _MAX_TOKENS:
-                what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {_MAX_TOKENS}"
-                raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512, LTX 128")
+            check_text_tokens(max_text_tokens)
             rows = self._read()
             self.encoders = choose_encoders(encoders)
             self.latent_shape = self.encoders.latent_shape(clip)
             if image is not None:
-                self._image = inspect_image(self.encoders.path, f"data.encoders={encoders}")
+                self._image = self.encoders.inspect_image(f"data.encoders={encoders}")
                 for file in given:  # found now, and not when clips and captions are encoded
                     first_frame(file, clip)
             # Ranks may reach the folder by different paths, but must find the same in it.
@@ -101,6 +98,8 @@ class EncodedData:
         checked = on_all_ranks(check)
         if any(found != checked[0] for found in checked):
             raise UserError(f"data.path={path} or data.encoders={encoders} differs between ranks; give the same")
+        for remark in self.encoders.remarks(max_text_tokens) if rank() == 0 else ():
+            logger.warning("%s", remark)
         self.condition_shapes = self.encoders.condition_shapes(clip, max_text_tokens, self._image)
         self.device, self.dtype = torch.device(device), dtype
         self._codec: VideoCodec | None = None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from distill.data.clips import ClipFormat, check_sizes
-from distill.data.first_frame import FirstFrame, ImageInput
+from distill.data.first_frame import FirstFrame, ImageInput, inspect_image
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
     check_weight_files,
@@ -36,6 +36,8 @@ from models.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
 
+MAX_TOKENS = 8192
+"""Of a caption: attention of the text encoder over more would fill a GPU."""
 VAE_CLASS = "AutoencoderKLWan"
 TEXT_CLASS = "UMT5EncoderModel"
 _VAE_SETTINGS = ("z_dim", "dim_mult", "temperal_downsample", "latents_mean", "latents_std")  # (diffusers' spelling)
@@ -78,6 +80,18 @@ class EncoderFolder:
             shapes["image_mask"] = (self.temporal, *latent_shape[1:])
             shapes["image_embeds"] = (image.tokens, image.width)
         return shapes
+
+    def inspect_image(self, where: str) -> ImageInput:
+        """What the pipeline reads of an image, without loading weights; ``where`` is setting and folder, for messages.
+
+        Raises:
+            UserError: a pipeline that takes none; a part that is damaged.
+        """
+        return inspect_image(self.path, where)
+
+    def remarks(self, max_text_tokens: int) -> list[str]:
+        """What of the folder is guessed, or fits the number of tokens badly: warnings for the log."""
+        return []
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> VideoCodec:
         """The VAE, newly loaded."""
@@ -134,6 +148,17 @@ class EncoderFolder:
 
 # Weights are safetensors only: a .bin is a pickle, and is never opened.
 _IDENTITY = {".json", ".safetensors", ".model", ".txt"}
+
+
+def check_text_tokens(max_text_tokens: int) -> None:
+    """Refuse numbers of tokens that no text encoder can be asked for.
+
+    Raises:
+        UserError: less than 1, or more than fit.
+    """
+    if type(max_text_tokens) is not int or not 1 <= max_text_tokens <= MAX_TOKENS:
+        what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {MAX_TOKENS}"
+        raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512, LTX 128")
 
 
 def inspect_encoders(path: str | Path) -> EncoderFolder:

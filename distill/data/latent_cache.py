@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from distill.data.cache_files import Damaged, read_tensor, write_tensor
+from distill.data.cache_files import Damaged, is_unfinished, read_tensor, write_tensor
 from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.first_frame import FirstFrame, ImageInput, cache_parts
@@ -100,6 +100,8 @@ class LatentCache:
                 f"data.cache={self.folder} cannot be created ({error.strerror}); give a folder that can be written"
             ) from error
         for left in (file for part in _FOLDERS for file in (self.folder / part).glob(".*.tmp")):
+            if not is_unfinished(left):  # a file of the user's
+                continue
             try:  # of killed runs; a young one may be in use
                 if time.time() - left.stat().st_mtime > _DAY:
                     left.unlink()

@@ -22,43 +22,58 @@ from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_te
 from distill.data.first_frame import ImageInput
 from distill.data.pipeline_folder import load_part, part_settings, shown, whole_numbers
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
 
 logger = logging.getLogger(__name__)
 
 LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
 PIPELINE_TOKENS = 128
 """``max_sequence_length`` of LTXPipeline."""
-CONDITION_PIPELINE = "LTXConditionPipeline"
+PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXConditionPipeline"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LtxEncoderFolder(EncoderFolder):
     """What an LTX pipeline folder's JSON files say about its encoders; holds no weights."""
 
-    later: bool
-    """Is it an ``LTXConditionPipeline``? Its latent frames are when the first frame is that they stand for, not each a
-    latent frame's length behind the one before; its text encoder does not see what fills a caption up."""
+    pipeline: str | None
+    """``_class_name`` of ``model_index.json``, if the folder has one."""
+
+    @property
+    def later(self) -> bool:
+        """Is it an ``LTXConditionPipeline``? Its latent frames are when the first frame is that they stand for, not
+        each a latent frame's length behind the one before; its text encoder does not see what fills a caption up."""
+        return self.pipeline == CONDITION_PIPELINE
+
+    def remarks(self, max_text_tokens: int) -> list[str]:
+        found = []
+        if self.pipeline not in (CONDITION_PIPELINE, PIPELINE):
+            has = f"names a {shown(self.pipeline)}" if self.pipeline else "has no model_index.json"
+            found.append(
+                f"data.encoders={self.path} {has}: it is taken for an {PIPELINE} (0.9.0, 0.9.1); of later versions"
+                f" coordinates and captions would be wrong: give the folder its model_index.json"
+            )
+        if not self.later and max_text_tokens != PIPELINE_TOKENS:
+            found.append(
+                f"data.max_text_tokens={max_text_tokens}, but LTXPipeline fills captions up to {PIPELINE_TOKENS}, which"
+                f" its text encoder sees; use {PIPELINE_TOKENS}"
+            )
+        return found
 
     def condition_shapes(
         self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
     ) -> dict[str, tuple[int, ...]]:
-        if image is not None:
-            raise UserError(f"data.image: {self.path} is an LTX-Video pipeline, which is supported from text alone")
         text = (max_text_tokens, self.text_width)
         return {"text": text, "text_mask": (max_text_tokens,), "latent_spacing": (4,)}
+
+    def inspect_image(self, where: str) -> ImageInput:
+        raise UserError(
+            f"data.image: {where} is an LTX-Video pipeline, which is supported from text alone; leave data.image out"
+        )
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> LtxVideoCodec:
         return LtxVideoCodec(self, device=device, dtype=dtype, tiling=tiling)
 
     def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> LtxTextEncoder:
-        if not self.later and max_tokens != PIPELINE_TOKENS and rank() == 0:
-            logger.warning(
-                "data.max_text_tokens=%d, but LTXPipeline fills captions up to %d, which its text encoder sees; use %d",
-                max_tokens,
-                PIPELINE_TOKENS,
-                PIPELINE_TOKENS,
-            )
         return LtxTextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
 
     def text_key(self) -> dict[str, Any]:
@@ -123,7 +138,7 @@ def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
         spatial=spatial,
         patch=(1, 1, 1),
         text_width=text_width(text, where),
-        later=pipeline == CONDITION_PIPELINE,
+        pipeline=pipeline,
     )
 
 

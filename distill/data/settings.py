@@ -183,18 +183,19 @@ class VideoFolderSettings(DataSettings):
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         from distill.data.choose_encoders import choose_encoders
         from distill.data.clips import ClipFormat
-        from distill.data.first_frame import inspect_image
+        from distill.data.encoders import check_text_tokens
 
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
         check_choices(self, "data.")
+        check_text_tokens(self.max_text_tokens)
         clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
         folder, image = choose_encoders(self.encoders), None
         if self.image is not None:
             if not self.has_clips:
                 raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
-            image = inspect_image(folder.path, f"data.encoders={self.encoders}")
+            image = folder.inspect_image(f"data.encoders={self.encoders}")
         return folder.latent_shape(clip), folder.condition_shapes(clip, self.max_text_tokens, image)
 
     def build(

@@ -24,6 +24,9 @@ from models.condition import has_image
 
 log = logging.getLogger(__name__)
 _HINT = "make them with python -m distill.trajectories and the same settings"
+NOTED_LATER = ("fps", "max_text_tokens", "image")
+"""Settings of data that folders of earlier versions do not note: LTX's coordinates follow from the frame rate, what
+captions are filled up to is seen, and an image is a condition."""
 
 
 class TrajectoryFolder:
@@ -41,6 +44,8 @@ class TrajectoryFolder:
         """
         saved = self.settings()
         for key, value in _plain(settings).items():
+            if key not in saved and key.removeprefix("data.") in NOTED_LATER:
+                continue
             if saved.get(key) != value:
                 raise UserError(
                     f"method.trajectories={self.path} was made with {key}={_shown(saved.get(key))}, not {value};"

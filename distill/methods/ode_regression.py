@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.data import ClipDataset
-from distill.data.trajectories import TrajectoryClips, TrajectoryFolder
+from distill.data.trajectories import NOTED_LATER, TrajectoryClips, TrajectoryFolder
 from distill.methods.base import Batch, Loss
 from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.methods.sampling import euler_sample
@@ -78,7 +78,9 @@ class OdeRegression(FewStepMethod):
     def check_files(cls, config: Any) -> None:
         folder = TrajectoryFolder(config.method.trajectories)
         given = trajectory_settings(config)
-        folder.check({key: value for key, value in given.items() if value is not None})  # no teacher: any teacher's
+        if config.teacher.checkpoint is None:  # any teacher's
+            del given["teacher.checkpoint"]
+        folder.check(given)
         folder.check_complete(config.method.num_trajectories)
 
     def training_data(self, data: ClipDataset) -> ClipDataset:
@@ -109,7 +111,7 @@ def trajectory_settings(config: Any) -> dict[str, Any]:
     """What of ``config`` decides a trajectory, by setting, and matters to the student that trains on it."""
     names = {
         "method": ("step_list", "teacher_steps", "guidance_scale", "shift"),
-        "data": ("name", "path", "encoders", "num_frames", "height", "width", "negative_prompt"),
+        "data": ("name", "path", "encoders", "num_frames", "height", "width", "negative_prompt", *NOTED_LATER),
         "teacher": ("checkpoint",),
     }
     return {

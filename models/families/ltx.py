@@ -96,6 +96,8 @@ class LTX(DiffusersFamily):
         for key in ("norm_elementwise_affine", "attention_bias", "attention_out_bias"):
             if type(given[key]) is not bool:
                 refuse(given, key, "true or false", setting)
+        if given["activation_fn"] not in ("gelu", "gelu-approximate"):  # products() counts a plain feed-forward
+            refuse(given, "activation_fn", "gelu-approximate or gelu", setting)
         if type(given["norm_eps"]) not in (int, float) or not 0 <= given["norm_eps"] < 1:
             refuse(given, "norm_eps", "a number from 0 to 1", setting)
 

@@ -60,9 +60,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
         assert two == pytest.approx(one, rel=1e-5)
     config = (split / "export" / "student" / "config.json").read_text()
     assert '"_class_name": "Tower"' in config and '"text_dim": 32' in config
-    code, out, err = run(
-        "-m", "models.verify", str(split / "export" / "student"), "--family", "outside", "--ranks", "1"
-    )
+    code, out, err = run("-m", "models.verify", str(split / "export" / "student"), "--ranks", "1")  # by its class
     assert code == 0, out + err
     code, out, err = run(
         "-m", "distill.sample", str(split), "--steps", "2", "--count", "1", "--out", str(installed / "out")

@@ -71,13 +71,34 @@ def test_text_is_that_of_the_pipeline_where_it_counts(request, which, tokens):
     assert not given["text"][~mask[0]].any()
 
 
-def test_another_number_of_tokens_than_the_pipelines_is_said(folder, caplog):
-    encoders = choose_encoders(folder)
-    with caplog.at_level(logging.WARNING):
-        encoders.text_encoder(max_tokens=128, **CPU)
-        assert not caplog.records
-        encoders.text_encoder(max_tokens=40, **CPU)
-    assert "data.max_text_tokens=40, but LTXPipeline fills captions up to 128" in caplog.text
+def test_what_is_guessed_of_a_folder_is_said(folder, later, tmp_path):
+    assert choose_encoders(folder).remarks(128) == choose_encoders(later).remarks(40) == []
+    (remark,) = choose_encoders(folder).remarks(40)
+    assert remark.startswith("data.max_text_tokens=40, but LTXPipeline fills captions up to 128")
+    alone = tmp_path / "alone"
+    shutil.copytree(folder, alone)
+    (alone / "model_index.json").unlink()
+    (remark,) = choose_encoders(alone).remarks(128)
+    assert "has no model_index.json: it is taken for an LTXPipeline" in remark
+    (alone / "model_index.json").write_text('{"_class_name": "LTXImageToVideoPipeline"}')
+    (remark,) = choose_encoders(alone).remarks(128)
+    assert "names a LTXImageToVideoPipeline" in remark or "names a 'LTXImageToVideoPipeline'" in remark
+
+
+def test_an_image_is_refused_by_name(folder):
+    with pytest.raises(UserError, match="data.image: data.encoders=x is an LTX-Video pipeline, .*leave data.image out"):
+        choose_encoders(folder).inspect_image("data.encoders=x")
+
+
+def test_remarks_are_logged_once(tmp_path, folder, caplog):
+    file = tmp_path / "captions.txt"
+    file.write_text("one\ntwo\n")
+    given = {"num_frames": 9, "height": 64, "width": 64, "fps": 8.0, "max_text_tokens": 40, "cache": tmp_path / "cache"}
+    for _ in range(2):  # the second finds every caption in the cache
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            Captions(path=file, encoders=folder, **given)
+        assert caplog.text.count("fills captions up to 128") == 1
 
 
 @pytest.mark.parametrize("which", ["folder", "later"])

@@ -118,6 +118,7 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
         ({"out_channels": 8}, "out_channels=8 of its configuration must be as many as go in, 4"),
         ({"cross_attention_dim": 16}, "must be the network's width 40, to which it projects the text"),
         ({"qk_norm": "rms_norm"}, "no LTX can be built of"),
+        ({"activation_fn": "relu"}, "activation_fn='relu' of its configuration must be gelu-approximate or gelu"),
         ({"norm_eps": "small"}, "must be a number from 0 to 1"),
         ({"attention_bias": 1}, "must be true or false"),
         ({"_class_name": "LTX2VideoTransformer3DModel"}, "is a LTX2VideoTransformer3DModel, but family=ltx needs a"),

@@ -202,6 +202,16 @@ def test_other_settings_are_refused_by_name(tmp_path):
         folder.begin(ABOUT | {"seed": 1})
 
 
+def test_folders_of_earlier_versions_do_not_note_all(tmp_path):
+    folder = filled(tmp_path / "earlier")
+    folder.check(ABOUT | {"data.fps": 24.0, "data.max_text_tokens": 128, "data.image": None})
+    folder = TrajectoryFolder(str(tmp_path / "new"))
+    folder.begin(ABOUT | {"data.fps": 24.0, "data.image": "first_frame"})
+    for key, value in (("data.fps", 8.0), ("data.image", None)):
+        with pytest.raises(UserError, match=f"was made with {key}=.*, not {value}"):
+            folder.check(ABOUT | {key: value})
+
+
 def test_a_folder_without_trajectories_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no trajectories; make them with python -m distill.trajectories"):
         TrajectoryFolder(str(tmp_path)).check(ABOUT)
@@ -213,7 +223,9 @@ def test_a_folder_without_trajectories_is_refused(tmp_path):
 
 def test_training_checks_the_folder_before_anything_is_built(tmp_path):
     settings = OdeRegressionSettings(trajectories=str(tmp_path), num_trajectories=2)
-    data = SimpleNamespace(name="moving_shapes", num_frames=6, height=16, width=16, negative_prompt="")
+    data = SimpleNamespace(
+        name="moving_shapes", num_frames=6, height=16, width=16, negative_prompt="", fps=8.0, image=None
+    )
     config = SimpleNamespace(method=settings, data=data, teacher=SimpleNamespace(checkpoint="a/teacher"))
     with pytest.raises(UserError, match="holds no trajectories"):
         OdeRegression.check_files(config)
@@ -224,7 +236,13 @@ def test_training_checks_the_folder_before_anything_is_built(tmp_path):
     for i in range(2):
         folder.write(i, normal(4, *SHAPE, seed=i), normal(*SHAPE, seed=i), "")
     OdeRegression.check_files(config)
-    for group, key, value in (("data", "negative_prompt", "ugly"), ("data", "height", 32), ("method", "shift", 2.0)):
+    for group, key, value in (
+        ("data", "negative_prompt", "ugly"),
+        ("data", "height", 32),
+        ("data", "fps", 24.0),
+        ("data", "image", "first_frame"),
+        ("method", "shift", 2.0),
+    ):
         changed = SimpleNamespace(**vars(config))
         other = getattr(config, group)
         other = replace(other, shift=2.0) if group == "method" else SimpleNamespace(**vars(other) | {key: value})

@@ -1,6 +1,7 @@
 """Folders that appear whole or not at all: random folders in the place, failures in the middle, two at once."""
 
 import hashlib
+import json
 import os
 import random
 import socket
@@ -52,6 +53,48 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_clips_and_weights_do_not_replace_each_other(tmp_path):
+    """``distill.sample --out RUN/export/student`` deleted the student."""
+    clips, weights = {"made by": "distill.sample"}, {"run": "a"}
+    for first, second, maker in ((weights, clips, "models.export"), (clips, weights, "distill.sample")):
+        out = tmp_path / maker
+        with published(out, first) as unfinished:
+            (unfinished / "a").write_text("first")
+        before = contents(out)
+        with pytest.raises(UserError, match=f"is not empty, and it holds what {maker} wrote; nothing was changed"):
+            refuse_occupied(out, "--out", second)
+        with pytest.raises(UserError, match=maker), published(out, second):
+            raise AssertionError("it is refused before anything is made")
+        assert contents(out) == before
+        refuse_occupied(out, "--out", first)
+
+
+@pytest.mark.parametrize("name", ["../precious", "/precious", "below/precious", ".."])
+def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
+    """Replacing its folder deletes what it names."""
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    out.mkdir()
+    precious.write_text("mine")
+    named = str(precious) if name.startswith("/") else name
+    (out / MANIFEST).write_text(json.dumps({"about": {}, "files": {named: [4, precious.stat().st_mtime_ns]}}))
+    with pytest.raises(UserError, match="names files of other folders"):
+        write(out, "new")
+    withdraw(out)
+    assert precious.read_text() == "mine" and [p.name for p in out.iterdir()] == [MANIFEST]
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    out = tmp_path / "somebody's"
+    out.mkdir()
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", denied)  # root may read everything
+    with pytest.raises(UserError, match=r"OUT .* cannot be read \(Permission denied\)"):
+        refuse_occupied(out, "OUT")
 
 
 @given(seed=st.integers(0, 10**9))

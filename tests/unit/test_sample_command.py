@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from distill.config import compose_config, load_config
 from distill.sample import main
+from models.published import published
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
@@ -120,6 +121,17 @@ def test_files_of_others_are_never_overwritten(run_dir, tmp_path, capsys):
     before = listing(tmp_path)
     assert "0.mp4 has changed since" in refused(capsys, run_dir, "--out", out, "--count", 1)
     assert listing(tmp_path) == before
+
+
+def test_weights_are_not_replaced_by_clips(run_dir, tmp_path, capsys):
+    student = run_dir / "export" / "student"
+    before = listing(run_dir)
+    assert "would replace the student" in refused(capsys, run_dir, "--out", student, "--count", 1)
+    with published(tmp_path / "weights", {"run": "another"}) as unfinished:
+        (unfinished / "a.safetensors").write_text("weights")
+    line = refused(capsys, run_dir, "--out", tmp_path / "weights", "--count", 1)
+    assert "is not empty, and it holds what models.export wrote" in line
+    assert listing(run_dir) == before and (tmp_path / "weights" / "a.safetensors").read_text() == "weights"
 
 
 @pytest.mark.parametrize(
