@@ -195,7 +195,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(make, root, size):
 
 def test_left_overs_that_cannot_be_removed_are_no_mistake(make, root):
     """A cache that can only be read, with all that is needed in it."""
-    stuck = root / "cache" / "latents" / ".a.host.1.tmp"
+    stuck = root / "cache" / "latents" / f".{'0a' * 16}.host.1.tmp"
     stuck.mkdir()  # cannot be unlinked, whoever runs the test
     os.utime(stuck, (1, 1))
     assert len(make()) == 2 and stuck.exists()

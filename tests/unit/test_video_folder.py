@@ -344,11 +344,14 @@ def test_a_damaged_cache_file_is_written_again_and_logged(make, counts, tmp_path
 def test_left_overs_of_killed_runs_are_removed_young_ones_kept(make, tmp_path):
     folder = tmp_path / "cache" / "latents"
     folder.mkdir(parents=True)
-    old, young = folder / ".a.host.1.tmp", folder / ".b.host.2.tmp"
-    old.write_text(""), young.write_text("")
-    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    old, young = folder / f".{'0a' * 16}.host.1.tmp", folder / f".{'0b' * 16}.host.2.tmp"
+    of_user = folder / ".notes.tmp"
+    for file in (old, young, of_user):
+        file.write_text("")
+    for file in (old, of_user):
+        os.utime(file, (time.time() - 2 * 86400,) * 2)
     make()
-    assert not old.exists() and young.exists()
+    assert not old.exists() and young.exists() and of_user.exists()
 
 
 def test_the_encoders_are_freed(make, monkeypatch):
