@@ -77,9 +77,12 @@ def test_sizes_that_are_none_are_refused_by_every_data_set(make, tiny, tmp_path,
 
 
 @pytest.mark.parametrize("tokens", [True, -1, 10**9, 2.0])
-def test_max_text_tokens(make, tokens):
+def test_max_text_tokens(make, tiny, tokens):
     with pytest.raises(UserError, match=f"data.max_text_tokens={tokens} must be"):
         make(max_text_tokens=tokens)
+    settings = VideoFolderSettings(path="x", encoders=str(tiny), max_text_tokens=tokens)
+    with pytest.raises(UserError, match=f"data.max_text_tokens={tokens} must be"):
+        settings.sample_shapes()  # in a dry run, too
 
 
 # Clips
