@@ -34,7 +34,7 @@ TYPING: dict[str, list[tuple[str, str]]] = {
     ],
     "Choices": [
         ("precision=fp16", "use fp32 or bf16"),
-        ("precision=null", "precision=null must be a text"),
+        ("precision=null", "precision=null must be fp32 or bf16"),
         ("precision=[fp32]", "use fp32 or bf16"),
         ("device=gpu", "use auto or cpu or cuda"),
         ("CUDA_VISIBLE_DEVICES=-1 train.py device=cuda dry_run=false", "but torch sees no GPU; use device=cpu"),
