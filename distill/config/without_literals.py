@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import types
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
-from fsdp_cp.choices import members
+from fsdp_cp.choices import members, words
 
 
 @cache
@@ -45,8 +45,7 @@ def _returns(value: Any) -> Any:
 def _widened(hint: Any) -> Any:
     """``hint`` with ``str`` in the place of a ``Literal``; ``Any`` where numbers, switches or lists may stand too."""
     kinds = [str if get_origin(member) is Literal else member for member in members(hint)]
-    if any(get_origin(member) is Literal and not all(isinstance(v, str) for v in get_args(member))
-           for member in members(hint)):  # fmt: skip
+    if not all(isinstance(value, str) for value in words(hint)):
         raise TypeError(f"{hint}: words alone are listed")
     if kinds == list(members(hint)):
         return hint
