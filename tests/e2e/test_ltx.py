@@ -142,7 +142,10 @@ def test_the_run_has_clips_and_others_are_sampled_from_its_cache(folders):
         (["teacher.family=wan"], "is a LTXVideoTransformer3DModel, but family=wan needs a WanTransformer3DModel"),
         (["data.encoders={wan}"], "but the data's have 16; use a checkpoint made for this VAE"),
         (["teacher.checkpoint={wan}"], "is a WanTransformer3DModel, but family=ltx needs a LTXVideoTransformer3DModel"),
-        (["data.image=first_frame"], "has no image_encoder/, which data.image=first_frame needs"),
+        (
+            ["data.image=first_frame"],
+            "is an LTX-Video pipeline, which is supported from text alone; leave data.image out",
+        ),
         (["data=moving_shapes"], "use data.encoders of an LTX pipeline"),
         (["data.num_frames=15"], "data.num_frames=15 does not fit the VAE, which joins 8 frames after the first"),
     ],
