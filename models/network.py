@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,6 +14,18 @@ from fsdp_cp.sharding.settings import Precision
 from models.families.base import Family
 from models.lora.serving import Serving
 from models.names import owner
+
+
+class _Place(NamedTuple):
+    """Where a parameter is: looked up there, it is the one of now, whatever has replaced it since."""
+
+    holder: nn.Module
+    attribute: str
+    name: str
+    """In the module."""
+    role: str | None
+    """Whose it is alone (:func:`models.names.owner`)."""
+    public: str
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,18 +64,36 @@ class Network:
         with self.serving.serves(role):
             yield
 
+    @cached_property
+    def _places(self) -> list[_Place]:
+        """Of every parameter. Modules are settled by now: a step asks several times, and the walk over those of 40 blocks
+        takes milliseconds of the host."""
+        walked = (
+            (holder, attribute, f"{path}.{attribute}" if path else attribute)
+            for path, holder in self.module.named_modules()
+            for attribute, _ in holder.named_parameters(recurse=False)
+        )
+        return [_Place(holder, attribute, name, *owner(name)) for holder, attribute, name in walked]
+
+    def _owned(self) -> Iterator[tuple[_Place, nn.Parameter]]:
+        """Each parameter once, as :meth:`torch.nn.Module.named_parameters` gives them."""
+        seen: set[nn.Parameter] = set()
+        for place in self._places:
+            parameter = getattr(place.holder, place.attribute)
+            if parameter not in seen:
+                seen.add(parameter)
+                yield place, parameter
+
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:
         """What belongs to ``role``, by public name: its adapters, trained copies and additions; of a role without
         adapters the network itself, too."""
         of_base = None if role not in self.adapters else role
-        owned = ((owner(name), parameter) for name, parameter in self.module.named_parameters())
-        return {name: parameter for (of, name), parameter in owned if of in (role, of_base)}
+        return {place.public: parameter for place, parameter in self._owned() if place.role in (role, of_base)}
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """The network itself, by diffusers' names, without what roles add to it."""
-        owned = ((owner(name), parameter) for name, parameter in self.module.named_parameters())
-        return {name: parameter for (of, name), parameter in owned if of is None}
+        return {place.public: parameter for place, parameter in self._owned() if place.role is None}
 
     def trained_elsewhere(self, role: str) -> set[str]:
         """Names in the module of what other roles train."""
-        return {name for name, _ in self.module.named_parameters() if owner(name)[0] not in (None, role)}
+        return {place.name for place, _ in self._owned() if place.role not in (None, role)}
