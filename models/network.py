@@ -79,7 +79,8 @@ class Network:
         """Each parameter once, as :meth:`torch.nn.Module.named_parameters` gives them."""
         seen: set[nn.Parameter] = set()
         for place in self._places:
-            parameter = getattr(place.holder, place.attribute)
+            # As named_parameters itself does: getattr takes three times as long.
+            parameter = place.holder._parameters[place.attribute]
             if parameter not in seen:
                 seen.add(parameter)
                 yield place, parameter

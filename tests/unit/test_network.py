@@ -34,6 +34,7 @@ def _same(found, wanted):
 
 def test_parameters_are_those_of_a_walk_before_and_after_they_are_replaced():
     network = _network()
+    assert "last.weight" not in network.base_parameters(), "it is first.weight, once"
     for changes in (lambda module: module, lambda module: module.to_empty(device="meta"), nn.Module.double):
         changes(network.module)
         _same(network.base_parameters(), _walked(network, [None]))
@@ -42,4 +43,3 @@ def test_parameters_are_those_of_a_walk_before_and_after_they_are_replaced():
         assert network.trained_elsewhere("student") == {
             "adapted.lora_A.fake.weight", "additions.fake.gan_head.weight", "additions.fake.gan_head.bias",
         }  # fmt: skip
-    assert "last.weight" not in network.base_parameters(), "it is first.weight, once"
