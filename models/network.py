@@ -66,8 +66,8 @@ class Network:
 
     @cached_property
     def _places(self) -> list[_Place]:
-        """Of every parameter. Modules are settled by now: a step asks several times, and the walk over those of 40 blocks
-        takes milliseconds of the host."""
+        """Of every parameter. Modules are settled by now: a step asks several times, and a walk over those of 40 blocks
+        takes the host a millisecond and more."""
         walked = (
             (holder, attribute, f"{path}.{attribute}" if path else attribute)
             for path, holder in self.module.named_modules()
@@ -81,7 +81,7 @@ class Network:
         for place in self._places:
             # As named_parameters itself does: getattr takes three times as long.
             parameter = place.holder._parameters[place.attribute]
-            if parameter not in seen:
+            if parameter is not None and parameter not in seen:
                 seen.add(parameter)
                 yield place, parameter
 

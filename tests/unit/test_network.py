@@ -18,7 +18,13 @@ def _network():
     module["last"].weight = module["first"].weight
     module.add_module("additions", nn.ModuleDict({"fake": nn.ModuleDict({"gan_head": nn.Linear(4, 1)})}))
     return Network(
-        family=Wan(), config={}, module=module, precision="fp32", tokens=1, forward_flops=1, adapters=("student", "fake")
+        family=Wan(),
+        config={},
+        module=module,
+        precision="fp32",
+        tokens=1,
+        forward_flops=1,
+        adapters=("student", "fake"),
     )
 
 
