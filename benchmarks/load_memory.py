@@ -84,7 +84,7 @@ def write_random(folder: Path, architecture: dict[str, Any]) -> float:
         return x
 
     sizes = {name: 4 * shape.numel() for name, shape in shapes.items()}
-    write_folder(folder, sizes, draw, architecture, FILE_BYTES, writes=True)
+    write_folder(folder, [(sizes, draw)], architecture, FILE_BYTES)
     return total
 
 

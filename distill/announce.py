@@ -36,6 +36,8 @@ def announce(trainer: TrainingState) -> None:
     for name, role in trainer.method.roles.items():
         count = sum(p.numel() for p in role.parameters())
         how = "trained" if role.trainable else "frozen"
+        if role.boundaries:
+            how += f", two experts of which the first serves from time {role.boundaries[0]:g} on"
         if role.adapters is not None:
             how += f", adapters of rank {role.adapters['rank']} on {_base_in_words(trainer.method.roles, role)}"
         if settings_of(role.networks[0].module).fp8 != "none":

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def _weights(role: RolePlan) -> str:
     """Where they come from, in words."""
-    base = role.folder.path if role.folder else "random weights"
+    base = " and ".join(str(folder.path) for folder in role.folders) or "random weights"
     return f"adapters of rank {role.lora.settings.rank} on {base}" if role.lora else f"{base}"
 
 

@@ -16,6 +16,7 @@ from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.timeouts import long_timeout
 from models.export_folder import export_adapters, export_weights
 from models.published import withdraw
+from models.role import EXPERTS
 
 log = logging.getLogger(__name__)
 
@@ -46,29 +47,41 @@ def finish(trainer: TrainingState) -> None:
 
 
 def _export(trainer: TrainingState) -> None:
-    average = None if trainer.config.export.weights == "raw" else trainer.averages.get("student")
-    weights = trainer.roles["student"].weights() if average is None else average.weights
+    averaged = trainer.config.export.weights != "raw" and trainer.has_average("student")
+    networks = trainer.weights_of("student", averaged=averaged)
     dtype = torch.bfloat16 if trainer.config.export.dtype == "bf16" else torch.float32
     about = {"run": str(trainer.run_dir.resolve()), "step": trainer.step, "role": "student"}
-    about["weights"] = "raw" if average is None else "ema"
+    about["weights"] = "ema" if averaged else "raw"
     folder = trainer.run_dir / "export"
     role = trainer.roles["student"]
-    whole = [name for name in weights if ".lora_" not in name]
-    if role.adapters is None:
-        export_weights(folder / "student", weights, role.config, dtype=dtype, about=about)
-    else:
+    bases, scale = None, 1.0
+    if role.adapters is not None:
         role.rest()
-        base, scale = role.networks[0].base_parameters(), role.adapters["scale"]
-        export_weights(folder / "student", weights, role.config, dtype=dtype, about=about, base=base, scale=scale)
-        if not whole:
-            export_adapters(folder / "student_lora", weights, role.family, scale=scale, dtype=dtype, about=about)
-        elif rank() == 0:
-            log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
-    if whole:  # an earlier run in this folder may have left one
-        on_all_ranks(lambda: withdraw(folder / "student_lora") if rank() == 0 else None)
+        bases, scale = [network.base_parameters() for network in role.networks], role.adapters["scale"]
+    export_weights(
+        folder / "student",
+        networks,
+        role.config,
+        dtype=dtype,
+        boundaries=role.boundaries,
+        about=about,
+        bases=bases,
+        scale=scale,
+    )
+    whole = [name for weights in networks for name in weights if ".lora_" not in name]
+    # Of each expert a folder of its own, for load_lora_weights(..., load_into_transformer_2=True); of one network one.
+    names = [f"student_lora_{expert}" for expert in EXPERTS] if role.boundaries else ["student_lora"]
+    for name in ("student_lora", *(f"student_lora_{expert}" for expert in EXPERTS)):
+        if name in names and not whole:
+            weights = networks[names.index(name)]
+            export_adapters(folder / name, weights, role.family, scale=scale, dtype=dtype, about=about)
+        else:  # an earlier run in this folder may have left one
+            on_all_ranks(lambda name=name: withdraw(folder / name) if rank() == 0 else None)
+    if role.adapters is not None and whole and rank() == 0:
+        log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
     on_all_ranks(lambda: write_scheduler(trainer.method, folder / "scheduler") if rank() == 0 else None)
     if rank() == 0:
-        if average is None and "student" in trainer.averages:
+        if not averaged and trainer.has_average("student"):
             log.info("export.weights=raw: samples and report are of the average, the exported student is not")
         merged = "" if role.adapters is None else ", merged into its base,"
         log.info("exported the student (%s weights)%s to %s", about["weights"], merged, folder / "student")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,6 +22,8 @@ class Losses(NamedTuple):
     """This rank's share of each loss's mean over the global batch, by name, in fp64."""
     weights: dict[str, float]
     """By name."""
+    networks: dict[str, int]
+    """Of the role's networks the one that each loss trained, by name."""
 
 
 def accumulate_gradients(
@@ -44,23 +46,25 @@ def accumulate_gradients(
     name = method.trained_role(step)
     role = method.roles[name]
     roots = [each.network for each in method.roles.values()]
-    losses, first = Losses({}, {}), True
+    streams = [random(i) for i in range(len(micro_batches))]
+    # The closures do the work: listing the losses, to know which backward of a network is its last, runs nothing early.
+    each = [method.losses(step, batch, draws) for batch, draws in zip(micro_batches, streams, strict=True)]
+    work = list(chain.from_iterable(each))
+    trains = method.networks(step, streams[0]) if role.boundaries else {}
+    of_network = [trains[loss.name] if trains else 0 for loss in work]
+    losses = Losses({}, {}, {})
     with phase(f"{name}/gradients", roots), ExitStack() as frozen:
         frozen.enter_context(role.training())
         for other in method.frozen_roles(step):
             frozen.enter_context(method.roles[other].frozen())
-        for i, batch in enumerate(micro_batches):
-            # The closures do the work: listing the losses, to know which backward is the last, runs nothing early.
-            for loss, following in pairwise([*method.losses(step, batch, random(i)), None]):
-                is_last = i == len(micro_batches) - 1 and following is None
-                with ExitStack() as stack:
-                    for network in role.networks:
-                        stack.enter_context(microbatch(network.module, is_first=first, is_last=is_last))
-                    with phase(f"{name}/{loss.name}/forward"):
-                        value = loss.closure()
-                    with phase(f"{name}/{loss.name}/backward"):
-                        (loss.weight * share * value).backward()
-                first = False
-                losses.weights[loss.name] = loss.weight
-                losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
+        for i, (loss, index) in enumerate(zip(work, of_network, strict=True)):
+            is_first, is_last = index not in of_network[:i], index not in of_network[i + 1 :]
+            with microbatch(role.networks[index].module, is_first=is_first, is_last=is_last):
+                with phase(f"{name}/{loss.name}/forward"):
+                    value = loss.closure()
+                with phase(f"{name}/{loss.name}/backward"):
+                    (loss.weight * share * value).backward()
+            losses.weights[loss.name] = loss.weight
+            losses.networks[loss.name] = index
+            losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
     return losses

@@ -36,7 +36,7 @@ def role_bytes(config: Config, plan: RunPlan, role: RolePlan, shape: MeshShape) 
     """The states of ``role``, one of the ``plan``, on a rank of a mesh of ``shape``."""
     trained = role.name in plan.method.trained_roles
     averaged = trained and getattr(config, role.name).ema.enabled
-    count = sum(math.prod(each) for each in role.own_shapes.values())
+    count = role.experts * sum(math.prod(each) for each in role.own_shapes.values())
     settings = role.sharding
     ranks = shape.world // settings.copies(shape)
     stored = {"keep": 4, "fp32": 4, "bf16": 2}[settings.master_dtype] if trained else _BYTES[settings.precision]
@@ -45,7 +45,7 @@ def role_bytes(config: Config, plan: RunPlan, role: RolePlan, shape: MeshShape) 
     held = stored / ranks + gathered
     base = 0.0
     if role.lora is not None and _has_the_base(plan, role):
-        base = sum(p.numel() for p in role.network.parameters()) * (computed / ranks + gathered)
+        base = role.experts * sum(p.numel() for p in role.network.parameters()) * (computed / ranks + gathered)
     gradients = 0.0
     if trained:
         held += (_ADAM + (stored if averaged else 0)) / ranks

@@ -49,7 +49,7 @@ def plan_student(config: Config, student: Path) -> RolePlan:
     sharding.check(choose_device(config.device).type, "student.")
     additions = METHODS[config.method.name][0].additions(config.method).get("student", ())
     plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding, additions=additions)
-    if set(additions) - named_additions(plan.folder.additions):
+    if any(set(additions) - named_additions(folder.additions) for folder in plan.folders):
         raise UserError(
             f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"
             f" method={config.method.name} trained; give a folder that has"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import Config
-from distill.setup import run_settings
+from distill.setup import boundaries_of, run_settings
 from distill.training_state import TrainingState
 from fsdp_cp.checkpoint import leave_branch, load, read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from models.role_plan import defining
+from models.checkpoint_files import defining
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ def same_command(config: Config) -> str:
 def saved_tensors(trainer: TrainingState) -> dict[str, Any]:
     """Everything that trains, by role; the teacher is not among it, since it does not change."""
     tensors: dict[str, Any] = {
-        name: {"weights": role.weights(), "adamw": trainer.optimizers[name].state()}
-        for name, role in trainer.roles.items()
+        name: {"weights": part.weights(), "adamw": trainer.optimizers[name].state()}
+        for name, part in trainer.trained.items()
     }
     for name, average in trainer.averages.items():
         tensors[name]["ema"] = average.weights
@@ -49,6 +49,7 @@ def saved_state(trainer: TrainingState) -> dict[str, Any]:
         "method": trainer.method.settings.name,
         "data": trainer.training_data.fingerprint,
         "configs": {name: role.config for name, role in trainer.roles.items()},
+        "boundaries": boundaries_of(trainer.roles.values()),
         "adapters": {name: role.adapters for name, role in trainer.roles.items() if role.adapters is not None},
     }
 

@@ -26,10 +26,12 @@ from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
+from models.checkpoint_files import defining
 from models.families.base import LatentShape, Shape
 from models.lora.saved import find_adapters
 from models.published import refuse_input
-from models.role_plan import RolePlan, defining, plan_role, sharing
+from models.role import Role
+from models.role_plan import RolePlan, plan_role, sharing
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ def plan_run(
                 name,
                 checkpoint=of_base.checkpoint,
                 architecture=of_base.architecture,
+                boundary=of_base.boundary,
                 family=settings.family,
                 sharding=sharding[name],
                 attention_backend=config.attention.backend,
@@ -107,9 +110,10 @@ def plan_run(
             in_fp32 = [*family.fp8_excluded(network), *family.full_precision_units(network)]
             linear_layers(family.blocks(network), in_fp32, f"{name}.")
     _check_sharing(roles, method.trained_roles)
+    _check_experts(config, method, roles)
     if config.export.at_end:
         for role in roles:
-            own = [role.folder.path] if role.folder is not None else []
+            own = [folder.path for folder in role.folders]
             if role.lora is not None and role.lora.saved is not None:
                 own.append(role.lora.saved.file.parent)
             for each in own:
@@ -251,6 +255,27 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
                     )
 
 
+def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
+    """
+    Raises:
+        UserError: experts of ranges of times where the method or a setting knows of none.
+    """
+    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
+    method.check_experts(config.method, boundaries)
+    second = getattr(config.method, "guidance_scale_2", None)
+    if second is not None and "teacher" not in boundaries:
+        raise UserError(
+            f"method.guidance_scale_2={second:g} is of a teacher's second expert, and this teacher is one network;"
+            " leave it out"
+        )
+    for role in roles:
+        if role.boundaries and role.sharding.gather_early:
+            raise UserError(
+                f"{role.name}.gather_early=true: which of its two experts a step begins with is not known before it;"
+                f" use {role.name}.gather_early=false"
+            )
+
+
 def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
     """``optim.ROLE.no_decay`` and ``lr_scale`` against the names of the role's parameters."""
     for role in roles:
@@ -273,6 +298,11 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: 
             choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=False)
         except ValueError as error:
             raise UserError(f"attention.{error}") from error
+
+
+def boundaries_of(roles: Iterable[Role | RolePlan]) -> dict[str, list[float]]:
+    """Of the roles that are experts, the times between them, as JSON gives them back."""
+    return {role.name: list(role.boundaries) for role in roles if role.boundaries}
 
 
 def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = ()) -> None:
@@ -316,6 +346,13 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
             raise UserError(
                 f"checkpoint.resume: {checkpoint} was made with another network of the {role.name}; use the same"
                 f" {role.name}.checkpoint or {role.name}.architecture, or begin anew with another run_dir"
+            )
+        now = list(role.boundaries)
+        if (earlier := state.get("boundaries", {}).get(role.name, [])) != now:
+            said = [", ".join(f"{b:g}" for b in each) or "none" for each in (earlier, now)]
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} was made with boundaries {said[0]} between the experts of the"
+                f" {role.name}, not {said[1]}; use the same, or begin anew with another run_dir"
             )
         _check_adapters(role, state, checkpoint)
     before, now = _flat(state["settings"]), _flat(run_settings(config))

@@ -6,8 +6,9 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,14 @@ class Trainer(TrainingState):
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
                 micro_batches = next(data)
-            total, losses = self._accumulate_gradients(micro_batches)
-            self._log_norms(name)
+            total, losses, parts = self._accumulate_gradients(micro_batches)
+            self._log_norms(name, parts)
             with phase(f"{name}/clip"):
-                norm = grad_norm(role.parameters())
-            lr = learning_rate(getattr(self.config.optim, name), self.updates[name], self.planned_updates[name])
+                norm = grad_norm(chain.from_iterable(self.trained[part].parameters() for part in parts))
+            settings = getattr(self.config.optim, name)
+            rates = {part: learning_rate(settings, self.updates[part], self.planned_updates[part]) for part in parts}
             with phase(f"{name}/update"):
-                self._update(name, norm, lr)
+                self._update(name, norm, rates)
             # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
             names = sorted(losses)
             flops = float(sum(r.flops for r in self.method.roles.values()))
@@ -178,7 +180,7 @@ class Trainer(TrainingState):
         metrics: dict[str, float | None] = {
             f"{name}/loss": reduced[0],
             f"{name}/grad_norm": norm,
-            f"{name}/lr": lr,
+            **{f"{part}/lr": rate for part, rate in rates.items()},
             f"{name}/skipped": float(self.skipped[name]),
             **speed(
                 name,
@@ -197,8 +199,8 @@ class Trainer(TrainingState):
             metrics[f"{name}/{key}"] = value / count if count else None
         return metrics
 
-    def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[float, dict[str, float]]:
-        """This rank's share of the total and of each loss; the gradients are in the role that trains."""
+    def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[float, dict[str, float], list[str]]:
+        """This rank's share of the total and of each loss, and of what trains what now has gradients."""
 
         def random(i: int) -> StepRandom:
             return StepRandom(
@@ -210,12 +212,15 @@ class Trainer(TrainingState):
             )
 
         share = self.batching.micro_batch_size / self.config.batch_size
-        sums, weights = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
-        losses = {name: float(value) for name, value in sums.items()}
-        return sum(weights[name] * value for name, value in losses.items()), losses
+        found = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
+        losses = {name: float(value) for name, value in found.sums.items()}
+        names = self.parts_of(self.method.trained_role(self.step))
+        parts = [names[index] for index in sorted(set(found.networks.values()))]
+        return sum(found.weights[name] * value for name, value in losses.items()), losses, parts
 
-    def _log_norms(self, name: str) -> None:
-        """A line of ``norms.jsonl`` at role ``name``'s first update of each ``log.norms_every`` steps.
+    def _log_norms(self, name: str, parts: Sequence[str]) -> None:
+        """A line of ``norms.jsonl`` at role ``name``'s first update of each ``log.norms_every`` steps, of each of its
+        ``parts`` that trains at this step.
 
         Counted by steps of all roles, a role that trains every fifth step would be missed by most intervals.
         """
@@ -226,24 +231,31 @@ class Trainer(TrainingState):
         if any(self.method.trained_role(earlier - 1) == name for earlier in before):
             return
         with phase(f"{name}/norms"):
-            norms = parameter_norms(self.roles[name].named_parameters())
+            norms = {part: parameter_norms(self.trained[part].named_parameters()) for part in parts}
         if self.norms is not None:
-            self.norms.write(step, name, norms)
+            for part, of in norms.items():
+                self.norms.write(step, part, of)
 
-    def _update(self, name: str, norm: float, lr: float) -> None:
-        """Clip and step, or skip the update where the norm, which all ranks agree on, is not finite."""
-        optimizer = self.optimizers[name]
+    def _update(self, name: str, norm: float, rates: Mapping[str, float]) -> None:
+        """Clip and step, or skip the update where the norm, which all ranks agree on, is not finite.
+
+        Args:
+            name: the role.
+            norm: of all that trains at this step.
+            rates: of each of that, by its name in :attr:`trained`.
+        """
         if not math.isfinite(norm):
             self._skip(name, norm)
             return
         self.skipped_in_a_row[name] = 0
         clip = self.config.optim.clip
-        if clip is not None and norm > clip:
-            scale_grads(self.roles[name].parameters(), clip / norm)
-        optimizer.step(lr)
-        if name in self.averages:
-            self.averages[name].update(self.updates[name])
-        self.updates[name] += 1
+        for part, rate in rates.items():
+            if clip is not None and norm > clip:
+                scale_grads(self.trained[part].parameters(), clip / norm)
+            self.optimizers[part].step(rate)
+            if part in self.averages:
+                self.averages[part].update(self.updates[part])
+            self.updates[part] += 1
 
     def _skip(self, name: str, norm: float) -> None:
         """Leave the state of role ``name`` as it is, and say where its gradient is not finite.
@@ -256,7 +268,8 @@ class Trainer(TrainingState):
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
             self.first_skipped[name] = f"step {self.step + 1} in {where}"
-        self.optimizers[name].clear_gradients()
+        for part in self.parts_of(name):
+            self.optimizers[part].clear_gradients()
         if rank() == 0:
             log.warning(
                 "step %d: the gradient norm of %s is %s, first in %s; update skipped", self.step + 1, name, norm, where

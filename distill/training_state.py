@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distill.config import Config
 from distill.data import ClipDataset
@@ -18,7 +22,7 @@ from fsdp_cp.checkpoint import Checkpoints, branch_name
 from fsdp_cp.measure.memory import peak_gib
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars
-from fsdp_cp.rng import DrawsAhead
+from fsdp_cp.rng import DrawsAhead, StepRandom
 from fsdp_cp.timeouts import long_timeout
 from models.ema import Ema
 from models.role import Role
@@ -51,15 +55,18 @@ class TrainingState:
         self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
         self.run_dir = run_dir
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
-        self.optimizers = {name: RoleOptimizer(role, getattr(config.optim, name)) for name, role in self.roles.items()}
-        chosen = {name: getattr(config, name).ema for name in self.roles}
+        self.trained = {name: part for role in self.roles.values() for name, part in role.trained_apart().items()}
+        """What has an optimizer, an average and a schedule of its own: a role, or each of its experts."""
+        self.optimizers = {
+            name: RoleOptimizer(part, getattr(config.optim, part.name)) for name, part in self.trained.items()
+        }
+        chosen = {name: getattr(config, part.name).ema for name, part in self.trained.items()}
         self.averages = {
-            name: Ema(self.roles[name], decay=ema.decay, gamma=ema.gamma, start=ema.start)
+            name: Ema(self.trained[name], decay=ema.decay, gamma=ema.gamma, start=ema.start)
             for name, ema in chosen.items()
             if ema.enabled
         }
-        if "student" in self.averages:
-            method.student_average = self.averages["student"].swapped_in
+        method.student_average = self._student_average
         self.training_data = method.training_data(data)
         self.batching = Batching(
             global_size=config.batch_size, micro_batch_size=micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
@@ -72,7 +79,7 @@ class TrainingState:
         self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
         self.step = 0
         self.samples = 0
-        self.updates = dict.fromkeys(self.roles, 0)
+        self.updates = dict.fromkeys(self.trained, 0)
         self.skipped = dict.fromkeys(self.roles, 0)
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.first_skipped = dict.fromkeys(self.roles, "a step of an earlier run")
@@ -93,12 +100,32 @@ class TrainingState:
         self.norms: NormsLog | None = None
         self.unlogged: dict[str, float | None] = {}
         """The latest metrics of every role since the last logged step, which may have been another role's."""
-        self.planned_updates = {
-            name: sum(method.trained_role(step) == name for step in range(config.steps)) for name in self.roles
-        }
+        self.planned_updates = planned_updates(method, config.seed, config.steps, self.trained)
         self.evaluator = Evaluator(
             config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
         )
+
+    def parts_of(self, role: str) -> list[str]:
+        """Names in :attr:`trained` of what ``role`` trains."""
+        return list(self.roles[role].trained_apart())
+
+    def has_average(self, role: str) -> bool:
+        """Does it keep one of a role's weights?"""
+        return self.parts_of(role)[0] in self.averages
+
+    def weights_of(self, role: str, *, averaged: bool) -> list[dict[str, Tensor]]:
+        """Of each of its networks, as :meth:`models.role.Role.weights`."""
+        parts = self.parts_of(role)
+        return [self.averages[part].weights if averaged else self.trained[part].weights() for part in parts]
+
+    @contextmanager
+    def _student_average(self) -> Iterator[None]:
+        """Inside, the student computes with its average, if there is one."""
+        with ExitStack() as stack:
+            for name, average in self.averages.items():
+                if self.trained[name].name == "student":
+                    stack.enter_context(average.swapped_in())
+            yield
 
     def peak_memory(self) -> float:
         """GiB, the largest over ranks."""
@@ -109,3 +136,16 @@ class TrainingState:
         """Clips of the student as it is now, averaged where it has an average."""
         with self.method.student_average():
             self.evaluator.write_samples(self.step, self.log)
+
+
+def planned_updates(method: Method, seed: int, steps: int, trained: Collection[str]) -> dict[str, int]:
+    """How many of a run's steps train each of ``trained`` (:attr:`TrainingState.trained`): of experts, by the draws."""
+    counts: Counter[str] = Counter()
+    for step in range(steps):
+        role = method.roles[method.trained_role(step)]
+        networks = {0}
+        if role.boundaries:
+            networks = set(method.networks(step, StepRandom(seed=seed, step=step, positions=())).values())
+        names = list(role.trained_apart()) if role.boundaries else [role.name]
+        counts.update(names[index] for index in networks)
+    return {name: counts[name] for name in trained}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,10 @@ def stream(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(stream_seed(*key))
 
 
+_NO_SAMPLE = -1
+"""A position that no sample has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRandom:
     """The random streams of one step, for the samples that this rank holds.
@@ -43,6 +47,11 @@ class StepRandom:
     device: torch.device | str = "cpu"
     ahead: DrawsAhead | None = None
     """Makes the draws, where they are to be made before they are asked for."""
+
+    @property
+    def shared(self) -> StepRandom:
+        """The streams of one sample that is none of the batch's, on the CPU: the same numbers on every rank."""
+        return replace(self, positions=(_NO_SAMPLE,), device="cpu", ahead=None)
 
     def normal(self, purpose: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Standard normal, ``(samples, *shape)``."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
@@ -17,6 +17,8 @@ from models.shipped import find_shipped
 
 ADDITIONS = "additions.safetensors"
 """Beside the network's own files: the tensors of its additions (models/additions/), which diffusers does not read."""
+EXPERT_FOLDERS = ("transformer", "transformer_2")
+"""Of a pipeline of two experts: that for the noisier times, and the other."""
 _SAMPLES, _SAMPLE = 64, 4096
 """How many samples of how many bytes tell a file from another."""
 
@@ -32,6 +34,15 @@ class TransformerFolder:
     """Of ``additions.safetensors``."""
 
 
+class Checkpoint(NamedTuple):
+    """The networks in a folder."""
+
+    folders: tuple[TransformerFolder, ...]
+    """Of one network, or of two experts: that for the noisier times first."""
+    boundaries: tuple[float, ...]
+    """The time in (0, 1) from which on the first one serves, of experts; else none."""
+
+
 def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     """Find and describe the transformer in ``checkpoint``.
 
@@ -43,16 +54,49 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         UserError: no such folder, a pipeline of two experts, no ``config.json``, no or broken safetensors files, an
             index that names files outside the folder.
     """
+    found = inspect_checkpoint(checkpoint, setting)
+    if found.boundaries:
+        raise UserError(
+            f"{setting}={checkpoint} is a model of two experts, one for high and one for low noise (boundary_ratio"
+            f" {found.boundaries[0]:g}), where one network is wanted; give the folder of one"
+        )
+    return found.folders[0]
+
+
+def inspect_checkpoint(checkpoint: str, setting: str) -> Checkpoint:
+    """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline as Wan 2.2's A14B.
+
+    Args:
+        checkpoint: as of :func:`inspect_transformer`; of a pipeline with a ``boundary_ratio``, ``transformer_2/`` too.
+        setting: of :func:`inspect_transformer`.
+
+    Raises:
+        UserError: as :func:`inspect_transformer`; experts of which one is not there, or whose boundary is not; the
+            folder of the noisier expert by itself, which is no network for other times.
+    """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
     if not str(checkpoint).strip() or not root.is_dir():
         raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder")
     path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
-    pipeline = root if path != root else root.absolute().parent
-    if path != root or root.absolute().name == "transformer":
-        _refuse_two_experts(pipeline, where)
+    boundary = None
+    if path != root:
+        boundary = _boundary(root, where)
+    elif root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
+        raise UserError(
+            f"{where} is the expert for high noise of a model of two, and no network for other times; give the folder"
+            f" above it, {root.absolute().parent}, for both"
+        )
     if not (path / "config.json").is_file():
         raise UserError(f"{where} has neither transformer/config.json nor config.json")
+    first = _inspect(path, where)
+    if boundary is None:
+        return Checkpoint((first,), ())
+    return Checkpoint((first, _inspect(root / EXPERT_FOLDERS[1], where)), (boundary,))
+
+
+def _inspect(path: Path, where: str) -> TransformerFolder:
+    """One network's folder, which has a ``config.json``."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -93,6 +137,19 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
 
 
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a network's configuration tells it from others.
+
+    diffusers notes in it which values were not given, as a list made of a set: in another order in every process. A
+    state that held it could not be resumed.
+    """
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in config.items()
+        if not key.startswith("_") or key == "_class_name"
+    }
+
+
 def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
     """Reads a tensor of ``folder`` by its name."""
     files: dict[str, Path] = {}
@@ -125,23 +182,33 @@ def fingerprint(folder: TransformerFolder) -> str:
     return found.hexdigest()[:32]
 
 
-def _refuse_two_experts(pipeline: Path, where: str) -> None:
-    """Wan 2.2's A14B: ``transformer/`` alone is its expert for high noise, no teacher at other times.
+def _boundary(pipeline: Path, where: str) -> float | None:
+    """``boundary_ratio`` of a pipeline of two experts; ``None`` of another.
 
     Raises:
-        UserError: a pipeline of two networks.
+        UserError: a boundary without a second expert, one without a boundary, or no number between 0 and 1.
     """
     try:
         index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # none is needed of a pipeline with one network
         index = {}
     ratio = index.get("boundary_ratio") if isinstance(index, dict) else None
-    if ratio is not None or (pipeline / "transformer_2").exists():
-        found = f"boundary_ratio={ratio}" if ratio is not None else "a transformer_2"
+    second = pipeline / EXPERT_FOLDERS[1]
+    if ratio is None and not second.exists():
+        return None
+    if ratio is None:
         raise UserError(
-            f"{where} has {found}: a model of two experts, one for high and one for low noise, which is not supported"
-            " yet; give a pipeline with one transformer"
+            f"{where} has a transformer_2, a second expert, and its model_index.json no boundary_ratio, the time from"
+            " which on the first serves; add it (Wan 2.2: .875 for T2V, .9 for I2V), or move transformer_2 away"
         )
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
+        raise UserError(f"{where}: boundary_ratio={one_line(ratio)} of its model_index.json is not between 0 and 1")
+    if not (second / "config.json").is_file():
+        raise UserError(
+            f"{where} has boundary_ratio={ratio:g}, a model of two experts, and no transformer_2/config.json; copy the"
+            " whole pipeline"
+        )
+    return float(ratio)
 
 
 def indexed_files(index: Path, where: str) -> list[str]:

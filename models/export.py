@@ -27,13 +27,15 @@ from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.sharding import materialise
 from fsdp_cp.sharding.initialise import initialise
-from models.checkpoint_files import fingerprint, inspect_transformer, tensor_reader
+from models.checkpoint_files import fingerprint, inspect_checkpoint, tensor_reader
 from models.export_folder import write_folder
 from models.families.base import Family
 from models.families.registry import family_of
+from models.load import seed_of_expert
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Merged
 from models.published import refuse_input, refuse_occupied
+from models.role import EXPERTS
 
 _FILE_BYTES = 5 * 10**9
 
@@ -44,6 +46,8 @@ class _Saved:
 
     checkpoint: Path
     role: str
+    part: str
+    """What the checkpoint calls it: the role, or one of its experts (:meth:`models.role.Role.trained_apart`)."""
     weights: str
     state: Mapping[str, Any]
     config: dict[str, Any]
@@ -54,7 +58,7 @@ class _Saved:
 
     def read(self, name: str) -> Tensor:
         """One of them, whole."""
-        key = f"{self.role}.{_KINDS[self.weights]}.{name}"
+        key = f"{self.part}.{_KINDS[self.weights]}.{name}"
         value = torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
         with readable(self.checkpoint), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
@@ -75,38 +79,57 @@ class _Saved:
 _KINDS = {"raw": "weights", "ema": "ema"}
 
 
-def _find(checkpoint: Path, role: str, weights: str) -> _Saved:
-    """
+def _find(checkpoint: Path, role: str, weights: str) -> list[_Saved]:
+    """A role's networks, of experts both.
+
     Raises:
         UserError: a role or average that the checkpoint has not, a damaged checkpoint.
     """
     state = read_state(checkpoint)
-    prefix = f"{role}.{_KINDS[weights]}."
     files = reader(checkpoint)
     metadata = files.read_metadata().state_dict_metadata
-    named = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    if not named:
-        held = sorted({(key.split(".")[0], key.split(".")[1]) for key in metadata} - {("student", "adamw")})
-        known = ", ".join(
-            f"--role {name} --weights {'ema' if kind == 'ema' else 'raw'}" for name, kind in held if kind != "adamw"
-        )
+    experts = bool(state.get("boundaries", {}).get(role))
+    parts = [f"{role}.{expert}" for expert in EXPERTS] if experts else [role]
+    named = {
+        part: {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+        for part, prefix in ((part, f"{part}.{_KINDS[weights]}.") for part in parts)
+    }
+    if not all(named.values()):
+        kinds = {kind: name for name, kind in _KINDS.items()}
+        held = sorted(
+            {(name, kinds[kind]) for name in ("student", "fake") for kind in kinds for key in metadata
+             if key.startswith((f"{name}.{kind}.", *(f"{name}.{expert}.{kind}." for expert in EXPERTS)))}
+        )  # fmt: skip
+        known = ", ".join(f"--role {name} --weights {kind}" for name, kind in held)
         raise UserError(f"{checkpoint} holds no {weights} weights of a role {role!r}; use {known}")
     configs = state.get("configs")
     if not isinstance(configs, dict) or not isinstance(configs.get(role), dict):
         raise UserError(f"{checkpoint / 'state.json'} is damaged: it has no configuration of {role}; use another one")
-    return _Saved(
-        checkpoint=checkpoint,
-        role=role,
-        weights=weights,
-        state=state,
-        config=configs[role],
-        tensors=cast("dict[str, TensorStorageMetadata]", named),  # weights are nothing else
-        reader=files,
-    )
+    return [
+        _Saved(
+            checkpoint=checkpoint,
+            role=role,
+            part=part,
+            weights=weights,
+            state=state,
+            config=configs[role],
+            tensors=cast("dict[str, TensorStorageMetadata]", tensors),  # weights are nothing else
+            reader=files,
+        )
+        for part, tensors in named.items()
+    ]
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, role: str, weights: str, dtype: torch.dtype, kind: str | None, base: str | None
+    checkpoint: Path,
+    out: Path,
+    *,
+    role: str,
+    weights: str,
+    dtype: torch.dtype,
+    kind: str | None,
+    base: str | None,
+    expert: str | None = None,
 ) -> str:
     """Export a role of a training checkpoint; needs no process group and never holds more than one file.
 
@@ -119,6 +142,7 @@ def export_checkpoint(
         kind: ``merged``, or one of :data:`models.lora.files.FORMATS`; ``None`` for the whole network, which is
             ``merged`` where the role has adapters.
         base: the folder of the adapters' base, where it has moved.
+        expert: ``high`` or ``low``, for one of a role's two experts as a network of its own.
 
     Returns:
         What was written, in words.
@@ -128,11 +152,19 @@ def export_checkpoint(
             written, a base that is not the adapters' own.
     """
     refuse_occupied(out, "OUT")
-    saved = _find(checkpoint, role, weights)
+    networks = _find(checkpoint, role, weights)
+    saved = networks[0]
+    boundaries = saved.state.get("boundaries", {}).get(role, [])
+    if expert is not None and not boundaries:
+        raise UserError(f"--expert {expert}: the {role} in {checkpoint} is one network; leave it out")
     adapters = saved.adapters
     if adapters is None and kind is not None:
         raise UserError(
             f"--format {kind} is for adapters, and the {role} in {checkpoint} trained its whole network; leave it out"
+        )
+    if kind in FORMATS and boundaries and expert is None:
+        raise UserError(
+            f"--format {kind}: the {role} in {checkpoint} is two experts, and a file is of one; add --expert"
         )
     if base is not None and (adapters is None or kind in FORMATS):
         raise UserError("--base is for adapters that are merged into it (--format merged); leave it out")
@@ -145,25 +177,43 @@ def export_checkpoint(
         "weights": weights,
         "dtype": str(dtype),
     }
+    chosen = list(range(len(networks)))
+    if expert is not None:
+        chosen, boundaries = [EXPERTS.index(expert)], []
+        about["expert"] = expert
+    of = f"the {role}" if expert is None else f"the {role}'s expert for {expert} noise"
     scale = adapters["scale"] if adapters else 1.0
     if kind in FORMATS:
-        refuse_whole(saved.tensors, f"the {role} in {checkpoint}")
+        (saved,) = (networks[i] for i in chosen)
+        refuse_whole(saved.tensors, f"{of} in {checkpoint}")
         tensors = file_tensors(kind, saved.tensors, saved.read, family=saved.family, scale=scale, dtype=dtype)
         write_file(out, tensors, about | {"format": kind})
-        return f"the {weights} adapters of the {role}"
+        return f"the {weights} adapters of {of}"
+    bases = _bases(saved, base) if adapters is not None else []
+    sources = [_source(networks[i], bases[i] if bases else None, scale, dtype) for i in chosen]
+    write_folder(out, sources, saved.config, _FILE_BYTES, boundaries, about=about)
+    return f"the {weights} weights of {of}{', merged into their base,' if adapters else ''}"
+
+
+_Base = tuple[Callable[[str], Tensor], dict[str, torch.Size]]
+"""How to read a weight of the adapters' base by name, and all their shapes."""
+
+
+def _source(
+    saved: _Saved, base: _Base | None, scale: float, dtype: torch.dtype
+) -> tuple[dict[str, int], Callable[[str], Tensor]]:
+    """Bytes by name, and what gives a tensor, for :func:`models.export_folder.write_folder`."""
     read: Callable[[str], Tensor] = saved.read
     counts = {name: value.size.numel() for name, value in saved.tensors.items()}
-    if adapters is not None:
-        of_base, shapes = _base(saved, base)
+    if base is not None:
+        of_base, shapes = base
         read = merged = Merged(of_base, saved.read, shapes, saved.tensors, scale)
         counts = {name: shapes[name].numel() if name in shapes else counts[name] for name in merged.names}
-    sizes = {name: count * dtype.itemsize for name, count in counts.items()}
-    write_folder(out, sizes, lambda name: read(name).to(dtype), saved.config, _FILE_BYTES, writes=True, about=about)
-    return f"the {weights} weights of the {role}{', merged into their base,' if adapters else ''}"
+    return {name: count * dtype.itemsize for name, count in counts.items()}, lambda name: read(name).to(dtype)
 
 
-def _base(saved: _Saved, given: str | None) -> tuple[Callable[[str], Tensor], dict[str, torch.Size]]:
-    """How to read a weight of the adapters' base by name, and all their shapes.
+def _bases(saved: _Saved, given: str | None) -> list[_Base]:
+    """Of each network of the role.
 
     Raises:
         UserError: a base that is not there, or another one.
@@ -173,19 +223,26 @@ def _base(saved: _Saved, given: str | None) -> tuple[Callable[[str], Tensor], di
     if of["path"] is None:
         if given is not None:
             raise UserError("--base: these adapters are on random weights, which the run's seed gives; leave it out")
-        with torch.device("meta"):
-            network = saved.family.build(saved.config, "state.json")
-        materialise(network, "cpu")
-        initialise(network, seed=saved.state["seed"], special=saved.family.fill_special)
-        weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        return weights.__getitem__, {name: weight.shape for name, weight in weights.items()}
-    folder = inspect_transformer(given or of["path"], "--base")
-    if fingerprint(folder) != of["fingerprint"]:
+        return [_random_base(saved, i) for i in range(len(saved.state.get("boundaries", {}).get(saved.role, [])) + 1)]
+    found = inspect_checkpoint(given or of["path"], "--base")
+    if " ".join(map(fingerprint, found.folders)) != of["fingerprint"]:
         raise UserError(
-            f"--base {folder.path} has other weights than the base that the {saved.role} was trained on"
+            f"--base {given or of['path']} has other weights than the base that the {saved.role} was trained on"
             f" ({of['path']}); give that one"
         )
-    return tensor_reader(folder), {name: torch.Size(shape) for name, shape in folder.shapes.items()}
+    return [
+        (tensor_reader(folder), {name: torch.Size(shape) for name, shape in folder.shapes.items()})
+        for folder in found.folders
+    ]
+
+
+def _random_base(saved: _Saved, expert: int) -> _Base:
+    with torch.device("meta"):
+        network = saved.family.build(saved.config, "state.json")
+    materialise(network, "cpu")
+    initialise(network, seed=seed_of_expert(saved.state["seed"], expert), special=saved.family.fill_special)
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    return weights.__getitem__, {name: weight.shape for name, weight in weights.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,6 +263,9 @@ def main(argv: list[str] | None = None) -> int:
         help="of a role with adapters: merged into its base, as a diffusers folder (the default), as a file for"
         " diffusers' load_lora_weights, or one with the keys of Wan's own code, as ComfyUI and LightX2V read it",
     )
+    parser.add_argument(
+        "--expert", choices=EXPERTS, help="of a role of two experts one alone, as a network of its own; both by default"
+    )
     parser.add_argument("--base", help="with --format merged: the folder of the base, where it has moved")
     args = parser.parse_args(argv)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
@@ -218,7 +278,14 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = find_checkpoint(user_path(args.run, "RUN") if args.run else "", "RUN")
         base = str(user_path(args.base, "--base")) if args.base is not None else None
         written = export_checkpoint(
-            checkpoint, out, role=args.role, weights=args.weights, dtype=dtype, kind=args.format, base=base
+            checkpoint,
+            out,
+            role=args.role,
+            weights=args.weights,
+            dtype=dtype,
+            kind=args.format,
+            base=base,
+            expert=args.expert,
         )
         print(f"{out}: {written} in {checkpoint}")
 

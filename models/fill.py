@@ -15,34 +15,33 @@ from fsdp_cp.sharding.initialise import initialise
 from models.checkpoint_files import one_line
 from models.names import owner
 from models.network import Network
-from models.role import Role
 from models.role_plan import RolePlan
 
 
-def fill(network: Network, plans: Sequence[RolePlan], roles: Sequence[Role], seed: int) -> None:
+def fill(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
     """First values of a network that roles have; a collective.
 
     Args:
         network: with memory.
-        plans: of the roles.
-        roles: in the same order.
+        plans: of the roles; of experts, of the one that ``network`` is.
         seed: of random weights, and of what the folders have not: additions and adapters.
 
     Raises:
         UserError: on every rank, files that cannot be read, or weights that are not finite.
     """
     family, module = network.family, network.module
-    if plans[0].folder is None:
+    if not plans[0].folders:
         # By public names: the base of adapters is the network of the same seed without any.
         initialise(module, seed=seed, special=family.fill_special, stream=_unless_adapter)
     else:
         base = {} if network.adapters else network.base_parameters()
         _load(network.base_parameters(), plans[0])
-        for plan, role in zip(plans, roles, strict=True):
+        for plan in plans:
             if plan.additions:
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
             if plan.additions or plan.lora is not None:  # additions that were saved, copies of what is trained whole
-                _load({name: weight for name, weight in role.weights().items() if name not in base}, plan)
+                own = network.named_parameters(plan.name)
+                _load({name: weight for name, weight in own.items() if name not in base}, plan)
     for plan in plans:
         if plan.lora is not None:
             plan.lora.fill(module, plan.name, seed)
@@ -62,10 +61,9 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
     Raises:
         UserError: on every rank, files that cannot be read, or weights that are not finite.
     """
-    folder = plan.folder
-    assert folder is not None
+    (folder,) = plan.folders
     saved = folder.shapes.keys() | folder.additions.keys()
-    wanted = {name: weight for name, weight in weights.items() if name in saved}
+    wanted = {name: weight.detach() for name, weight in weights.items() if name in saved}
     where = f"{plan.name}.checkpoint={folder.path}"
     if not wanted:
         return

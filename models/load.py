@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding import materialise, shard_module
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
 from models.additions.registry import additions_of, attach_additions
@@ -93,22 +94,34 @@ def build_roles(
     """
     built: dict[str, Role] = {}
     for group in sharing(plans, trained):
-        network = build_network(
-            group,
-            trained=trained,
-            mesh=mesh,
-            device=device,
-            precision=precision,
-            latent_shape=latent_shape,
-            condition_shapes=condition_shapes,
-        )
-        roles = [
-            Role(name=plan.name, networks=(network,), trainable=plan.name in trained, adapters=plan.adapters)
-            for plan in group
-        ]
-        fill(network, group, roles, seed)
-        built |= {role.name: role for role in roles}
+        networks = []
+        for i in range(group[0].experts):
+            of_expert = [plan.expert(i) for plan in group]
+            network = build_network(
+                of_expert,
+                trained=trained,
+                mesh=mesh,
+                device=device,
+                precision=precision,
+                latent_shape=latent_shape,
+                condition_shapes=condition_shapes,
+            )
+            fill(network, of_expert, seed_of_expert(seed, i))
+            networks.append(network)
+        for plan in group:
+            built[plan.name] = Role(
+                name=plan.name,
+                networks=tuple(networks),
+                boundaries=plan.boundaries,
+                trainable=plan.name in trained,
+                adapters=plan.adapters,
+            )
     return {plan.name: built[plan.name] for plan in plans}
+
+
+def seed_of_expert(seed: int, expert: int) -> int:
+    """Of the random weights of a role's networks, which are to differ."""
+    return stream_seed(seed, "expert", expert) if expert else seed
 
 
 def build_network(
@@ -125,7 +138,7 @@ def build_network(
     """The network of one of the groups of :func:`sharing`, with memory for its weights and nothing in it.
 
     Args:
-        plans: the group.
+        plans: the group; of experts, of one of them.
         trained: names of the roles that train.
         mesh, device, precision, latent_shape, condition_shapes: of :func:`build_role`.
         allocate: ``False`` leaves it on the meta device, without that memory.

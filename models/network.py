@@ -95,6 +95,10 @@ class Network:
         """The network itself, by diffusers' names, without what roles add to it."""
         return {place.public: parameter for place, parameter in self._owned() if place.role is None}
 
+    def owned_names(self, role: str) -> set[str]:
+        """Names in the module of what ``role`` adds to it."""
+        return {place.name for place, _ in self._owned() if place.role == role}
+
     def trained_elsewhere(self, role: str) -> set[str]:
         """Names in the module of what other roles train."""
         return {place.name for place, _ in self._owned() if place.role not in (None, role)}

@@ -85,16 +85,14 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
     """
     if not folder.is_dir():
         return None
-    found = sorted(p.name for p in folder.iterdir())
+    found = list(_entries(folder))
     if not found:
         return None
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        own = {name: (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
-        maker = _maker(manifest.get("about") or {})
+        own, maker = _read_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"no earlier export: it holds {found[0]} and no readable {MANIFEST}"
-    if any("/" in name or name in ("", ".", "..") for name in own):  # what it names would be deleted
+    if not all(map(_is_inside, own)):  # what it names would be deleted
         return f"its {MANIFEST} names files of other folders"
     if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
         return f"it holds what {maker} wrote"
@@ -104,6 +102,29 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
         if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != own[name]):
             return f"{name} has changed since it was exported"
     return None
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
+    """The files that the manifest in ``folder`` names, each with its state, and what made them."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    own = {str(name): (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
+    return own, _maker(manifest.get("about") or {})
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Names of what lies in ``folder`` and in its folders, one below it; of a folder without anything its own.
+
+    A link to a folder is none: what lies behind it is not ours to name.
+    """
+    for path in sorted(folder.iterdir()):
+        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+        yield from [f"{path.name}/{each.name}" for each in inside] or [path.name]
+
+
+def _is_inside(name: str) -> bool:
+    """Could :func:`_entries` have given ``name``?"""
+    parts = name.split("/")
+    return len(parts) <= 2 and not {"", ".", ".."} & set(parts)
 
 
 def _maker(about: Mapping[str, Any]) -> str:
@@ -119,7 +140,8 @@ def _state(file: Path) -> tuple[int, int]:
 
 @contextmanager
 def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
-    """A new folder to write plain files into; on success it becomes ``folder``, on failure nothing has changed.
+    """A new folder to write files into, or folders of files; on success it becomes ``folder``, on failure nothing has
+    changed.
 
     An earlier export stays until the new one is whole. One process writes.
 
@@ -153,9 +175,9 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
         yield unfinished
         # mkdtemp's folders are their owner's alone, and so are safetensors' files (0.8): a group could not read them
         unfinished.chmod(0o777 & ~_umask())
-        for file in unfinished.iterdir():
-            file.chmod(0o666 & ~_umask())
-        files = {p.name: _state(p) for p in sorted(unfinished.iterdir())}
+        for name in _entries(unfinished):
+            (unfinished / name).chmod(0o666 & ~_umask())
+        files = {name: _state(unfinished / name) for name in _entries(unfinished)}
         (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
         _put_in_place(unfinished, folder, about, move_aside)
     except BaseException as error:
@@ -234,8 +256,15 @@ def _lives(process: int) -> bool:
 
 def _remove_export(folder: Path) -> None:
     """Delete the files that the manifest names, and the folder if that leaves it empty."""
-    for name in [*json.loads((folder / MANIFEST).read_text())["files"], MANIFEST]:
-        (folder / name).unlink(missing_ok=True)
+    own = [name for name in _read_manifest(folder)[0] if _is_inside(name)]
+    folders = {folder / name.split("/")[0] for name in own if "/" in name}
+    links = {path for path in folders if path.is_symlink()}
+    for name in [*own, MANIFEST]:
+        if (folder / name).parent not in links:
+            (folder / name).unlink(missing_ok=True)
+    for path in folders - links:
+        with suppress(OSError):
+            path.rmdir()
     try:
         folder.rmdir()
     except OSError:

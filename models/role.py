@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +21,10 @@ from models.additions.registry import additions_of
 from models.additions.time_conditioning import second_time
 from models.condition import Condition
 from models.families.base import Family
-from models.names import owner
 from models.network import Network
+
+EXPERTS = ("high", "low")
+"""What two experts are called, by the noise of their times."""
 
 
 @dataclass(kw_only=True)
@@ -74,26 +76,47 @@ class Role:
         """Tokens of one sample."""
         return self.networks[0].tokens
 
-    def network_at(self, t: Tensor) -> Network:
+    def expert_at(self, time: float) -> int:
+        """Which of its networks serves ``time``: from a boundary on the one before it, as in diffusers' pipelines."""
+        return sum(time < boundary for boundary in self.boundaries)
+
+    def network_at(self, t: Tensor, at: float | None) -> Network:
         """The network that serves the times ``t``.
 
         Args:
-            t: ``(B,)`` or ``(B, T)`` in [0, 1]; with experts their range is read, for which a GPU is waited for.
+            t: ``(B,)`` or ``(B, T)`` in [0, 1].
+            at: of experts, a time in the same range as all of ``t``, known to the host and the same on every rank.
 
         Raises:
-            ValueError: times that no one network serves.
+            ValueError: experts without ``at``; times of several experts, where that can be seen without waiting for a
+                device.
         """
-        if len(self.networks) == 1:
+        if not self.boundaries:
             return self.networks[0]
-        earliest, latest = (sum(time < b for b in self.boundaries) for time in torch.aminmax(t.detach()))
-        if earliest != latest:
-            raise ValueError(
-                f"{self.name}: times from {float(t.min()):g} to {float(t.max()):g} are of several experts"
-                f" (boundaries {', '.join(f'{b:g}' for b in self.boundaries)}); draw a batch's times in one range"
-            )
-        return self.networks[int(latest)]
+        if at is None:
+            raise ValueError(f"{self.name}: which of its {len(self.networks)} networks is wanted must be said by at=")
+        expert = self.expert_at(at)
+        if t.device.type == "cpu" and type(t) is Tensor:  # in a plan it has no values
+            wrong = [time for time in t.detach().flatten().tolist() if self.expert_at(time) != expert]
+            if wrong:
+                raise ValueError(
+                    f"{self.name}: a time of {wrong[0]:g} where at={at:g} asks for the network of another range"
+                    f" (boundaries {', '.join(f'{b:g}' for b in self.boundaries)}); draw a batch's times in one range"
+                )
+        return self.networks[expert]
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def trained_apart(self) -> dict[str, Role]:
+        """What has an optimizer of its own: this role, or each of its experts as a role of one network, by name."""
+        if not self.boundaries:
+            return {self.name: self}
+        return {
+            f"{self.name}.{expert}": replace(self, networks=(network,), boundaries=())
+            for expert, network in zip(EXPERTS, self.networks, strict=True)
+        }
+
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
+    ) -> Tensor:
         """The rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
 
         Args:
@@ -103,6 +126,7 @@ class Role:
             condition: of the B samples.
             r: ``(B,)`` in [0, 1], for a network with the addition ``second_time`` (the mean velocity from r to t) or
                 ``last_step`` (of samples whose last step was at r), and only for one.
+            at: of :meth:`network_at`.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.
@@ -110,24 +134,26 @@ class Role:
         Raises:
             ValueError: times of another shape, or of several experts.
         """
-        network = self.network_at(t)
+        network = self.network_at(t, at)
         with second_time(additions_of(network.module, self.name), t, r):
             v = self._outputs(network, x, t, condition)[0]
         if v.dtype == x.dtype:
             return v
         return network.family.hold(v.to(x.dtype), x, t, condition)
 
-    def logits(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def logits(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
+    ) -> Tensor:
         """``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py), above 0 where ``x_t`` looks
         real.
 
         Args:
-            x, t, condition, r: as of :meth:`velocity`.
+            x, t, condition, r, at: as of :meth:`velocity`.
 
         Returns:
             ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
-        network = self.network_at(t)
+        network = self.network_at(t, at)
         head = gan_head_of(network.module, self.name)
         with head.wanted(self.tokens), second_time(additions_of(network.module, self.name), t, r):
             return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
@@ -163,7 +189,7 @@ class Role:
         try:
             with ExitStack() as stack:
                 for network in self.networks:
-                    names = {name for name, _ in network.module.named_parameters() if owner(name)[0] == self.name}
+                    names = network.owned_names(self.name)
                     stack.enter_context(frozen(network.module, names if network.adapters else None))
                 yield
         finally:

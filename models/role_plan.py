@@ -17,7 +17,14 @@ from fsdp_cp.launch import rank
 from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import PREFIX, Chosen, named_additions
 from models.additions.registry import build_additions
-from models.checkpoint_files import TransformerFolder, check_tensors, fingerprint, inspect_transformer
+from models.checkpoint_files import (
+    Checkpoint,
+    TransformerFolder,
+    check_tensors,
+    defining,
+    fingerprint,
+    inspect_checkpoint,
+)
 from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
 from models.lora.plan import LoraPlan, plan_lora
@@ -34,13 +41,15 @@ class RolePlan:
     family: Family
     config: dict[str, Any]
     """What defines the network, as JSON gives it back: the family's defaults filled in, no notes of diffusers."""
-    folder: TransformerFolder | None
-    """Where the weights come from; ``None`` for random ones."""
+    folders: tuple[TransformerFolder, ...]
+    """Where the weights come from, of each network; none for random ones."""
+    boundaries: tuple[float, ...] = ()
+    """Of experts, of one configuration, the times between them (:class:`models.role.Role`)."""
     sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
     additions: Chosen = ()
-    """What is attached to the network; see models/additions/."""
+    """What is attached to each network; see models/additions/."""
     base: tuple[str, str]
     """What tells its weights from others, of family and folder or configuration: roles of equal ones can share them."""
     added: nn.ModuleDict
@@ -48,7 +57,21 @@ class RolePlan:
     lora: LoraPlan | None = None
     """The role's adapters; without any it has the whole network."""
     network: nn.Module
-    """On the meta device, without adapters and additions; never changed."""
+    """One of its networks, on the meta device, without adapters and additions; never changed."""
+
+    @property
+    def experts(self) -> int:
+        """How many networks it has."""
+        return len(self.boundaries) + 1
+
+    def expert(self, index: int) -> RolePlan:
+        """The same role of one of its networks alone."""
+        return replace(self, folders=self.folders[index : index + 1], boundaries=())
+
+    @property
+    def setting(self) -> str:
+        """What its networks come from, as users set it."""
+        return f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
 
     def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
         """Tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
@@ -56,8 +79,7 @@ class RolePlan:
         Raises:
             UserError: shapes that the network cannot take.
         """
-        setting = f"{self.name}.{'architecture' if self.folder is None else 'checkpoint'}"
-        self.family.check_sample(self.config, latent_shape, condition_shapes, setting)
+        self.family.check_sample(self.config, latent_shape, condition_shapes, self.setting)
         return self.family.tokens(self.config, latent_shape)
 
     @property
@@ -66,27 +88,29 @@ class RolePlan:
         if self.lora is None:
             return None
         base: dict[str, str | None] = {"path": None, "fingerprint": None}
-        if self.folder is not None:
-            base = {"path": str(self.folder.path.resolve()), "fingerprint": fingerprint(self.folder)}
+        if self.folders:
+            above = self.folders[0].path.parent if self.boundaries else self.folders[0].path
+            base = {"path": str(above.resolve()), "fingerprint": " ".join(map(fingerprint, self.folders))}
         return self.lora.described | {"base": base}
 
     @property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is the role's own, by public name: its adapters or the network, and its additions."""
+        """Shapes of what is the role's own in each network, by public name: its adapters or the network, and its
+        additions."""
         if self.lora is not None:
             own = self.lora.shapes(self.network)
         else:
             own = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
         return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
-    def of(self, network: nn.Module, folder: TransformerFolder | None) -> RolePlan:
-        """The same role of another network of its family, on the meta device, with its weights in ``folder``; it shares
-        it with the roles that it shares this one with."""
+    def of(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
+        """The same role of another network of its family, on the meta device, with its weights in ``folders``; it
+        shares it with the roles that it shares this one with."""
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
         lora = None if self.lora is None else self.lora.of(network)
-        return replace(self, config=config, folder=folder, network=network, added=added, lora=lora)
+        return replace(self, config=config, folders=folders, network=network, added=added, lora=lora)
 
 
 def plan_role(
@@ -94,6 +118,7 @@ def plan_role(
     *,
     checkpoint: str | None,
     architecture: dict[str, Any] | None = None,
+    boundary: float | None = None,
     family: str = "wan",
     sharding: ShardSettings | None = None,
     attention_backend: str = "auto",
@@ -108,6 +133,7 @@ def plan_role(
         name: the role.
         checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
         architecture: the network's configuration where there is no checkpoint.
+        boundary: makes it two experts there, the first of which serves from this time on; a checkpoint has its own.
         family: the model family.
         sharding: how it will be sharded; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
@@ -130,29 +156,44 @@ def plan_role(
                 else f" (or set {name}.architecture for random weights)"
             )
         )
-    folder = inspect_transformer(checkpoint, setting) if checkpoint is not None else None
+    found = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
+    boundaries = found.boundaries
+    if boundary is not None:
+        if checkpoint is not None:
+            raise UserError(
+                f"{name}.boundary={boundary:g} is for {name}.architecture; a checkpoint of two experts has its boundary"
+                " in model_index.json (boundary_ratio)"
+            )
+        if not 0 < boundary < 1:
+            raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
+        boundaries = (boundary,)
     if architecture is not None:
         chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
-        network = chosen.build(
-            folder.config if folder else dict(architecture or {}), setting if folder else f"{name}.architecture"
-        )
+        if found.folders:
+            network, *others = (chosen.build(folder.config, setting) for folder in found.folders)
+        else:
+            network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
         extra = build_additions(additions, chosen, config_of(network))  # refuses what does not fit the network
-    if folder is not None:
+    _check_experts([network, *others], f"{setting}={checkpoint}")
+    shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
+    for folder in found.folders:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
-        shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
         _check_additions(folder, shapes, setting)
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
-    weights = json.dumps(config, sort_keys=True) if folder is None else str(folder.path.resolve())
+    weights = "\n".join(str(folder.path.resolve()) for folder in found.folders)
+    if not found.folders:
+        weights = json.dumps([config, *boundaries], sort_keys=True)
     return RolePlan(
         name=name,
         family=chosen,
         config=config,
         base=(chosen.name, weights),
-        folder=folder,
+        folders=found.folders,
+        boundaries=boundaries,
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
@@ -163,17 +204,19 @@ def plan_role(
     )
 
 
-def defining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a network's configuration tells it from others.
+def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
+    """Experts must be of one configuration.
 
-    diffusers notes in it which values were not given, as a list made of a set: in another order in every process. A
-    state that held it could not be resumed.
+    Raises:
+        UserError: naming what differs.
     """
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in config.items()
-        if not key.startswith("_") or key == "_class_name"
-    }
+    first, *others = (defining(config_of(network)) for network in networks)
+    for other in others:
+        if other != first:
+            keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
+            raise UserError(
+                f"{where}: its two experts differ in {', '.join(keys)}; experts must be alike but in weights"
+            )
 
 
 def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:

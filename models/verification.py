@@ -26,12 +26,13 @@ from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import own
+from models.checkpoint_files import defining
 from models.condition import Condition
 from models.export_folder import export_weights, write_folder
 from models.families.base import LatentShape, config_of
 from models.families.registry import family_of
 from models.load import build_role
-from models.role_plan import RolePlan, defining, plan_role
+from models.role_plan import RolePlan, plan_role
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """dp_shard x cp."""
@@ -53,6 +54,8 @@ class Case:
     cp: int
     grid: tuple[int, int, int]
     checkpointing: bool
+    expert: int = 0
+    """Which of the folder's networks."""
     optional: bool = False
     """With what the network takes too where the data give it (:meth:`models.families.base.Family.optional_shapes`)."""
 
@@ -131,12 +134,12 @@ def optional_names(plan: RolePlan) -> list[str]:
 def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
     """The unmodified network in this process, on the whole batch."""
     family = plan.family
-    assert plan.folder is not None
+    (folder,) = plan.folders
     network = family.build(plan.config, "models.verify").eval()
-    weights = own(_read(plan.folder.path))
+    weights = own(_read(folder.path))
     broken = next((name for name, tensor in sorted(weights.items()) if not tensor.isfinite().all()), None)
     if broken is not None:
-        raise UserError(f"{plan.folder.path}: {broken} holds numbers that are not finite; copy the folder again")
+        raise UserError(f"{folder.path}: {broken} holds numbers that are not finite; copy the folder again")
     network.load_state_dict(weights)
     nn.Module.to(network, torch.float64)
     x, t, condition, direction, cotangent = inputs(plan, grid, optional)
@@ -158,7 +161,7 @@ def _mesh(dp_shard: int, cp: int, heads: int) -> Mesh:
 
 def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     """The same as a role on this process group's ranks; on rank 0, and how many weights a round trip changed."""
-    plan = planned(case.folder, case.family, checkpointing=case.checkpointing)
+    plan = planned(case.folder, case.family, case.expert, checkpointing=case.checkpointing)
     mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
     latent_shape, shapes = sample_shapes(plan, case.grid, case.optional)
     role = build_role(
@@ -192,9 +195,9 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
 
 def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:
     """How many tensors are not the folder's, bit for bit, after they were written from their shards."""
-    assert plan.folder is not None
-    export_weights(scratch, dict(weights), plan.config, dtype=torch.float32)
-    before, after = own(_read(plan.folder.path)), _read(scratch)
+    (folder,) = plan.folders
+    export_weights(scratch, [weights], plan.config, dtype=torch.float32)
+    before, after = own(_read(folder.path)), _read(scratch)
     return len(before.keys() ^ after.keys()) + sum(
         not torch.equal(before[name].float(), after[name]) for name in before.keys() & after.keys()
     )
@@ -228,10 +231,10 @@ def compare(ours: Result, truth: Result, changed: int) -> Errors:
     )
 
 
-def planned(folder: Path, family: str, *, checkpointing: bool) -> RolePlan:
-    """The network of ``folder`` as a role that trains."""
+def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool = False) -> RolePlan:
+    """The network of ``folder``, or one of its experts, as a role that trains."""
     settings = ShardSettings(activation_checkpointing="full" if checkpointing else "none")
-    return plan_role("student", checkpoint=str(folder), family=family, sharding=settings)
+    return plan_role("student", checkpoint=str(folder), family=family, sharding=settings).expert(expert)
 
 
 def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
@@ -244,10 +247,12 @@ def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
     tensors = {name: tensor.float() for name, tensor in network.state_dict().items()}
     sizes = {name: tensor.numel() * 4 for name, tensor in tensors.items()}
     named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
-    write_folder(folder, sizes, tensors.__getitem__, named, 5 * 10**9, writes=True)
+    write_folder(folder, [(sizes, tensors.__getitem__)], named, 5 * 10**9)
 
 
-def verify(folder: Path, family: str, ranks: int, optional: bool = False) -> Iterator[tuple[Case, Errors]]:
+def verify(
+    folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False
+) -> Iterator[tuple[Case, Errors]]:
     """Every mesh of at most ``ranks`` processes, both token counts, with and without activation checkpointing.
 
     With ``optional`` its condition has what the network takes too where the data give it.
@@ -255,7 +260,7 @@ def verify(folder: Path, family: str, ranks: int, optional: bool = False) -> Ite
     Raises:
         UserError: a folder that is no network of the family, or one that does not fit this host's memory.
     """
-    plan = planned(folder, family, checkpointing=False)
+    plan = planned(folder, family, expert)
     size = sum(p.numel() for p in plan.network.parameters())
     # The plain network and its gradients, and the ranks' shards, gathered copies and gradients, in float64.
     needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
@@ -275,7 +280,7 @@ def verify(folder: Path, family: str, ranks: int, optional: bool = False) -> Ite
                     for checkpointing in (False, True):
                         case = Case(
                             folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid,
-                            checkpointing=checkpointing, optional=optional,
+                            checkpointing=checkpointing, expert=expert, optional=optional,
                         )  # fmt: skip
                         with tempfile.TemporaryDirectory() as scratch:
                             ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]

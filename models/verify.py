@@ -1,9 +1,9 @@
 """Is a network exact on every mesh? ``python -m models.verify FOLDER_OR_FAMILY`` compares it with itself unsplit.
 
 A FAMILY is tried with its own small examples and random weights, a FOLDER (a diffusers transformer or pipeline folder)
-with the network in it. Each is built as a role, split and sharded on each mesh that ``--ranks`` local processes make;
-its outputs, gradients and derivatives are compared in float64 with those of the unmodified network in one process. A
-network that may be given more, such as a first frame, is tried with and without it.
+with the network in it, or both experts. Each is built as a role, split and sharded on each mesh that ``--ranks`` local
+processes make; its outputs, gradients and derivatives are compared in float64 with those of the unmodified network in
+one process. A network that may be given more, such as a first frame, is tried with and without it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from pathlib import Path
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from models.checkpoint_files import inspect_transformer
+from models.checkpoint_files import EXPERT_FOLDERS, inspect_checkpoint
 from models.families.registry import family_names, family_of
 from models.verification import BATCH, BOUND, optional_names, planned, verify, write_example
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
-    """Print a table, and one with what the network may be given too; were all errors within the bound?"""
-    good = _table(title, folder, family, ranks, optional=False)
-    names = optional_names(planned(folder, family, checkpointing=False))
-    return (
-        _table(f"{title}, {' and '.join(names)} given", folder, family, ranks, optional=True) & good if names else good
-    )
+    """Print a table of each network, and one with what it may be given too; were all errors within the bound?"""
+    plan, good = planned(folder, family), True
+    for expert in range(plan.experts):
+        of = f"{title}, {folder / EXPERT_FOLDERS[expert]}" if plan.experts > 1 else title
+        good &= _table(of, folder, family, ranks, expert, optional=False)
+        if names := optional_names(plan):
+            good &= _table(f"{of}, {' and '.join(names)} given", folder, family, ranks, expert, optional=True)
+    return good
 
 
-def _table(title: str, folder: Path, family: str, ranks: int, *, optional: bool) -> bool:
+def _table(title: str, folder: Path, family: str, ranks: int, expert: int, *, optional: bool) -> bool:
     print(f"\n**{title}**\n")
     print("| dp_shard x cp | tokens | checkpointing | output | each gradient | norm | derivative | weights changed |")
     print("|---|---|---|---|---|---|---|---|")
     good = True
-    for case, errors in verify(folder, family, ranks, optional):
+    for case, errors in verify(folder, family, ranks, expert, optional):
         fits = errors.largest <= BOUND
         good &= fits
         print(
@@ -63,7 +65,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
     if family is not None and not folder.is_dir():
         raise UserError(f"--family {family} is of a folder, and {target} is none; leave it out")
     if folder.is_dir():
-        planned(folder, family or _family_of(folder), checkpointing=False)  # refused before anything is printed
+        planned(folder, family or _family_of(folder))  # refused before anything is printed
     elif target not in family_names():
         raise UserError(f"{target} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers"))
@@ -82,7 +84,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
 
 def _family_of(folder: Path) -> str:
     """The family whose class a folder's network has; the first where there is none, which then says what it needs."""
-    found = inspect_transformer(str(folder), "FOLDER").config.get("_class_name")
+    found = inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")
     names = family_names()
     for name in names:
         with suppress(UserError):  # one of another package that cannot be imported is not asked for here

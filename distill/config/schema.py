@@ -64,6 +64,9 @@ class RoleSettings(ShardSettings):
     """Diffusers pipeline or transformer folder."""
     architecture: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
     """Configuration of a network with random weights, where there is no checkpoint."""
+    boundary: float | None = None
+    """Makes an ``architecture`` two experts, of which the first serves from this time on, in (0, 1). A checkpoint of
+    two experts (Wan 2.2 A14B) has its own, ``boundary_ratio``."""
     family: str = "wan"
     """Model family: ``wan``, ``ltx``, or one that an installed package names."""
     precision: Literal["fp32", "bf16"] = II("precision")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distill.data import ClipDataset
 from distill.observations import Observations
+from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.condition import Condition
@@ -101,6 +102,30 @@ class Method(ABC):
         """
         return
 
+    @classmethod
+    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+        """Refuse roles of experts that this method cannot train or evaluate.
+
+        Args:
+            settings: of the method.
+            boundaries: of the roles that are experts of ranges of times, by name.
+
+        Raises:
+            UserError: naming the role; by default for any.
+        """
+        for name in boundaries:
+            raise UserError(
+                f"{name}.checkpoint is a model of two experts, which method={settings.name} does not know; use"
+                " method=dmd2, rcm, scm or flow_matching, or a checkpoint of one network"
+            )
+
+    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
+        """Of a trained role of experts, which of its networks each loss of ``step`` trains, by the loss's name.
+
+        By what all ranks share alone (:attr:`StepRandom.shared`), and the same for each of a step's micro-batches.
+        """
+        return {}
+
     def training_data(self, data: ClipDataset) -> ClipDataset:
         """What the steps read; ``data``, with which samples are made, by default."""
         return data
@@ -144,7 +169,14 @@ class Method(ABC):
         """Clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the sampler that fits the role."""
 
 
-def guided_velocity(role: Role, x: Tensor, t: Tensor, condition: Condition, scale: float) -> Tensor:
+Guidance = float | tuple[float, float]
+"""Scale ``w`` of guidance; of a teacher of two experts one for each, as diffusers' ``guidance_scale`` and
+``guidance_scale_2``."""
+
+
+def guided_velocity(
+    role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance, at: float | None = None
+) -> Tensor:
     """Classifier-free guidance ``u + w (c - u)`` (Ho & Salimans 2022), both in one call of the network.
 
     Args:
@@ -153,9 +185,19 @@ def guided_velocity(role: Role, x: Tensor, t: Tensor, condition: Condition, scal
         t: ``(B,)``.
         condition: of the B samples; its ``null`` is what ``u`` is told.
         scale: ``w``; 1 is the conditional velocity, without a second pass.
+        at: of :meth:`models.role.Role.network_at`.
     """
-    if scale == 1.0:
-        return role.velocity(x, t, condition)
-    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), Condition.cat([condition, condition.null]))
+    w = scale_at(role, scale, at)
+    if w == 1.0:
+        return role.velocity(x, t, condition, at=at)
+    both = role.velocity(torch.cat([x, x]), torch.cat([t, t]), Condition.cat([condition, condition.null]), at=at)
     conditional, unconditional = both.chunk(2)
-    return unconditional + scale * (conditional - unconditional)
+    return unconditional + w * (conditional - unconditional)
+
+
+def scale_at(role: Role, scale: Guidance, at: float | None) -> float:
+    """That of the network of ``role`` which serves the time ``at``."""
+    if not isinstance(scale, tuple):
+        return scale
+    assert at is not None, "two scales are for two experts (Method.check_experts)"
+    return scale[role.expert_at(at)]

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill.methods.base import Batch, guided_velocity
+from distill.methods.base import Batch, Guidance, guided_velocity
+from distill.methods.expert_times import Times
 from distill.observations import Observations, per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, denoise, per_sample
 from models.condition import Condition
@@ -19,13 +20,13 @@ from models.role import Role
 
 def distribution_matching(
     sample: Tensor,
-    t: Tensor,
+    times: Times,
     noise: Tensor,
     *,
     batch: Batch,
     teacher: Role,
     fake: Role,
-    scale: float,
+    scale: Guidance,
     last_step: Tensor | None = None,
     observations: Observations,
 ) -> Tensor:
@@ -33,7 +34,7 @@ def distribution_matching(
 
     Args:
         sample: ``x_G`` ``(B, C, T, H, W)``.
-        t: ``(B,)`` times at which the scores are compared.
+        times: at which the scores are compared.
         noise: fresh, in the shape of ``sample``.
         batch: its captions.
         teacher: the real score, guided by ``scale``.
@@ -42,10 +43,11 @@ def distribution_matching(
         last_step: ``(B,)``, for a fake score that is told the time of the last step that made each sample.
         observations: gets ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
+    t, at = times
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
-        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, scale), t)
-        estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step), t)
+        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, scale, at), t)
+        estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
         # Per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
         q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
         g = (estimate - real) / per_sample(q, sample)
@@ -56,19 +58,20 @@ def distribution_matching(
 
 
 def fake_score_error(
-    fake: Role, sample: Tensor, t: Tensor, noise: Tensor, condition: Condition, last_step: Tensor | None = None
+    fake: Role, sample: Tensor, times: Times, noise: Tensor, condition: Condition, last_step: Tensor | None = None
 ) -> Tensor:
     """``mean (v(x_t) - (e - x_G))^2`` of each sample ``(B,)``: flow matching on the student's samples, no guidance.
 
     Args:
         fake: the score that trains.
         sample: ``x_G`` ``(B, C, T, H, W)``, without a gradient.
-        t: ``(B,)``.
+        times: of the samples.
         noise: ``e``, in the shape of ``sample``.
         condition: of the B samples.
         last_step: as of :func:`distribution_matching`.
     """
-    v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step)
+    t, at = times
+    v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
     return per_sample_mean((v - (noise - sample)).square())
 
 

@@ -8,7 +8,7 @@ clips a GAN may be added, whose discriminator is a few small heads on the fake s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.distribution_matching import Shared, distribution_matching, fake_score_error
+from distill.methods.expert_times import Times, draw_times, expert_of_step
 from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.observations import observe_by_time, observe_latents
 from distill.schedules import add_noise, shift_time
@@ -151,6 +152,29 @@ class Dmd2(FewStepMethod):
         # The last backward is the one that reaches every block: FSDP closes the step with it.
         yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), last, random), 1.0)
 
+    @classmethod
+    def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+        for boundary in boundaries.get("student", ()):
+            if settings.rollout == "full":
+                raise UserError(
+                    "method.rollout=full trains the student at its last time alone, and its expert for times from"
+                    f" {boundary:g} on would never be trained; use method.rollout=random, or a student of one network"
+                )
+            if settings.step_list[-1] >= boundary:
+                raise UserError(
+                    f"method.step_list={list(settings.step_list)} has no time below {boundary:g}, where the student's"
+                    " second expert begins: it would never be trained; add one, or use a student of one network"
+                )
+
+    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
+        if self.trained_role(step) == "student":
+            return {"dmd": self.roles["student"].expert_at(self._rollout_times(random)[-1])}
+        fake = self.roles["fake"]
+        return {
+            loss: expert_of_step(self._draw_score_time, random, purpose, fake)
+            for loss, purpose in (("gan", "dmd2/gan_time"), ("fake_score", "dmd2/fake_time"))
+        }
+
     def _rollout_times(self, random: StepRandom) -> list[float]:
         """One length for the step, the same on every rank and micro-batch: it decides how many forwards run."""
         times = self.settings.student_times()
@@ -171,28 +195,33 @@ class Dmd2(FewStepMethod):
             observe_latents(self.observations, "data", batch.latents)
         loss = distribution_matching(
             sample,
-            self._score_time("dmd2/time", batch, random),
+            self._score_time("dmd2/time", batch, random, "teacher", "fake"),
             random.normal("dmd2/score_noise", batch.shape, batch.dtype),
             batch=batch,
             teacher=self.roles["teacher"],
             fake=self.roles["fake"],
-            scale=self.settings.guidance_scale,
+            scale=self.settings.guidance,
             last_step=last,
             observations=self.observations,
         )
         if not self.settings.gan:
             return loss
-        t = self._score_time("dmd2/gan_time", batch, random)
+        t, at = self._score_time("dmd2/gan_time", batch, random, "fake")
         x_t = add_noise(sample, random.normal("dmd2/gan_noise", batch.shape, batch.dtype), t)
-        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.condition, last)).mean(1)
+        gan = F.softplus(-self.roles["fake"].logits(x_t, t, batch.condition, last, at=at)).mean(1)
         self.observations.add("dmd", loss.expand(len(gan)))
         self.observations.add("gan", gan)
         return loss + self.settings.gan_weight_student * gan.mean()
 
-    def _score_time(self, purpose: str, batch: Batch, random: StepRandom) -> Tensor:
-        """Uniform, shifted, and then held within [``min_time``, ``max_time``]; ``(B,)``."""
-        t = shift_time(random.uniform(purpose, batch.dtype), self.settings.shift)
-        return t.clamp(self.settings.min_time, self.settings.max_time)
+    def _score_time(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
+        """At which ``roles`` are evaluated."""
+        of = [self.roles[name] for name in roles]
+        return draw_times(self._draw_score_time, random, purpose, batch.dtype, [of])[0]
+
+    def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+        """Uniform, shifted, and then held within [``min_time``, ``max_time``]."""
+        t = shift_time(random.uniform(purpose, dtype), self.settings.shift)
+        return [t.clamp(self.settings.min_time, self.settings.max_time)]
 
     def _head_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
         """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``, over all logits.
@@ -200,7 +229,7 @@ class Dmd2(FewStepMethod):
         ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions;
         a discriminator that knows the ``last`` step is told the samples' for both.
         """
-        t = self._score_time("dmd2/gan_time", batch, random)
+        t, at = self._score_time("dmd2/gan_time", batch, random, "fake")
         inputs = [
             add_noise(x, random.normal(purpose, batch.shape, batch.dtype), t)
             for x, purpose in ((sample, "dmd2/gan_noise"), (batch.latents, "dmd2/gan_real_noise"))
@@ -210,7 +239,7 @@ class Dmd2(FewStepMethod):
             inputs.append(inputs[1] + self.settings.gan_r1_sigma * disturbance)
         n = len(inputs)
         logits = self.roles["fake"].logits(
-            torch.cat(inputs), t.repeat(n), batch.condition.repeat(n), None if last is None else last.repeat(n)
+            torch.cat(inputs), t.repeat(n), batch.condition.repeat(n), None if last is None else last.repeat(n), at=at
         )
         student, real, *disturbed = logits.chunk(n)
         self.observations.add("logit_student", student.mean(1))
@@ -224,8 +253,8 @@ class Dmd2(FewStepMethod):
 
     def _fake_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
         """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
-        t = self._score_time("dmd2/fake_time", batch, random)
+        times = self._score_time("dmd2/fake_time", batch, random, "fake")
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
-        errors = fake_score_error(self.roles["fake"], sample, t, noise, batch.condition, last)
-        observe_by_time(self.observations, "loss", errors, t)
+        errors = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last)
+        observe_by_time(self.observations, "loss", errors, times.t)
         return errors.mean()

@@ -10,7 +10,8 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor
 
-from distill.methods.base import Batch, Method
+from distill.methods.base import Batch, Guidance, Method
+from distill.methods.expert_times import Times
 from distill.methods.sampling import Sampler, StudentSampler, guided_sample, rollout
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
@@ -25,6 +26,8 @@ class FewStepSettings:
 
     guidance_scale: float = 5.0
     """``w`` of ``u + w (c - u)`` on the teacher; 1 is none."""
+    guidance_scale_2: float | None = None
+    """Of a teacher of two experts (Wan 2.2 A14B), the second's, for low noise; null for the first's."""
     shift: float = 5.0
     """Shift of the teacher's sampler, and of the times that the method draws where it says so. > 0."""
     teacher_sampler: Sampler = "euler"
@@ -37,6 +40,13 @@ class FewStepSettings:
         check_choices(self, "method.")
         if self.shift <= 0:
             raise UserError(f"method.shift={self.shift} must be above 0")
+
+    @property
+    def guidance(self) -> Guidance:
+        """The teacher's, of each of its experts where they differ."""
+        if self.guidance_scale_2 is None or self.guidance_scale_2 == self.guidance_scale:
+            return self.guidance_scale
+        return self.guidance_scale, self.guidance_scale_2
 
     def student_times(self) -> list[float]:
         """Rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
@@ -98,20 +108,20 @@ class FewStepMethod(Method):
         return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, given=given)
 
     def student_sample(
-        self, noise: Tensor, condition: Condition, times: Sequence[float | Tensor], random: StepRandom, purpose: str
+        self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
     ) -> Tensor:
         """The student's sample as :func:`distill.methods.sampling.rollout` makes it, by ``student_sampler``."""
         sampler = self.settings.student_sampler
         return rollout(self.roles["student"], noise, condition, times, random, purpose, sampler=sampler)
 
-    def own_sample(self, batch: Batch, times: Sequence[float | Tensor], random: StepRandom) -> Tensor:
+    def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
         """``x_G`` for the captions of ``batch``, with a gradient through its last step where gradients are enabled."""
         name = self.settings.name
         noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
         return self.student_sample(noise, batch.condition, times, random, f"{name}/renoise")
 
     def evaluations(self, role: str, steps: int) -> int:
-        return steps if role == "student" or self.settings.guidance_scale == 1 else 2 * steps
+        return steps if role == "student" or self.settings.guidance == 1 else 2 * steps
 
     @torch.no_grad()
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
@@ -124,5 +134,5 @@ class FewStepMethod(Method):
             sampler=self.settings.teacher_sampler,
             steps=steps,
             shift=self.settings.shift,
-            scale=self.settings.guidance_scale,
+            scale=self.settings.guidance,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
+from distill.methods.expert_times import draw_times, expert_of_step
 from distill.methods.sampling import Sampler, guided_sample
 from distill.observations import observe_by_time, observe_latents, per_sample_mean
 from distill.schedules import add_noise, shift_time
@@ -63,13 +64,24 @@ class FlowMatching(Method):
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("flow_matching", lambda: self._loss(batch, random), 1.0)
 
+    @classmethod
+    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+        return
+
+    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
+        expert = expert_of_step(self._draw, random, "flow_matching/time", self.roles["student"])
+        return {"flow_matching": expert}
+
+    def _draw(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+        return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]
+
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         x0 = batch.latents
-        t = draw_time(self.settings, self.settings.shift, random, "flow_matching/time", x0.dtype)
+        ((t, at),) = draw_times(self._draw, random, "flow_matching/time", x0.dtype, [(self.roles["student"],)])
         noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
-        v = self.roles["student"].velocity(add_noise(x0, noise, t), t, condition)
+        v = self.roles["student"].velocity(add_noise(x0, noise, t), t, condition, at=at)
         errors = per_sample_mean((v - (noise - x0)).square())
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distill.methods.base import Batch, Loss
 from distill.methods.distribution_matching import distribution_matching, fake_score_error
+from distill.methods.expert_times import Draw, Times, draw_times, expert_of_step
 from distill.methods.scm import Scm, ScmSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.schedules import shift_time
@@ -124,41 +125,64 @@ class Rcm(Scm):
         if step >= self.settings.consistency_steps:
             yield Loss("dmd", lambda: self._dmd_loss(step, batch, random), 1.0)
 
-    def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Tensor]:
-        """Rectified-flow times, ``(B,)`` each: as many for every sample of the step, drawn for each of them."""
-        steps = self.rollout_steps(step)
-        first = torch.ones(len(batch.condition), dtype=batch.dtype, device=batch.condition.device)
-        if self.settings.rollout == "fixed":
-            return [first, *(time * first for time in self.settings.student_times()[1:steps])]
-        times = [first]
-        for k in range(1, steps):
-            drawn = shift_time(random.uniform(f"rcm/rollout_time_{k}", batch.dtype), self.settings.shift)
-            times.append(torch.minimum(drawn, times[-1]))
-        return times
+    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
+        student, fake = self.roles["student"], self.roles["fake"]
+        if self.trained_role(step) == "fake":
+            return {"fake_score": expert_of_step(self._draw_score_time, random, "rcm/fake_time", fake)}
+        found = {"scm": self._consistency_expert(random)}
+        if step >= self.settings.consistency_steps:
+            found["dmd"] = expert_of_step(self._draw_rollout(step), random, "rcm/rollout_time", student)
+        return found
 
-    def _last_step(self, times: list[Tensor]) -> Tensor | None:
+    def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
+        """As many for every sample of the step, drawn for each of them."""
+        steps, student = self.rollout_steps(step), self.roles["student"]
+        return draw_times(self._draw_rollout(step), random, "rcm/rollout_time", batch.dtype, [(student,)] * steps)
+
+    def _draw_rollout(self, step: int) -> Draw:
+        """Of the rollout of ``step``: 1, and then as ``method.rollout`` says."""
+        steps = self.rollout_steps(step)
+
+        def draw(random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+            first = torch.ones(len(random.positions), dtype=dtype, device=random.device)
+            if self.settings.rollout == "fixed":
+                return [first, *(time * first for time in self.settings.student_times()[1:steps])]
+            times = [first]
+            for k in range(1, steps):
+                drawn = shift_time(random.uniform(f"{purpose}_{k}", dtype), self.settings.shift)
+                times.append(torch.minimum(drawn, times[-1]))
+            return times
+
+        return draw
+
+    def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+        return [shift_time(random.uniform(purpose, dtype), self.settings.shift)]
+
+    def _last_step(self, times: list[Times]) -> Tensor | None:
         """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
-        return times[-1] if self.settings.fake_knows_last_step else None
+        return times[-1].t if self.settings.fake_knows_last_step else None
 
     def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         times = self._rollout_times(step, batch, random)
         sample = self.own_sample(batch, times, random)
         observe_latents(self.observations, "sample", sample)
         observe_latents(self.observations, "data", batch.latents)
+        teacher, fake = self.roles["teacher"], self.roles["fake"]
         loss = distribution_matching(
             sample,
-            shift_time(random.uniform("rcm/score_time", batch.dtype), self.settings.shift),
+            draw_times(self._draw_score_time, random, "rcm/score_time", batch.dtype, [(teacher, fake)])[0],
             random.normal("rcm/score_noise", batch.shape, batch.dtype),
             batch=batch,
-            teacher=self.roles["teacher"],
-            fake=self.roles["fake"],
-            scale=self.settings.guidance_scale,
+            teacher=teacher,
+            fake=fake,
+            scale=self.settings.guidance,
             last_step=self._last_step(times),
             observations=self.observations,
         )
         # On F, as the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
         (gradient,) = torch.autograd.grad(loss, sample, retain_graph=True)
-        sin = times[-1] / torch.hypot(times[-1], 1 - times[-1])
+        last = times[-1].t
+        sin = last / torch.hypot(last, 1 - last)
         self.observations.add("output_gradient/dmd", sin * sample.numel() * per_sample_norm(gradient))
         return loss
 
@@ -167,10 +191,11 @@ class Rcm(Scm):
         with torch.no_grad():
             times = self._rollout_times(step, batch, random)
             sample = self.own_sample(batch, times, random)
-        t = shift_time(random.uniform("rcm/fake_time", batch.dtype), self.settings.shift)
+        fake = self.roles["fake"]
+        drawn = draw_times(self._draw_score_time, random, "rcm/fake_time", batch.dtype, [(fake,)])[0]
         noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
-        last = self._last_step(times)
-        errors = fake_score_error(self.roles["fake"], sample, t, noise, batch.condition, last)
+        errors = fake_score_error(fake, sample, drawn, noise, batch.condition, self._last_step(times))
+        t = drawn.t
         # F is linear in v, with the factor 1 / (cos + sin), whose square is t^2 + (1 - t)^2 at the flow time t.
         errors = (t.square() + (1 - t).square()) * errors
         observe_by_time(self.observations, "loss", errors, t)

@@ -9,7 +9,8 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from distill.methods.base import guided_velocity
+from distill.methods.base import Guidance, guided_velocity
+from distill.methods.expert_times import Times
 from distill.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
@@ -28,7 +29,7 @@ def guided_sample(
     sampler: Sampler,
     steps: int,
     shift: float,
-    scale: float,
+    scale: Guidance,
 ) -> Tensor:
     """Clean latents from ``noise`` along the guided velocity, as a teacher is sampled.
 
@@ -47,7 +48,7 @@ def guided_sample(
 
 
 @torch.no_grad()
-def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list[float], scale: float) -> Tensor:
+def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list[float], scale: Guidance) -> Tensor:
     """Euler's method along the guided velocity, from ``times[0]`` to ``times[-1]``: 1 to 0 for a sample.
 
     Args:
@@ -59,13 +60,15 @@ def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list
     """
     x = noise
     for t, t_next in zip(times[:-1], times[1:], strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale)
+        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
         x = x + (t_next - t) * v
     return x
 
 
 @torch.no_grad()
-def unipc_sample(role: Role, noise: Tensor, condition: Condition, *, steps: int, shift: float, scale: float) -> Tensor:
+def unipc_sample(
+    role: Role, noise: Tensor, condition: Condition, *, steps: int, shift: float, scale: Guidance
+) -> Tensor:
     """UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8): diffusers' scheduler, set as Wan's is.
 
     The network is called at the exact time of its state, as in training. diffusers' own loop truncates ``1000 t`` to an
@@ -85,7 +88,7 @@ def unipc_sample(role: Role, noise: Tensor, condition: Condition, *, steps: int,
     scheduler.set_begin_index(0)  # or the step would be looked up by its time, and equal integers are two steps
     x = noise
     for t, timestep in zip(scheduler.sigmas[:-1].tolist(), scheduler.timesteps, strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale)
+        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
         x = scheduler.step(v, timestep, x).prev_sample
     return x
 
@@ -94,7 +97,7 @@ def rollout(
     student: Role,
     noise: Tensor,
     condition: Condition,
-    times: Sequence[float | Tensor],
+    times: Sequence[float | Times],
     random: StepRandom,
     purpose: str,
     *,
@@ -109,7 +112,7 @@ def rollout(
         student: the network; its ``x0`` is the sample.
         noise: ``(B, C, T, H, W)``; the first input is it times the first time.
         condition: of the B samples.
-        times: of rectified flow, descending, above 0; one for all samples, or ``(B,)`` in the dtype of ``noise``.
+        times: of rectified flow, descending, above 0; one for all samples, or for each in the dtype of ``noise``.
         random: of the fresh noise.
         purpose: of the draws: the k-th fresh noise is ``PURPOSE_k``.
         sampler: how the next time is reached: ``renoise``, ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2), or
@@ -117,18 +120,20 @@ def rollout(
     """
     assert sampler in get_args(StudentSampler), sampler
     each = [
-        time if isinstance(time, Tensor) else torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device)
+        time
+        if isinstance(time, Times)
+        else Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)
         for time in times
     ]
-    x = per_sample(each[0], noise) * noise
-    for k, t in enumerate(each):
+    x = per_sample(each[0].t, noise) * noise
+    for k, (t, at) in enumerate(each):
         with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
-            v = student.velocity(x, t, condition)
+            v = student.velocity(x, t, condition, at=at)
             x0 = denoise(x, v, t)
         if k == len(times) - 1:
             break
         if sampler == "ode":
-            x = x0 + per_sample(each[k + 1], v) * v
+            x = x0 + per_sample(each[k + 1].t, v) * v
         else:
-            x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), each[k + 1])
+            x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), each[k + 1].t)
     return x0

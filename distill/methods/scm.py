@@ -8,7 +8,7 @@ pass. Times are TrigFlow's, in [0, pi/2].
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss
+from distill.methods.expert_times import draw_times, pilot_times
 from distill.methods.few_step import FewStepMethod, FewStepSettings
 from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
@@ -112,23 +113,44 @@ class Scm(FewStepMethod):
     def losses(self, step: int, batch: Batch, random: StepRandom) -> Iterator[Loss]:
         yield Loss("scm", lambda: self._consistency_loss(step, batch, random), 1.0)
 
+    @classmethod
+    def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+        return
+
+    def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
+        return {"scm": self._consistency_expert(random)}
+
+    def _consistency_expert(self, random: StepRandom) -> int:
+        student = self.roles["student"]
+        if not student.boundaries:
+            return 0
+        return student.expert_at(pilot_times(self._draw_time, random, "scm/time")[0])
+
+    def _draw_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
+        """Of rectified flow, at which networks are evaluated, and the same times of TrigFlow."""
+        z = random.normal(purpose, (), dtype)
+        t = torch.atan(torch.exp(self.settings.time_mean + self.settings.time_std * z))
+        return [flow_time(t), t]
+
     def _consistency_loss(self, step: int, batch: Batch, random: StepRandom, weight: float = 1.0) -> Tensor:
         """``mean (F - sg(F) - g)^2``; ``weight``, the loss's own, is for what is observed alone."""
         settings, student = self.settings, self.roles["student"]
-        z = random.normal("scm/time", (), batch.dtype)
-        t = torch.atan(torch.exp(settings.time_mean + settings.time_std * z))
+        of_flow, (t, _) = draw_times(
+            self._draw_time, random, "scm/time", batch.dtype, [(student, self.roles["teacher"]), ()]
+        )
+        at = of_flow.at
         x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
         with torch.no_grad():
-            teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance_scale)
+            teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at)
         # Scaled afterwards: a finite difference would take too small a step where cos t sin t is small.
         derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
-            lambda x, t: trig_field(student, x, t, batch.condition),
+            lambda x, t: trig_field(student, x, t, batch.condition, at=at),
             (x, t),
             (teacher, torch.ones_like(t)),
             mode=settings.jvp,
             step=settings.jvp_step,
         )
-        prediction = trig_field(student, x, t, batch.condition)
+        prediction = trig_field(student, x, t, batch.condition, at=at)
         warmup = settings.tangent_warmup
         r = min(1.0, self.student_updates(step) / warmup) if warmup else 1.0
         raw = consistency_tangent(prediction.detach(), teacher, derivative, x, t, r, form=settings.tangent)

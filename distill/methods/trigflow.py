@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from distill.methods.base import guided_velocity
+from distill.methods.base import Guidance, guided_velocity
 from distill.schedules import per_sample
 from models.condition import Condition
 from models.role import Role
@@ -33,7 +33,9 @@ def flow_time_of(t: float) -> float:
     return math.sin(t) / (math.cos(t) + math.sin(t))
 
 
-def trig_field(role: Role, x: Tensor, t: Tensor, condition: Condition, scale: float = 1.0) -> Tensor:
+def trig_field(
+    role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance = 1.0, at: float | None = None
+) -> Tensor:
     """TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
 
     This form has no 0/0 at ``t -> 0``.
@@ -44,10 +46,11 @@ def trig_field(role: Role, x: Tensor, t: Tensor, condition: Condition, scale: fl
         t: TrigFlow times.
         condition: of the B samples.
         scale: guidance ``w``.
+        at: of :meth:`models.role.Role.network_at`, a time of rectified flow.
     """
     wide = per_sample(t, x)
     k = torch.cos(wide) + torch.sin(wide)
-    v = guided_velocity(role, x / k, flow_time(t), condition, scale)
+    v = guided_velocity(role, x / k, flow_time(t), condition, scale, at)
     return ((torch.cos(wide) - torch.sin(wide)) * x + v) / k
 
 

@@ -23,9 +23,9 @@ from distill.setup import RunPlan, plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
+from models.checkpoint_files import defining
 from models.families.base import config_of
 from models.families.registry import family_of
-from models.role_plan import defining
 
 log = logging.getLogger(__name__)
 

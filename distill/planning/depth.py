@@ -129,4 +129,4 @@ def shallow(role: RolePlan, layers: int) -> RolePlan:
     assert config is not None
     with torch.device("meta"):
         network = role.family.build(config, f"{role.name}.architecture")
-    return role.of(network, None)
+    return role.of(network, ())

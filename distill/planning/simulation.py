@@ -22,7 +22,7 @@ from distill.gradients import accumulate_gradients
 from distill.methods import Batch, Method, build_method
 from distill.observations import Observations
 from distill.optimizers import RoleOptimizer
-from distill.planning.watched import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
+from distill.planning.watched import HOST, Shapes, WatchedRole, WatchedSharding, build_watched, is_offloaded
 from distill.setup import RunPlan
 from fsdp_cp.fake_world import fake_world
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -36,6 +36,7 @@ from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.pool import pool_at
 from models.condition import Condition
 from models.ema import Ema
+from models.role import Role
 
 
 @dataclass
@@ -230,6 +231,7 @@ class _Run:
         self.lengths = _Lengths()
         self.optimizers: dict[str, RoleOptimizer] = {}
         self.averages: dict[str, Ema] = {}
+        self.held: list[RoleOptimizer | Ema] = []
         for name in plan.method.trained_roles:
             role, ema = method.roles[name], getattr(config, name).ema
             with storages.labelled((name, HOST if is_offloaded(role) else "optimizer")):
@@ -237,12 +239,25 @@ class _Run:
             if ema.enabled:
                 with storages.labelled((name, HOST if is_offloaded(role) else "ema")):
                     self.averages[name] = Ema(role, decay=ema.decay, gamma=ema.gamma, start=ema.start)
+            self._hold(role, config)
         if "student" in self.averages:
             method.student_average = self.averages["student"].swapped_in
         self.accumulation = config.batch_size // plan.mesh.dp // plan.micro_batch_size
         with storages.labelled(("data", "activations")):
             # the trainer has a step's all at once
             self.batches = [self._batch(self.plan.micro_batch_size) for _ in range(self.accumulation)]
+
+    def _hold(self, role: WatchedRole, config: Config) -> None:
+        """The states of experts that no step of the simulation runs."""
+        ema = getattr(config, role.name).ema
+        for network in role.idle:
+            expert = Role(name=role.name, networks=(network,), trainable=True)
+            host = HOST if is_offloaded(role) else None
+            with self.storages.labelled((role.name, host or "optimizer")):
+                self.held.append(RoleOptimizer(expert, getattr(config.optim, role.name)))
+            if ema.enabled:
+                with self.storages.labelled((role.name, host or "ema")):
+                    self.held.append(Ema(expert, decay=ema.decay, gamma=ema.gamma, start=ema.start))
 
     def _batch(self, count: int) -> Batch:
         latent_shape, condition_shapes = self.shapes

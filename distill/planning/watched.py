@@ -49,6 +49,8 @@ class WatchedRole(Role):
     """As :attr:`Simulation.queries`; of all roles the same one."""
     holder: str
     """The role under whose name its network counts."""
+    idle: tuple[Network, ...] = ()
+    """Experts that are held and not run: all are of one size, so which one a step takes tells nothing."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)
@@ -98,38 +100,48 @@ def build_watched(
     storages: AttributedStorages,
     tensors: AbstractContextManager,
     queries: dict[str, int],
-) -> dict[str, Role]:
+) -> dict[str, WatchedRole]:
     """The roles, with memory for their weights and nothing in it; they fill ``queries``."""
     latent_shape, condition_shapes = shapes
     trained = plan.method.trained_roles
-    roles: dict[str, Role] = {}
+    roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
         # Without memory first: among fake tensors a network that is on meta cannot be copied.
-        network = build_network(
-            group,
-            trained=trained,
-            mesh=mesh,
-            device=torch.device("cpu"),
-            latent_shape=latent_shape,
-            condition_shapes=condition_shapes,
-            allocate=False,
+        network, *idle = (
+            build_network(
+                [plan.expert(i) for plan in group],
+                trained=trained,
+                mesh=mesh,
+                device=torch.device("cpu"),
+                latent_shape=latent_shape,
+                condition_shapes=condition_shapes,
+                allocate=False,
+            )
+            for i in range(group[0].experts)
         )
         holder = _holder(group)
         for each in group:
             role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
-            role.storages, role.queries, role.holder = storages, queries, holder
+            role.storages, role.queries, role.holder, role.idle = storages, queries, holder, tuple(idle)
             roles[each.name] = role
         held = HOST if group[0].sharding.offload == "cpu" else "parameters"
-        with tensors, storages, storages.labelled((holder, "parameters")):
-            with storages.labelled((holder, held)):
-                materialise(network.module, "cpu")
-            for name in network.adapters:
-                for parameter in network.named_parameters(name).values():
-                    storages.relabel(parameter, (name, held))
-            for buffer in network.module.buffers():
-                storages.relabel(buffer, (holder, "parameters"))
-            network.family.restore_buffers(network.module, torch.device("cpu"))
+        with tensors, storages:
+            for one in (network, *idle):
+                _allocate(one, holder, held, storages)
     return {each.name: roles[each.name] for each in plan.roles}
+
+
+def _allocate(network: Network, holder: str, held: str, storages: AttributedStorages) -> None:
+    """Memory for its weights, counted under the roles that have them."""
+    with storages.labelled((holder, "parameters")):
+        with storages.labelled((holder, held)):
+            materialise(network.module, "cpu")
+        for name in network.adapters:
+            for parameter in network.named_parameters(name).values():
+                storages.relabel(parameter, (name, held))
+        for buffer in network.module.buffers():
+            storages.relabel(buffer, (holder, "parameters"))
+        network.family.restore_buffers(network.module, torch.device("cpu"))
 
 
 def _holder(group: Sequence[RolePlan]) -> str:

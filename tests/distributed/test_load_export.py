@@ -67,7 +67,7 @@ def test_every_rank_reads_its_shards(checkpoints, tmp_path, kind):
 
 def _export(path, out, max_bytes):
     role = _load(path)
-    export_weights(out, role.weights(), role.config, dtype=torch.float32, max_bytes=max_bytes)
+    export_weights(out, [role.weights()], role.config, dtype=torch.float32, max_bytes=max_bytes)
     return True
 
 

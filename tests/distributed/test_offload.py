@@ -145,7 +145,7 @@ def _pieces(folder, out, offload, device="cpu", mesh=None):
     tensors = {"student": {"weights": role.weights(), "adamw": optimizer.state(), "ema": ema.weights}}
     Checkpoints(out / "checkpoints", keep=1).save(1, tensors, {"configs": {"student": role.config}})
     with ema.swapped_in():
-        export_weights(out / "export", role.weights(), role.config, dtype=torch.float32, max_bytes=20_000)
+        export_weights(out / "export", [role.weights()], role.config, dtype=torch.float32, max_bytes=20_000)
     raw = {name: w.to_local().clone() for name, w in role.weights().items()}
     with torch.no_grad():
         for w in role.weights().values():

@@ -42,7 +42,7 @@ def _experts(dp_shard, cp):
     for times, expert in (([1.0, 0.8], 0), ([0.79, 0.4], 1), ([0.39, 0.0], 2)):
         t = torch.tensor(times, dtype=torch.float64)
         with microbatch(networks[expert].module, is_first=True, is_last=True):
-            ours = role.velocity(x, t, condition)
+            ours = role.velocity(x, t, condition, at=times[0])
             ours.square().mean().backward()
         with microbatch(single[expert].network, is_first=True, is_last=True):
             truth = single[expert].velocity(x, t, condition)
@@ -57,14 +57,16 @@ def _experts(dp_shard, cp):
     assert len(role.weights()) == 3 * len(single[0].weights()) == len(role.parameters())
     with role.frozen():
         x.requires_grad_()
-        role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition).sum().backward()
+        role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition, at=0.9).sum().backward()
         assert x.grad.abs().sum() > 0 and all(p.grad is None for p in role.parameters())
     assert all(p.requires_grad for p in role.parameters())
     messages = []
     for times in ([0.9, 0.7], [0.8, 0.2], [0.41, 0.3999]):
         with pytest.raises(ValueError) as refused:
-            role.velocity(x, torch.tensor(times, dtype=torch.float64), condition)
+            role.velocity(x, torch.tensor(times, dtype=torch.float64), condition, at=times[0])
         messages.append(str(refused.value))
+    with pytest.raises(ValueError, match="which of its 3 networks is wanted must be said by at="):
+        role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition)
     return messages
 
 
@@ -73,7 +75,7 @@ def _experts(dp_shard, cp):
 )
 def test_each_expert_serves_its_times_and_trains_alone(pools, dp_shard, cp):
     for messages in pools[dp_shard * cp].run(_experts, dp_shard, cp):
-        assert messages[0].startswith("student: times from 0.7 to 0.9 are of several experts (boundaries 0.8, 0.4)")
+        assert messages[0].startswith("student: a time of 0.7 where at=0.9 asks for the network of another range")
         assert len(messages) == 3
 
 

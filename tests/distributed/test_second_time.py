@@ -294,7 +294,7 @@ def test_a_stale_or_missing_second_time_is_refused(pools, checkpoints, trained):
 
 def _export(trained, out):
     role = _role(trained, _mesh(2, 1))
-    export_weights(out / "export", role.weights(), role.config, dtype=torch.float32, max_bytes=20_000)
+    export_weights(out / "export", [role.weights()], role.config, dtype=torch.float32, max_bytes=20_000)
     tensors = {"student": {"weights": role.weights()}}
     Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
     again = _role(out / "export", _mesh(2, 1))

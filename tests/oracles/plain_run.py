@@ -22,6 +22,7 @@ from fsdp_cp.sharding.initialise import initialise
 from models.additions.registry import attach_additions, build_additions
 from models.condition import Condition
 from models.families.registry import FAMILIES
+from models.load import seed_of_expert
 from models.network import Network
 from models.role import Role
 from tests.oracles import tiny_ltx
@@ -72,21 +73,25 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     kind, roles, family = METHODS[config.method.name][0], {}, FAMILIES[setup.family]
     for name in kind.roles_needed(config.method):
         trainable = name in kind.trained_roles
-        network = _network(setup, folder, name).requires_grad_(trainable and name not in setup.lora)
-        network.set_attn_processor(tiny_ltx.WrittenOutLtx() if setup.family == "ltx" else WrittenOut())
-        chosen = kind.additions(config.method).get(name, ())
-        if chosen:
-            added = build_additions(chosen, family, network.config)
-            attach_additions(network, name, added, family, _ONE_RANK)
-            initialise(added, seed=0)
-        for parameter, value in network.named_parameters():
-            value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
-        torch.nn.Module.to(network, data.latents.dtype)
-        plain = Network(
-            family=family, config={}, module=network, precision="fp32",
-            tokens=family.tokens(network.config, setup.latent_shape), forward_flops=0,
-        )  # fmt: skip
-        roles[name] = _PlainRole(name=name, networks=(plain,), trainable=trainable)
+        networks = []
+        for number, part in enumerate(("transformer", "transformer_2") if name in setup.boundaries else (".",)):
+            network = _network(setup, folder, name, part).requires_grad_(trainable and name not in setup.lora)
+            network.set_attn_processor(tiny_ltx.WrittenOutLtx() if setup.family == "ltx" else WrittenOut())
+            chosen = kind.additions(config.method).get(name, ())
+            if chosen:
+                added = build_additions(chosen, family, network.config)
+                attach_additions(network, name, added, family, _ONE_RANK)
+                initialise(added, seed=seed_of_expert(0, number))
+            for parameter, value in network.named_parameters():
+                value.requires_grad_(value.requires_grad or (trainable and ".default." in parameter))
+            torch.nn.Module.to(network, data.latents.dtype)
+            plain = Network(
+                family=family, config={}, module=network, precision="fp32",
+                tokens=family.tokens(network.config, setup.latent_shape), forward_flops=0,
+            )  # fmt: skip
+            networks.append(plain)
+        boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
+        roles[name] = _PlainRole(name=name, networks=tuple(networks), boundaries=boundaries, trainable=trainable)
     method = build_method(config.method, roles)
     settings = config.optim.student
     optimizers = {
@@ -125,14 +130,14 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     return trace
 
 
-def _network(setup: Setup, folder: Path, name: str) -> torch.nn.Module:
+def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn.Module:
     """Plain, or the teacher's with peft's own adapters of a role that has any."""
     lora = setup.lora.get(name)
     if setup.family == "ltx":
-        return LTXVideoTransformer3DModel.from_pretrained(folder / name)
+        return LTXVideoTransformer3DModel.from_pretrained(folder / name / part)
     if lora is None:
-        return WanTransformer3DModel.from_pretrained(folder / name)
-    network = WanTransformer3DModel.from_pretrained(folder / "teacher")
+        return WanTransformer3DModel.from_pretrained(folder / name / part)
+    network = WanTransformer3DModel.from_pretrained(folder / "teacher" / part)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
@@ -149,6 +154,8 @@ def _network(setup: Setup, folder: Path, name: str) -> torch.nn.Module:
 def public_name(name: str) -> str:
     """As the project calls a parameter, of peft's name for it with the adapter ``default``, or of an addition's."""
     parts = name.split(".")
+    if parts[0].isdecimal():  # of experts
+        return f"{parts[0]}.{public_name('.'.join(parts[1:]))}"
     if parts[0] == "additions":
         return ".".join([parts[0], *parts[2:]])
     return ".".join(part for part in parts if part not in ("default", "base_layer", "modules_to_save"))
@@ -159,7 +166,5 @@ def _trained(role: Role) -> dict[str, torch.nn.Parameter]:
     named = dict(role.network.named_parameters())
     adapted = any(".default." in name for name in named)
     return {
-        public_name(name): p
-        for name, p in named.items()
-        if not adapted or ".default." in name or name.startswith("additions.")
+        public_name(name): p for name, p in named.items() if not adapted or ".default." in name or "additions." in name
     }

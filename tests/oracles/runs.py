@@ -51,6 +51,8 @@ class Setup:
     """Settings of how a role is sharded, by role; under ``all`` those of every role."""
     lora: dict[str, LoraSettings] = field(default_factory=dict)
     """Adapters on the teacher's network, by role."""
+    boundaries: dict[str, float] = field(default_factory=dict)
+    """Of roles that are two experts."""
 
     @property
     def world_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ class RecordingTrainer(Trainer):
         super().__init__(**kwargs)
         self.trace = Trace()
 
-    def _update(self, name: str, norm: float, lr: float) -> None:
+    def _update(self, name: str, norm: float, rates: Mapping[str, float]) -> None:
         named = self.roles[name].named_parameters()
         self.trace.gradients.append(full_tensors({n: p.grad for n, p in named.items() if p.grad is not None}))
-        super()._update(name, norm, lr)
+        super()._update(name, norm, rates)
 
     def record(self) -> Trace:
         """Run all steps; nothing is written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,31 @@ TEXT_SHAPE = (5, 10)
 CONDITION_SHAPES = {"text": TEXT_SHAPE}
 
 
-def write_checkpoints(folder: Path, architecture: Mapping[str, Any] = ARCHITECTURE) -> None:
-    """Random teacher, student and fake networks in diffusers layout; three different ones."""
+def write_checkpoints(
+    folder: Path, architecture: Mapping[str, Any] = ARCHITECTURE, boundaries: Mapping[str, float] | None = None
+) -> None:
+    """Random teacher, student and fake networks in diffusers layout; three different ones.
+
+    Args:
+        folder: gets a folder for each.
+        architecture: of all.
+        boundaries: of roles that are two experts, as a pipeline.
+    """
     for seed, name in enumerate(("teacher", "student", "fake")):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = WanTransformer3DModel(**architecture)
-            # diffusers' initialisation leaves biases at 0, which would hide errors in their gradients.
-            for parameter in network.parameters():
-                parameter.data += 0.05 * torch.randn_like(parameter)
-        network.save_pretrained(folder / name)
+        if boundaries is None or name not in boundaries:
+            _random_wan(architecture, seed).save_pretrained(folder / name)
+            continue
+        for number, expert in enumerate(("transformer", "transformer_2")):
+            _random_wan(architecture, 10 * (number + 1) + seed).save_pretrained(folder / name / expert)
+        index = json.dumps({"boundary_ratio": boundaries[name]})
+        (folder / name / "model_index.json").write_text(index)
+
+
+def _random_wan(architecture: Mapping[str, Any], seed: int) -> WanTransformer3DModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = WanTransformer3DModel(**architecture)
+        # diffusers' initialisation leaves biases at 0, which would hide errors in their gradients.
+        for parameter in network.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return network

@@ -26,6 +26,8 @@ def marginal_variance(variance: Tensor, t: Tensor) -> Tensor:
 class Gaussian:
     """Data are N(mean, covariance) over all N elements of a sample, the covariance a full matrix."""
 
+    boundaries = ()
+
     def __init__(self, shape=(2, 2, 2, 2), seed=0):
         self.shape = shape
         n = torch.Size(shape).numel()
@@ -37,7 +39,9 @@ class Gaussian:
         z = normal(count, len(self.mean), seed=seed) * self.variance.sqrt()
         return (self.mean + z @ self.basis.T).view(count, *self.shape)
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+    ) -> Tensor:
         t = t[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
         slope = (t - (1 - t) * self.variance) / marginal_variance(self.variance, t)
@@ -53,6 +57,8 @@ class Gaussian:
 
 class Mixture:
     """Every element of the data is drawn from the same mixture of Gaussians in one dimension."""
+
+    boundaries = ()
 
     def __init__(self, shape=(2, 2, 2, 2), weights=(0.3, 0.7), means=(-1.2, 0.8), stds=(0.3, 0.5)):
         self.shape = shape
@@ -80,7 +86,9 @@ class Mixture:
         z, _, _ = self._standardised(x, t)
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+    ) -> Tensor:
         z, deviation, t = self._standardised(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
         return (posterior * ((t - (1 - t) * self.stds**2) / deviation * z - self.means)).sum(-1)
@@ -114,13 +122,17 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 class ExactStudent(nn.Module):
     """The consistency map ``x_t -> x_0`` of ``problem`` as a velocity; parameters of 0 take part in it."""
 
+    boundaries = ()
+
     def __init__(self, problem):
         super().__init__()
         self.problem = problem
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.offset = nn.Parameter(torch.zeros(problem.shape, dtype=torch.float64))
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+    ) -> Tensor:
         x0 = self.problem.flow_map(x, t, torch.zeros_like(t))
         return (1 + self.scale) * (x - x0) / per_sample(t, x) + self.offset
 
@@ -130,6 +142,8 @@ class SmallNet(nn.Module):
 
     It sees each element with the time, and, for a problem whose elements depend on each other, the whole sample.
     """
+
+    boundaries = ()
 
     def __init__(self, problem, width=48, seed=0):
         super().__init__()
@@ -146,7 +160,9 @@ class SmallNet(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+    ) -> Tensor:
         features = torch.stack([t, (2 * t).cos(), (4 * t).cos()], -1)
         rows = x.flatten(1) if self.joint else x.reshape(-1, 1)
         features = features if self.joint else features.repeat_interleave(len(rows) // len(x), 0)

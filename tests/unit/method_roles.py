@@ -37,19 +37,25 @@ class Call:
 class Recorder(nn.Module):
     """A role that notes its calls."""
 
+    boundaries = ()
+
     def __init__(self):
         super().__init__()
         self.calls: list[Call] = []
         self.logit_calls: list[Call] = []
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+    ) -> Tensor:
         text = condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         v = self.formula(x, t, text)
         self.calls.append(Call(x, t, text, v.detach(), torch.is_grad_enabled(), r))
         return v
 
-    def logits(self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None) -> Tensor:
+    def logits(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+    ) -> Tensor:
         text = condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         d = self.judge(x, t, text)

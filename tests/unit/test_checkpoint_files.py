@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import check_tensors, inspect_transformer
+from models.checkpoint_files import check_tensors, inspect_checkpoint, inspect_transformer
 from models.role_plan import plan_role
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -61,30 +61,67 @@ def test_shapes_come_from_all_files_of_an_index(sharded):
     assert inspect_transformer(str(sharded), "teacher.checkpoint").shapes == SHAPES
 
 
-@pytest.mark.parametrize(
-    ("index", "second", "words"),
-    [
-        ('{"boundary_ratio": 0.875, "transformer_2": ["diffusers", "X"]}', True, "has boundary_ratio=0.875"),
-        ('{"boundary_ratio": 0.9}', False, "has boundary_ratio=0.9"),
-        ('{"transformer": ["diffusers", "X"]}', True, "has a transformer_2"),
-        (None, True, "has a transformer_2"),
-        ("[", True, "has a transformer_2"),
-        ('{"boundary_ratio": null, "transformer_2": [null, null]}', False, None),
-        ("{", False, None),
-        ("[1]", False, None),
-    ],
-)
-def test_a_pipeline_of_two_experts_is_refused_by_name(folder, index, second, words):
-    """Its first expert, for high noise, would be the teacher at every time."""
+@pytest.fixture
+def experts(folder):
+    """A pipeline of two networks, and its index."""
+    shutil.copytree(folder, folder.with_name("transformer_2"))
+    index = folder.parent / "model_index.json"
+    index.write_text('{"boundary_ratio": 0.875, "transformer_2": ["diffusers", "X"]}')
+    return folder.parent, index
+
+
+def test_a_pipeline_of_two_experts(experts):
+    pipeline, _ = experts
+    found = inspect_checkpoint(str(pipeline), "teacher.checkpoint")
+    assert [each.path.name for each in found.folders] == ["transformer", "transformer_2"]
+    assert found.boundaries == (0.875,) and found.folders[0].shapes == found.folders[1].shapes
+    with pytest.raises(UserError, match=r"FOLDER=.* is a model of two experts, .*boundary_ratio 0.875\), where one"):
+        inspect_transformer(str(pipeline), "FOLDER")
+    assert inspect_transformer(str(pipeline / "transformer_2"), "FOLDER").path == pipeline / "transformer_2"
+
+
+@pytest.mark.parametrize("index", [None, '{"boundary_ratio": null, "transformer_2": [null, null]}', "{", "[1]"])
+def test_a_pipeline_of_one_network(folder, index):
     if index is not None:
         (folder.parent / "model_index.json").write_text(index)
-    if second:
-        (folder.parent / "transformer_2").mkdir()
-    if words is None:
-        assert inspect_transformer(str(folder.parent), "teacher.checkpoint").path == folder
+    assert inspect_checkpoint(str(folder.parent), "teacher.checkpoint").boundaries == ()
+    assert inspect_transformer(str(folder.parent), "teacher.checkpoint").path == folder
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (None, "has a transformer_2, a second expert, and its model_index.json no boundary_ratio"),
+        ("[", "no boundary_ratio"),
+        ('{"transformer": ["diffusers", "X"]}', "no boundary_ratio"),
+        ('{"boundary_ratio": 1.5}', r"boundary_ratio=1.5 of its model_index.json is not between 0 and 1"),
+        ('{"boundary_ratio": true}', "boundary_ratio=True of"),
+        ('{"boundary_ratio": "0.9"}', "boundary_ratio=0.9 of"),
+    ],
+)
+def test_a_boundary_that_is_none(experts, index, words):
+    """Its first expert, for high noise, would be the teacher at every time."""
+    pipeline, file = experts
+    if index is None:
+        file.unlink()
     else:
-        with pytest.raises(UserError, match=f"teacher.checkpoint=.* {words}: a model of two experts"):
-            inspect_transformer(str(folder.parent), "teacher.checkpoint")
+        file.write_text(index)
+    with pytest.raises(UserError, match=f"teacher.checkpoint=.* ?{words}"):
+        inspect_checkpoint(str(pipeline), "teacher.checkpoint")
+
+
+def test_half_a_pipeline_of_two_experts(experts, monkeypatch):
+    pipeline, _ = experts
+    for given in (str(pipeline / "transformer"), "transformer"):
+        monkeypatch.chdir(pipeline)
+        with pytest.raises(UserError, match="is the expert for high noise of a model of two, and no network for other"):
+            inspect_checkpoint(given, "teacher.checkpoint")
+    (pipeline / "transformer_2" / FILE).unlink()
+    with pytest.raises(UserError, match="has no .safetensors file in .*transformer_2"):
+        inspect_checkpoint(str(pipeline), "teacher.checkpoint")
+    (pipeline / "transformer_2" / "config.json").unlink()
+    with pytest.raises(UserError, match="has boundary_ratio=0.875, a model of two experts, and no transformer_2"):
+        inspect_checkpoint(str(pipeline), "teacher.checkpoint")
 
 
 def test_missing_folder(tmp_path):
@@ -227,7 +264,7 @@ def planning_refusal(**given) -> str:
 
 def test_a_saved_network_is_planned_from_its_folder(wan):
     plan = plan_role("student", checkpoint=str(wan))
-    assert plan.config["num_layers"] == 2 and plan.folder.path == wan and plan.family.heads(plan.config) == 2
+    assert plan.config["num_layers"] == 2 and plan.folders[0].path == wan and plan.family.heads(plan.config) == 2
 
 
 @pytest.mark.parametrize(
@@ -385,15 +422,3 @@ def test_more_positions_than_the_rotary_tables_have(wan, latents, words):
     assert words in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match="but student.architecture has rope"):
         plan_role("student", checkpoint=None, architecture=SMALL).tokens((2, 33, 4, 4), {"text": (1, 6)})
-
-
-def test_the_folder_of_one_of_two_experts_is_refused_too(tmp_path, monkeypatch):
-    for name in ("transformer", "transformer_2"):
-        (tmp_path / "a14b" / name).mkdir(parents=True)
-        (tmp_path / "a14b" / name / "config.json").write_text("{}")
-    for given in (str(tmp_path / "a14b"), str(tmp_path / "a14b" / "transformer")):
-        with pytest.raises(UserError, match="has a transformer_2: a model of two experts"):
-            inspect_transformer(given, "teacher.checkpoint")
-    monkeypatch.chdir(tmp_path / "a14b")
-    with pytest.raises(UserError, match="a model of two experts"):
-        inspect_transformer("transformer", "teacher.checkpoint")

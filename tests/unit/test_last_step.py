@@ -9,6 +9,7 @@ from torch import nn
 from distill.methods import METHODS, build_method
 from distill.methods.distribution_matching import distribution_matching
 from distill.methods.dmd2 import Dmd2Settings
+from distill.methods.expert_times import Times
 from distill.methods.rcm import RcmSettings
 from distill.observations import Observations
 from fsdp_cp.errors import UserError
@@ -70,11 +71,13 @@ def test_without_it_nothing_is_told_and_nothing_is_added(case):
 class _OfEachLength(nn.Module):
     """The exact score of the samples whose last step was at ``r``: one problem for each ``r``."""
 
+    boundaries = ()
+
     def __init__(self, problems):
         super().__init__()
         self.problems = problems
 
-    def velocity(self, x, t, condition, r=None):
+    def velocity(self, x, t, condition, r=None, at=None):
         rows = [self.problems[float(r[i])].velocity(x[i : i + 1], t[i : i + 1], condition) for i in range(len(x))]
         return torch.cat(rows)
 
@@ -82,11 +85,13 @@ class _OfEachLength(nn.Module):
 class _Mixed(nn.Module):
     """The exact score of the samples of all lengths together, as many of each: the velocities by their posteriors."""
 
+    boundaries = ()
+
     def __init__(self, problems):
         super().__init__()
         self.problems = list(problems)
 
-    def velocity(self, x, t, condition, r=None):
+    def velocity(self, x, t, condition, r=None, at=None):
         densities = torch.stack([problem._log_density(x, t) for problem in self.problems])
         velocities = torch.stack([problem.velocity(x, t, condition) for problem in self.problems])
         return (densities.softmax(0) * velocities).sum(0)
@@ -111,7 +116,7 @@ def test_a_score_of_the_mixture_does_not_see_that_each_length_has_lost_a_mode():
         sample = parts[r].sample(count, seed=5).requires_grad_()
         loss = distribution_matching(
             sample,
-            torch.rand(count, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * 0.96 + 0.02,
+            Times(torch.rand(count, generator=torch.Generator().manual_seed(6), dtype=torch.float64) * 0.96 + 0.02),
             normal(count, *shape, seed=7),
             batch=batch,
             teacher=data,

@@ -71,7 +71,7 @@ def test_clips_and_weights_do_not_replace_each_other(tmp_path):
         refuse_occupied(out, "--out", first)
 
 
-@pytest.mark.parametrize("name", ["../precious", "/precious", "below/precious", ".."])
+@pytest.mark.parametrize("name", ["../precious", "/precious", "below/../../precious", "../out/precious", "..", "a//b"])
 def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
     """Replacing its folder deletes what it names."""
     precious, out = tmp_path / "precious", tmp_path / "out"
@@ -217,3 +217,57 @@ def test_a_scheduler_is_withdrawn_unless_it_has_changed(tmp_path, caplog):
     (folder / "notes").write_text("mine")
     withdraw(folder)
     assert (folder / "notes").is_file() and "stays" in caplog.text
+
+
+def _experts(folder, text):
+    with published(folder, {}) as unfinished:
+        for name in ("transformer", "transformer_2"):
+            (unfinished / name).mkdir()
+            (unfinished / name / "weights").write_text(text)
+        (unfinished / "model_index.json").write_text(text)
+
+
+def test_folders_in_a_folder_are_replaced_and_withdrawn_whole(tmp_path):
+    out = tmp_path / "out"
+    for text in ("first", "second"):
+        _experts(out, text)
+        found = {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
+        assert set(found.values()) - {found[MANIFEST]} == {text} and len(found) == 4
+        assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing of the earlier one is left"
+    write(out, "one network in the place of two")
+    assert sorted(path.name for path in out.iterdir()) != [] and not (out / "transformer").exists()
+    _experts(out, "again")
+    withdraw(out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "where", ["transformer/notes.txt", "transformer/deeper/notes.txt", "empty/notes.txt", "notes.txt"]
+)
+def test_a_file_in_a_folder_of_an_export_is_never_lost(tmp_path, where):
+    out = tmp_path / "out"
+    _experts(out, "first")
+    (out / where).parent.mkdir(parents=True, exist_ok=True)
+    (out / where).write_text("mine")
+    with pytest.raises(UserError, match="is not of the earlier export in it; nothing was changed"):
+        _experts(out, "second")
+    withdraw(out)
+    assert (out / where).read_text() == "mine" and (out / "transformer" / "weights").read_text() == "first"
+
+
+def test_what_lies_behind_a_link_is_never_touched(tmp_path):
+    """A user moved an expert to another disk, and linked to it."""
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    _experts(out, "first")
+    (out / "transformer").rename(moved)
+    (out / "transformer").symlink_to(moved)
+    with pytest.raises(UserError, match="transformer is not of the earlier export in it"):
+        _experts(out, "second")
+    withdraw(out)
+    assert (moved / "weights").read_text() == "first" and (out / "transformer").is_symlink()
+    earlier = out.with_name(f".{out.name}.replaced_x")  # left by a kill while it was removed
+    out.rename(earlier)
+    out.mkdir()
+    with published(out, {}, move_aside=True) as unfinished:
+        (unfinished / "new").write_text("")
+    assert (moved / "weights").read_text() == "first" and (earlier / "transformer").is_symlink()

@@ -139,7 +139,9 @@ def test_random_times_are_drawn_from_p_d_and_never_rise():
     """TrigFlow's ``min(atan(r / (1 - r)), t)`` with ``r = 5 u / (1 + 4 u)``: of flow times, ``min(r, t)``."""
     method = rcm(student_every=2)
     steps = [s for s in range(3, 3 + 8 * 200) if method.trained_role(s) == "fake" and method.rollout_steps(s) == 4]
-    times = torch.cat([torch.stack(method._rollout_times(s, make_batch(), random_at(s)), dim=1) for s in steps])
+    times = torch.cat(
+        [torch.stack([t for t, _ in method._rollout_times(s, make_batch(), random_at(s))], dim=1) for s in steps]
+    )
     assert (times[:, 0] == 1).all() and (times.diff(dim=1) <= 0).all()
     drawn = unshifted(times, 5.0)
     for k, cdf in ((1, lambda u: u), (2, lambda u: 1 - (1 - u) ** 2), (3, lambda u: 1 - (1 - u) ** 3)):

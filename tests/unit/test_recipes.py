@@ -307,7 +307,10 @@ def test_the_settings_are_those_of_the_table(recipe, nodes):
         return
     config = compose_experiment(*words_of(*recipe, nodes))
     table = DOCUMENTED[method, network]
-    wanted = {f"method.{item.name}" for item in fields(config.method)} - {"method.name"}
+    wanted = {f"method.{item.name}" for item in fields(config.method)} - {
+        "method.name",
+        "method.guidance_scale_2",
+    }  # of two experts
     trained = METHODS[method][0].trained_roles
     wanted |= {f"optim.{role}.{key}" for role in trained for key in ("lr", "betas", "weight_decay", "eps", "warmup")}
     wanted |= {"steps", "batch_size", "precision", "optim.clip", "student.ema.decay", "student.ema.start"}

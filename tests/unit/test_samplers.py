@@ -20,7 +20,7 @@ class Wan:
     def __init__(self, network, *, truncated):
         self.network, self.truncated = network, truncated
 
-    def velocity(self, x, t, condition):
+    def velocity(self, x, t, condition, r=None, at=None):
         t = (1000 * t).floor() if self.truncated else 1000 * t
         return self.network(hidden_states=x, timestep=t, encoder_hidden_states=condition.tensors["text"]).sample
 

@@ -28,17 +28,19 @@ RECIPES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 class Recorder(nn.Module):
     """A role that notes the times at which it trains."""
 
+    boundaries = ()
+
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.trained_at = []
 
-    def velocity(self, x, t, condition, r=None):
+    def velocity(self, x, t, condition, r=None, at=None):
         if torch.is_grad_enabled():
             self.trained_at.append((t, r))
         return x * (1 + self.scale)
 
-    def logits(self, x, t, condition, r=None):
+    def logits(self, x, t, condition, r=None, at=None):
         return (x * self.scale).flatten(1)
 
 
