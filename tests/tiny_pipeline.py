@@ -30,12 +30,19 @@ COLOURS = {
 
 
 def build_tiny_pipeline(
-    folder: str | Path, seed: int = 0, *, image: bool = False, frame: bool = False, text_width: int = TEXT_WIDTH
+    folder: str | Path,
+    seed: int = 0,
+    *,
+    image: bool = False,
+    frame: bool = False,
+    boundary: float | None = None,
+    text_width: int = TEXT_WIDTH,
 ) -> Path:
     """Write vae/, text_encoder/, tokenizer/, transformer/, scheduler/ and model_index.json; returns the folder.
 
     With ``image`` an image-to-video pipeline, with image_encoder/ and image_processor/ too (5 features of width 20).
     With ``frame`` one like Wan 2.2's TI2V: a residual VAE of 48 channels, 16x in space, and ``expand_timesteps``.
+    With ``boundary`` one like Wan 2.2's A14B: transformer_2/ too, and with ``image`` no image encoder.
 
     VAE 16 channels, 4x in time, 8x in space, with ``latents_mean`` and ``latents_std`` measured on smooth noise, so
     that latents are about unit scale; transformer 2 layers of 4 heads x 24, patches (1, 2, 2).
@@ -76,7 +83,7 @@ def build_tiny_pipeline(
         text_encoder = UMT5EncoderModel(
             UMT5Config(vocab_size=len(tokenizer), d_model=text_width, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
         ).eval()
-        transformer = WanTransformer3DModel(
+        settings = dict(
             patch_size=(1, 2, 2),
             num_attention_heads=4,
             attention_head_dim=24,
@@ -87,9 +94,15 @@ def build_tiny_pipeline(
             ffn_dim=192,
             num_layers=2,
             rope_max_seq_len=128,
-            **({"image_dim": 20, "added_kv_proj_dim": 96} if image else {}),
-        ).eval()
-        parts = _image_parts() if image else {"expand_timesteps": True} if frame else {}
+            **({"image_dim": 20, "added_kv_proj_dim": 96} if image and boundary is None else {}),
+        )
+        transformer = WanTransformer3DModel(**settings).eval()
+        parts = {"expand_timesteps": True} if frame else {}
+        if boundary is not None:
+            parts = {"transformer_2": WanTransformer3DModel(**settings).eval(), "boundary_ratio": boundary}
+            parts |= {"image_encoder": None, "image_processor": None} if image else {}
+        elif image:
+            parts = _image_parts()
     pipeline = (WanImageToVideoPipeline if image else WanPipeline)(
         vae=vae,
         text_encoder=text_encoder,

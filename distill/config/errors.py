@@ -169,7 +169,10 @@ def _names_of(groups: tuple[str, ...]) -> dict[str, str]:
         try:
             with initialize_config_dir(str(CONFIGS), version_base="1.3"):
                 composed: DictConfig = compose("config", overrides=list(chosen))
-            return {"method": composed.method.name, "data": composed.data.name}
+            # An experiment may set what the method that was typed has not: typed it is all the same.
+            typed = {group: name for group, _, name in (word.partition("=") for word in groups)}
+            there = {g: n for g, n in typed.items() if g != "experiment" and (CONFIGS / g / f"{n}.yaml").is_file()}
+            return {"method": composed.method.name, "data": composed.data.name} | there
         except (HydraException, OmegaConfBaseException):
             continue
     return {}

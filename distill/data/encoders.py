@@ -20,6 +20,7 @@ import torch
 
 from distill.data.clips import ClipFormat, check_sizes
 from distill.data.first_frame import FirstFrame, ImageInput, inspect_image
+from distill.data.image_encoder import ImageEncoderFolder
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
     check_weight_files,
@@ -78,7 +79,8 @@ class EncoderFolder:
             latent_shape = self.latent_shape(clip)
             shapes["image_latents"] = latent_shape
             shapes["image_mask"] = (self.temporal, *latent_shape[1:])
-            shapes["image_embeds"] = (image.tokens, image.width)
+            if isinstance(image, ImageEncoderFolder):
+                shapes["image_embeds"] = (image.tokens, image.width)
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:

@@ -30,7 +30,7 @@ from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_fra
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.first_frame import FirstFrame, ImageInput, cache_parts
 from distill.data.image_encoder import PARTS as IMAGE_PARTS
-from distill.data.image_encoder import ImageEncoder
+from distill.data.image_encoder import ImageEncoder, ImageEncoderFolder
 from distill.data.shares import ReadAhead, Shares, first_of_each, node
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -208,9 +208,9 @@ class LatentCache:
         return keys
 
     def write_images(self, files: list[Path], folder: ImageInput) -> list[str]:
-        """The first frame of every file, encoded by the VAE (with grey frames behind it) and by the image encoder.
+        """The first frame of every file, encoded by the VAE (with grey frames behind it) and by an image encoder.
 
-        For a :class:`FirstFrame` by the VAE alone, as a clip of one frame.
+        For :class:`ImageLatents` by the VAE alone, for a :class:`FirstFrame` by it as a clip of one frame.
 
         File i is rank ``i % world``'s. Returns the KEY of each, the same on every rank. Frees the encoders.
 
@@ -222,7 +222,8 @@ class LatentCache:
         if isinstance(folder, FirstFrame):
             settings |= {"first_frame": clip[1:], "dtype": str(self.vae_dtype)}
         else:
-            settings |= {"image_encoder": self._identity(*IMAGE_PARTS), "clip": clip, "dtype": str(self.dtype)}
+            read = {"image_encoder": self._identity(*IMAGE_PARTS)} if "image_embeds" in parts else {}
+            settings |= read | {"clip": clip, "dtype": str(self.dtype)}
             settings |= {"vae_dtype": str(self.vae_dtype)} if self.vae_dtype != self.dtype else {}
         loaded: tuple[VideoCodec, ImageEncoder | None] | None = None
 
@@ -237,16 +238,19 @@ class LatentCache:
             except OSError as error:
                 raise UserError(f"{files[i]} cannot be read ({error.strerror}); give another image") from error
             if loaded is None:
-                of_image = not isinstance(folder, FirstFrame)
-                encoder = ImageEncoder(folder, device=self.device, dtype=self.dtype) if of_image else None
+                encoder = None
+                if isinstance(folder, ImageEncoderFolder):
+                    encoder = ImageEncoder(folder, device=self.device, dtype=self.dtype)
                 loaded = self.codec(), encoder
             codec, encoder = loaded
-            if encoder is None:
+            if isinstance(folder, FirstFrame):
                 made = {FIRST_FRAME: codec.encode(frame)}
             else:
                 video = torch.cat([frame, frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])], dim=1)
-                levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
-                made = {"image_latents": codec.encode(video), "image_embeds": encoder.encode(levels)}
+                made = {"image_latents": codec.encode(video)}
+                if encoder is not None:
+                    levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+                    made["image_embeds"] = encoder.encode(levels)
             self.encoded_images += 1
             for part, tensor in made.items():
                 self._require_finite(files[i].name, part, tensor)

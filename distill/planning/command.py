@@ -131,6 +131,7 @@ def as_planned(config: Config) -> Config:
                     f" use {' or '.join(sorted(published)) or f'{name}.architecture'}"
                 )
             role.architecture = dict(published[config.planning.model])
+            role.boundary = family_of(role.family, name).published_boundaries.get(config.planning.model)
     return config
 
 

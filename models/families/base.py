@@ -201,6 +201,9 @@ class Family(ABC):
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Configurations of published networks by name, for plans without a checkpoint."""
 
+    published_boundaries: ClassVar[Mapping[str, float]] = {}
+    """Of those that are two experts, the time from which on the first serves; by the names of :attr:`published`."""
+
     text_encoder: ClassVar[Mapping[str, Any]] = {}
     """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
 

@@ -1,8 +1,9 @@
 """The Wan family: diffusers' unmodified ``WanTransformer3DModel`` as a role's network.
 
 Wan 2.1, text to video and image to video. The latter takes, behind its latents, the channels of a mask and of the
-encoded first image, and an image encoder's features, to which a second cross-attention attends. Wan 2.2's TI2V 5B is a
-text-to-video one that takes a first frame where the data give it (models/families/wan_frames.py).
+encoded first image, and an image encoder's features, to which a second cross-attention attends. Wan 2.2's A14B is two
+such networks for two ranges of times (models/role.py), without those features. Its TI2V 5B is a text-to-video one that
+takes a first frame where the data give it (models/families/wan_frames.py).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim
 
 
 class Wan(DiffusersFamily):
-    """Wan 2.1, and 2.2's TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
+    """Wan 2.1, and 2.2's A14B and TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
 
     name = "wan"
     class_name = "WanTransformer3DModel"
@@ -88,7 +89,15 @@ class Wan(DiffusersFamily):
             "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120,
         },
         "wan2_2_ti2v_5b": wan_frames.PUBLISHED,
+        "wan2_2_t2v_a14b": {
+            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
+        },
+        "wan2_2_i2v_a14b": {
+            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
+            "in_channels": 36,
+        },
     }  # fmt: skip
+    published_boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
     text_encoder = {
         "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -144,14 +153,20 @@ class Wan(DiffusersFamily):
         network.rope.freqs_sin = fresh.freqs_sin.to(device)
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Text to video, image to video with its second cross-attention, and text or a first frame to video."""
+        """Text to video, image to video with its second cross-attention and without, text or a first frame to video."""
         sizes = {
             "patch_size": [1, 2, 2], "num_attention_heads": 6, "attention_head_dim": 12, "in_channels": 4,
             "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32,
         }  # fmt: skip
         image = {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 72}
+        latents_of_image = {"in_channels": 12}
         latents = {"in_channels": wan_frames.CHANNELS, "out_channels": wan_frames.CHANNELS}
-        return {"t2v": sizes, "i2v": sizes | image, "ti2v": sizes | latents}
+        return {
+            "t2v": sizes,
+            "i2v": sizes | image,
+            "i2v of latents alone": sizes | latents_of_image,
+            "ti2v": sizes | latents,
+        }
 
     def blocks(self, network: WanTransformer3DModel) -> list[nn.Module]:
         return list(network.blocks)
@@ -184,13 +199,14 @@ class Wan(DiffusersFamily):
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """The text; with an image, 512 tokens of it, the image's latents, mask and features."""
+        """The text; of an image its latents and mask; of Wan 2.1's its features too, and 512 tokens of text."""
         shapes: dict[str, Shape] = {"text": (text_tokens, config["text_dim"])}
         if takes_image(config):
             channels, *sizes = latent_shape
-            shapes["text"] = (TEXT_TOKENS, config["text_dim"])
             shapes["image_latents"] = (channels, *sizes)
             shapes["image_mask"] = (config["in_channels"] - 2 * channels, *sizes)
+        if takes_features(config):
+            shapes["text"] = (TEXT_TOKENS, config["text_dim"])
             shapes["image_embeds"] = (IMAGE_TOKENS, config["image_dim"])
         return shapes
 
@@ -249,6 +265,12 @@ class Wan(DiffusersFamily):
                 f"data.max_text_tokens={text_tokens}: {setting} is an image-to-video Wan, which takes {TEXT_TOKENS}"
                 f" text tokens; use {TEXT_TOKENS}"
             )
+        if takes_image(config) and ("image_embeds" in needed) != ("image_embeds" in condition):
+            has, lacks = ("features of it", "none") if "image_embeds" in condition else ("none", "such features")
+            raise UserError(
+                f"{setting}: the data give its image with {has}, of an image encoder, and the network takes {lacks};"
+                " use data.encoders of the pipeline that the checkpoint is from"
+            )
         for name in sorted(needed.keys() - {"text"}):
             given = condition[name]
             # However many features an image encoder gives, the network takes.
@@ -278,14 +300,14 @@ class Wan(DiffusersFamily):
                 )
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_image(config) else 0)
+        keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_features(config) else 0)
         return 4 * config["num_layers"] * tokens * keys * self.width(config)
 
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
         of_block = 6 * tokens * dim * dim + 2 * tokens * text_tokens * dim + 2 * tokens * dim * config["ffn_dim"]
         still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["text_dim"] + dim)
-        if takes_image(config):
+        if takes_features(config):
             image_tokens, image_dim = condition["image_embeds"]
             of_block += 2 * tokens * image_tokens * dim
             still += layers * 2 * image_tokens * dim * dim + image_tokens * image_dim * (image_dim + dim)
@@ -334,12 +356,18 @@ class Wan(DiffusersFamily):
 
 
 def takes_image(config: Mapping[str, Any]) -> bool:
-    """Is it an image-to-video Wan 2.1, with an image embedder?"""
+    """Is it an image-to-video Wan, which takes an image's latents and a mask behind the clip's latents?"""
+    going = config.get("out_channels", 16)
+    return takes_features(config) or (going is not None and going < config.get("in_channels", 16))
+
+
+def takes_features(config: Mapping[str, Any]) -> bool:
+    """Is it an image-to-video Wan 2.1, which attends to an image encoder's features too?"""
     return config.get("image_dim") is not None
 
 
 def _check_image(config: Mapping[str, Any], setting: str) -> None:
-    """The image-to-video configurations that are no Wan 2.1's, or that no network can run.
+    """The image-to-video configurations that are none of Wan's, or that no network can run.
 
     Raises:
         UserError: by name.
@@ -354,17 +382,12 @@ def _check_image(config: Mapping[str, Any], setting: str) -> None:
     if config.get("pos_embed_seq_len") is not None:
         raise UserError(f"{setting} is a Wan for a first and a last image (pos_embed_seq_len), which is not supported")
     if not takes_image(config):
-        if going < coming:
-            raise UserError(
-                f"{setting} takes {coming} channels and returns {going}: the others are an image and its mask, as of"
-                " Wan 2.2's image-to-video models, which are not supported yet; use Wan 2.1's, or a text-to-video one"
-            )
         return
     width = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
-    if config["added_kv_proj_dim"] != width:
+    if takes_features(config) and config["added_kv_proj_dim"] != width:
         raise UserError(f"{setting} has added_kv_proj_dim={config['added_kv_proj_dim']}, but its width is {width}")
     if coming <= 2 * going:
         raise UserError(
-            f"{setting} takes {coming} channels and returns {going}: an image-to-video Wan 2.1 takes the latents, as"
+            f"{setting} takes {coming} channels and returns {going}: an image-to-video Wan takes the latents, as"
             f" many channels of an image, and a mask's; more than {2 * going}"
         )

@@ -275,7 +275,7 @@ def test_a_saved_network_is_planned_from_its_folder(wan):
         ({"ffn_dim": 32}, ["ffn.net", "(16", "(32"]),
         ({"_class_name": "UNet2DModel"}, ["UNet2DModel", "WanTransformer3DModel"]),
         ({"image_dim": 16}, ["image-to-video"]),
-        ({"in_channels": 36, "out_channels": 16}, ["takes 36 channels and returns 16", "image-to-video"]),
+        ({"in_channels": 30, "out_channels": 16}, ["takes 30 channels and returns 16", "image-to-video"]),
         ({"num_layers": "two"}, ["num_layers"]),
     ],
     ids=str,

@@ -1,0 +1,180 @@
+"""Wan 2.2's A14B in small, from mp4 files to clips: two experts, trained at two ranks, stopped, gone on with on another
+mesh, exported, and sampled by plain diffusers pipelines of both experts.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from safetensors.torch import load_file
+
+from distill import sample
+from distill.config import load_config
+from distill.methods import build_method
+from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.mesh import build_mesh
+from models import export
+from models.load import build_role
+from models.role_plan import plan_role
+from tests.e2e.launch import losses, train
+from tests.e2e.test_image_to_video import first_frame
+from tests.tiny_pipeline import build_tiny_pipeline, render_clips
+from train import main
+
+CAPTIONS = ["a green square, drifting", "a red square, drifting"]
+STEPS = [1.0, 0.9375, 0.8333, 0.625]
+BOUNDARY = 0.875
+EXPERTS = ("transformer", "transformer_2")
+
+
+def words(pipeline, clips):
+    return [
+        "experiment=quickstart", "data=video_folder", f"data.path={clips}", f"data.encoders={pipeline}",
+        *(f"{role}.checkpoint={pipeline}" for role in ("teacher", "student", "fake")), "optim.student.lr=1e-2",
+        "data.height=32", "data.width=48", "batch_size=2", f"method.step_list={STEPS}",
+        "method.student_sampler=ode", "method.fake_updates_per_student_update=1", "method.guidance_scale_2=1.5", "seed=7",
+        "sample.student_steps=[4]", "sample.report_clips=0", "sample.teacher_steps=[2]",
+        f"sample.captions=['{CAPTIONS[0]}','{CAPTIONS[1]}']", "checkpoint.every=2", "checkpoint.keep=0",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["text", "image"])
+def folders(request, tmp_path_factory):
+    """A pipeline folder, clips, and a run of six steps that was stopped after two."""
+    image = request.param == "image"
+    pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
+    build_tiny_pipeline(pipeline, image=image, boundary=BOUNDARY)
+    render_clips(clips, 3, frames=24, fps=8, height=72, width=120)
+    line = [*words(pipeline, clips), f"run_dir={run_dir}", *(["data.image=first_frame"] if image else [])]
+    train(2, *line, "mesh.cp=2", "steps=2", "export.at_end=false", "sample.at_end=false")
+    train(2, *line, "mesh.dp_shard=2", "mesh.cp=1", "steps=6")
+    return pipeline, clips, run_dir, image
+
+
+class NoDraws:
+    """Of a sampler that adds no noise."""
+
+
+def ours(run_dir, student, noise):
+    config = load_config(run_dir / "config.yaml")
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=run_dir, captions=CAPTIONS)
+    role = build_role(
+        plan_role("student", checkpoint=str(student)),
+        mesh=build_mesh(cp=1, heads=4),
+        device=torch.device("cpu"),
+        trainable=False,
+        latent_shape=data.latent_shape,
+        condition_shapes=data.condition_shapes,
+    )
+    assert len(role.networks) == 2 and role.boundaries == (BOUNDARY,)
+    method = build_method(config.method, {"student": role})
+    return method.generate("student", noise, data.condition(CAPTIONS), 4, NoDraws())
+
+
+def test_a_plain_pipeline_of_both_experts_generates_what_our_sampler_does(folders):
+    base, clips, run_dir, image = folders
+    student = run_dir / "export" / "student"
+    noise = torch.randn(2, 16, 5, 4, 6, generator=torch.Generator().manual_seed(0))
+    latents = run_ranks(1, ours, run_dir, student, noise)[0]
+
+    def generate(experts, boundary=BOUNDARY):
+        pipeline = (WanImageToVideoPipeline if image else WanPipeline).from_pretrained(
+            base,
+            **{name: WanTransformer3DModel.from_pretrained(experts / name) for name in EXPERTS},
+            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
+                run_dir / "export" / "scheduler", stochastic_sampling=False
+            ),
+            boundary_ratio=boundary,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        made = []
+        for i, caption in enumerate(CAPTIONS):
+            given = {"image": first_frame(clips / ["clip_1.mp4", "clip_0.mp4"][i])} if image else {}
+            made += pipeline(
+                prompt=caption, height=32, width=48, num_frames=17, num_inference_steps=4, guidance_scale=1.0,
+                guidance_scale_2=1.0, latents=noise[i : i + 1], output_type="latent", return_dict=False, **given,
+            )[0]  # fmt: skip
+        return torch.stack(made)
+
+    def off(theirs):
+        return ((latents - theirs).norm() / theirs.norm()).item()
+
+    assert off(generate(student)) < 1e-3, "the cost of times that are met to 1e-5"
+    assert off(generate(student, boundary=0.7)) > 3e-3, "the check above can tell the experts apart"
+    assert off(generate(base)) > 3e-3, "and what was trained"
+
+
+def test_both_experts_were_trained_each_by_itself(folders):
+    base, _, run_dir, _ = folders
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rates = [{key for key in line if key.endswith("/lr")} for line in lines]
+    assert len(lines) == 6 == len(losses(run_dir)), "two of the first start and four of the second"
+    assert set().union(*rates) <= {f"{role}.{noise}/lr" for role in ("student", "fake") for noise in ("high", "low")}
+    state = json.loads((run_dir / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["boundaries"] == {"student": [BOUNDARY], "fake": [BOUNDARY]}
+    assert sum(state["updates"].values()) == 6 and all(count for count in state["updates"].values())
+    for name in EXPERTS:
+        before, after = (load_file(next((f / name).glob("*.safetensors"))) for f in (base, run_dir / "export/student"))
+        assert before.keys() == after.keys() and not all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_exports_of_a_checkpoint(folders, tmp_path, capfd):
+    _, _, run_dir, _ = folders
+    command = ["--weights", "ema"]
+    assert export.main([str(run_dir), str(tmp_path / "both"), *command]) == 0
+    for name in EXPERTS:
+        assert (
+            export.main([str(run_dir), str(tmp_path / name), *command, "--expert", ("high", "low")[name[-1] == "2"]])
+            == 0
+        )
+        ours, alone, at_the_end = (
+            load_file(next(folder.glob("*.safetensors")))
+            for folder in (tmp_path / "both" / name, tmp_path / name, run_dir / "export" / "student" / name)
+        )
+        assert ours.keys() == alone.keys() == at_the_end.keys()
+        assert all(torch.equal(ours[key], alone[key]) and torch.equal(ours[key], at_the_end[key]) for key in ours)
+    assert json.loads((tmp_path / "both" / "model_index.json").read_text())["boundary_ratio"] == BOUNDARY
+    (tmp_path / "both" / "transformer" / "mine.txt").write_text("kept")
+    capfd.readouterr()
+    assert export.main([str(run_dir), str(tmp_path / "both"), *command]) == 2
+    assert "transformer/mine.txt is not of the earlier export in it; nothing was changed" in capfd.readouterr().err
+
+
+def test_sampling_an_export_by_the_command(folders, tmp_path):
+    _, _, run_dir, _ = folders
+    assert sample.main([str(run_dir), "--steps", "3", "--caption", CAPTIONS[0], "--out", str(tmp_path / "clips")]) == 0
+    assert (tmp_path / "clips" / "0.mp4").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["method.rollout=full"], "its expert for times from 0.875 on would never be trained"),
+        (["method.step_list=[1.0,0.9]", "sample.student_steps=[2]"], "has no time below 0.875, where the student's second expert begins"),
+        (["experiment=quickstart_dcm", "-method."], "teacher.checkpoint is a model of two experts, which method=dcm does not know"),
+        (["teacher.checkpoint={one}", "student.checkpoint={one}", "fake.checkpoint={one}"], "guidance_scale_2=1.5 is"),
+        (["teacher.checkpoint={pipeline}/transformer"], "is the expert for high noise of a model of two"),
+        (["teacher.boundary=0.5"], "teacher.boundary=0.5 is for teacher.architecture"),
+        (["teacher.gather_early=true"], "gather_early=true: "),
+        (["student.checkpoint={one}"], "was made with boundaries 0.875 between the experts of the student, not none"),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_do_is_refused_by_name(folders, tmp_path, capfd, changes, message):
+    base, clips, run_dir, image = folders
+    one = tmp_path / "one"
+    shutil.copytree(base / "transformer_2", one)
+    filled = [change.format(pipeline=base, one=one) for change in changes]
+    line = [*words(base, clips), "mesh.cp=1", "steps=6", f"run_dir={run_dir}", "device=cpu", "dry_run=true"]
+    if "-method." in changes:
+        line = [word for word in line if not word.startswith(("method.", "experiment"))]
+        filled.remove("-method.")
+    assert main([*line, *filled, *(["data.image=first_frame"] if image else [])]) == 2
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert message in error, error
