@@ -13,17 +13,16 @@ import torch
 from torch import nn
 
 from distill.config import Config
-from distill.data.first_frame import frame_in_place
 from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
+from distill.planning.watched import Shapes
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
-from models.families.base import LatentShape
 from models.families.registry import family_of
 from models.shipped import find_shipped
 
 
-def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
+def coding_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     """The peak of each part of ``encode/`` and ``decode/`` on a rank's device, beside whatever else it holds.
 
     Empty for data that are rendered. Captions are encoded one at a time and clips one at a time, each encoder alone on
@@ -31,11 +30,12 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
 
     Args:
         config: the checked configuration; without ``data.encoders`` the published ones of the student's family count.
-        latent_shape: ``(C, T, H, W)`` of a sample.
+        shapes: of a sample's latents and condition.
     """
+    latent_shape, _ = shapes
     if not isinstance(config.data, VideoFolderSettings):
         return {}
-    text, vae, image = encoder_settings(config, latent_shape[0])
+    text, vae, image = encoder_settings(config, shapes)
     tokens, data = config.data.max_text_tokens, config.data
     dtype = VAE_PRECISIONS[data.vae_precision]
 
@@ -62,18 +62,20 @@ def coding_peaks(config: Config, latent_shape: LatentShape) -> dict[str, Peak]:
     return peaks
 
 
-def encoder_settings(config: Config, channels: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """``config.json`` of the text encoder, the VAE and the image encoder; of the last one ``{}`` where none is read.
 
-    Without ``data.encoders``, the family's published ones for latents of so many ``channels``. An image encoder is read
-    where ``data.image`` is set, unless the network gets the first frame in its place.
+    Without ``data.encoders``, the family's published ones for latents of as many channels. An image encoder is read
+    where its features are of the condition.
     """
+    (channels, *_), condition_shapes = shapes
+    reads_image = "image_embeds" in condition_shapes
     if config.data.encoders is None:
         text, vae, image = map(dict, family_of(config.student.family, "student").encoders_for(channels).values())
-        return text, vae, image if config.data.image is not None else {}
+        return text, vae, image if reads_image else {}
     folder = Path(find_shipped(config.data.encoders))
     parts = ["text_encoder", "vae"]
-    if config.data.image is not None and not frame_in_place(folder, f"data.encoders={config.data.encoders}"):
+    if reads_image:
         parts.append("image_encoder")
     found = {part: json.loads((folder / part / "config.json").read_text()) for part in parts}
     return found["text_encoder"], found["vae"], found.get("image_encoder", {})

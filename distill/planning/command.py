@@ -93,7 +93,7 @@ def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: b
     """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
     simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda", at_once=at_once)
-    coding = coding_peaks(config, shapes[0])
+    coding = coding_peaks(config, shapes)
     return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, coding)
 
 

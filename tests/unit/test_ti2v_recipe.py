@@ -135,7 +135,7 @@ def test_it_is_planned_without_encoders(image):
     latents, shapes = planned_shapes(config)
     assert latents == LATENTS and ("first_frame" in shapes) == (image != "null") and len(shapes) < 3
     assert plan_run(config, shapes=(latents, shapes)).mesh.cp == CP
-    text, vae, of_image = encoder_settings(config, latents[0])
+    text, vae, of_image = encoder_settings(config, (latents, shapes))
     assert text["d_model"] == 4096 and vae["z_dim"] == 48 and not of_image
     config.data.width = 1272
     with pytest.raises(UserError, match="Wan 2.2's VAE takes 4k . 1 frames of multiples of 16 pixels"):
