@@ -20,13 +20,15 @@ log = logging.getLogger(__name__)
 
 def _base_in_words(roles: Mapping[str, Role], role: Role) -> str:
     """Whose network it is, of a role with adapters."""
-    shared = [name for name, other in roles.items() if other.network is role.network and other is not role]
+    first = role.networks[0]
+    shared = [name for name, other in roles.items() if other.networks[0] is first and other is not role]
     frozen = [name for name in shared if not roles[name].trainable]
-    count = sum(p.numel() for p in role.networks[0].base_parameters().values())
+    count = sum(p.numel() for p in first.base_parameters().values())
     if frozen:
-        return f"the {frozen[0]}'s network"
+        return f"the {frozen[0]}'s network{'s' * bool(role.boundaries)}"
     of_others = f", shared with the {' and the '.join(shared)}" if shared else ""
-    return f"a frozen network of {count:,} parameters{of_others}"
+    networks = "two frozen networks of" if role.boundaries else "a frozen network of"
+    return f"{networks} {count:,} parameters{of_others}"
 
 
 def announce(trainer: TrainingState) -> None:
@@ -44,12 +46,9 @@ def announce(trainer: TrainingState) -> None:
             how += ", products of its blocks in fp8"
         log.info("%s: %s parameters, %s", name, f"{count:,}", how)
         if trainer.config.log.groups:
-            log.info(
-                "%s on rank 0, %s:\n%s",
-                name,
-                settings_of(role.network).strategy,
-                report_table(group_report(role.network)),
-            )
+            for network in role.networks:
+                strategy, report = settings_of(network.module).strategy, report_table(group_report(network.module))
+                log.info("%s on rank 0, %s:\n%s", name, strategy, report)
     tokens = next(iter(trainer.roles.values())).tokens
     local = local_token_count(tokens, trainer.mesh.cp_size)
     pads = local * trainer.mesh.cp_size - tokens

@@ -164,7 +164,8 @@ def export_checkpoint(
         )
     if kind in FORMATS and boundaries and expert is None:
         raise UserError(
-            f"--format {kind}: the {role} in {checkpoint} is two experts, and a file is of one; add --expert"
+            f"--format {kind}: the {role} in {checkpoint} is two experts, and a file is of one; add"
+            " --expert high or low"
         )
     if base is not None and (adapters is None or kind in FORMATS):
         raise UserError("--base is for adapters that are merged into it (--format merged); leave it out")

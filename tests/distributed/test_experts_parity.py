@@ -1,15 +1,23 @@
 """Roles of two experts on every mesh equal plain diffusers networks in one process."""
 
-import pytest
+from itertools import pairwise
+from pathlib import Path
 
+import pytest
+import torch
+
+from distill.config import EmaSettings
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
+from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from tests.oracles.difference import compare
+from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import MESHES, Setup
-from tests.oracles.sharded_run import trace_on_ranks
+from tests.oracles.runs import MESHES, Setup, make_config
+from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 from tests.oracles.tiny_wan import write_checkpoints
 
 BOUNDARIES = {"teacher": 0.75, "student": 0.7, "fake": 0.6}
@@ -94,3 +102,88 @@ def test_accumulation(pools, folder, micro_batch_size):
         cp=2, dp_replicate=2, micro_batch_size=micro_batch_size, steps=4, method=METHODS["rcm"], boundaries=BOUNDARIES
     )
     _compare(pools, folder, setup)
+
+
+def _agreement(folder, steps):
+    """On each rank: which experts ran, forward by forward, and the weights' checksums at the end."""
+    setup = Setup(dp_shard=3, steps=steps, batch_size=3, method=METHODS["dmd2"], boundaries=BOUNDARIES)
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    ran = []
+    for name, role in trainer.method.roles.items():
+        for i, network in enumerate(role.networks):
+            network.module.register_forward_pre_hook(lambda *_, key=(name, i): ran.append(key))
+    trainer.record()
+    return ran, trainer.trace.losses
+
+
+def test_every_rank_runs_the_same_expert_in_every_forward(pools, folder):
+    """Three data-parallel ranks, 50 steps: one that drew another expert would wait in its collectives for ever."""
+    (first, losses), *others = pools[3].run(_agreement, folder, 50)
+    assert all(ran == first and of == losses for ran, of in others)
+    assert {*first} == {(role, i) for role in ("teacher", "student", "fake") for i in (0, 1)}
+    crossed = sum(a[0] == b[0] == "student" and a[1] < b[1] for a, b in pairwise(first))
+    assert crossed > 5, "rollouts cross the boundary"
+
+
+def _held(folder):
+    """Bytes of full parameters and gradients alive behind a backward of a step, of each expert of the student."""
+    setup = Setup(dp_shard=2, cp=2, steps=1, method=METHODS["dmd2"], boundaries=BOUNDARIES)
+    trainer = make_trainer(setup, folder, make_config(setup, folder))
+    data = trainer._steps_of_data()
+    trainer._train_step(data)
+    trained = [i for i in (0, 1) if trainer.updates[f"student.{('high', 'low')[i]}"]]
+    role = trainer.roles["student"]
+    found = []
+    for network in role.networks:
+        sizes = [
+            p._unsharded_param.untyped_storage().size()
+            for module in fsdp_modules(network.module)
+            for group in param_groups(module)
+            for p in group.fsdp_params
+            if hasattr(p, "_unsharded_param")
+        ]
+        found.append((sum(sizes), any(p.grad is not None for p in network.module.parameters())))
+    return trained, found
+
+
+def test_an_expert_takes_its_shard_alone_between_steps(pools, folder):
+    for trained, held in pools[4].run(_held, folder):
+        assert len(trained) == 1 and held == [(0, False), (0, False)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "resumed"), [({"dp_shard": 2}, {"dp_shard": 2}), pytest.param({"cp": 2}, {"dp_shard": 2}, marks=slow)]
+)
+def test_resume(pools, folder, tmp_path, sizes, resumed):
+    """Counts of each expert, its Adam and its average among what is gone on with: the run that was never stopped."""
+
+    def setup(mesh, steps):
+        return Setup(**mesh, steps=steps, method=METHODS["rcm"], boundaries=BOUNDARIES)
+
+    pool = pools[2]
+    straight = pool.run(_part, setup(sizes, 8), folder, tmp_path / "straight", 0, 8)[0]
+    pool.run(_part, setup(sizes, 8), folder, tmp_path / "stopped", 0, 5)
+    went_on = pool.run(_part, setup(resumed, 8), folder, tmp_path / "stopped", 5, 8)[0]
+    assert went_on[1] == straight[1] and sum(went_on[1].values()) > 8, "rCM updates both experts in some steps"
+    if sizes == resumed:
+        assert went_on[0].losses == straight[0].losses[5:] and went_on[0].norms == straight[0].norms[5:]
+        for group, weights in straight[0].weights.items():
+            assert all(torch.equal(went_on[0].weights[group][name], value) for name, value in weights.items())
+    else:
+        pairs = zip(went_on[0].losses, straight[0].losses[5:], strict=True)
+        assert max(abs(a - b) / abs(b) for a, b in pairs) < 1e-5
+
+
+def _part(setup, folder, run_dir, first, last):
+    config = make_config(setup, folder)
+    config.run_dir, config.steps = str(run_dir), last
+    config.student.ema = EmaSettings(enabled=True, decay=0.7, start=1)
+    config.optim.student.schedule, config.optim.student.warmup = "constant", 3
+    resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
+    trainer = make_trainer(setup, folder, config, resume_from)
+    trace = trainer.record()
+    trainer._save()
+    trainer.checkpoints.wait()
+    for part, average in trainer.averages.items():
+        trace.weights[f"average of {part}"] = full_tensors(average.weights)
+    return trace, trainer.updates

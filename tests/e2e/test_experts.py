@@ -179,3 +179,70 @@ def test_what_experts_cannot_do_is_refused_by_name(folders, tmp_path, capfd, cha
     assert main([*line, *filled, *(["data.image=first_frame"] if image else [])]) == 2
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert message in error, error
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run of both roles' adapters on one base of two experts."""
+    pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
+    build_tiny_pipeline(pipeline, boundary=BOUNDARY)
+    render_clips(clips, 3, frames=24, fps=8, height=72, width=120)
+    line = [
+        *words(pipeline, clips),
+        "student.lora.rank=4",
+        "fake.lora.rank=4",
+        "log.groups=true",
+        "optim.student.lr_scale={'*.lora_*':10.0}",
+        f"run_dir={run_dir}",
+    ]
+    done = train(2, *line, "mesh.cp=2", "steps=6")
+    return pipeline, run_dir, done.stdout + done.stderr
+
+
+def test_adapters_of_both_experts(adapted, tmp_path):
+    """Merged in the export, and by diffusers from the files: the same clips."""
+    base, run_dir, said = adapted
+    assert "adapters of rank 4 on the teacher's networks" in said
+    export_dir = run_dir / "export"
+    files = {name: export_dir / f"student_lora_{expert}" for name, expert in zip(EXPERTS, ("high", "low"), strict=True)}
+    assert not (export_dir / "student_lora").exists()
+    merged = {name: WanTransformer3DModel.from_pretrained(export_dir / "student" / name) for name in EXPERTS}
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(export_dir / "scheduler", stochastic_sampling=False)
+    noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(0))
+
+    def generate(pipeline):
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline(
+            CAPTIONS[0], height=32, width=48, num_frames=17, num_inference_steps=4, guidance_scale=1.0,
+            guidance_scale_2=1.0, latents=noise, output_type="latent", return_dict=False,
+        )[0]  # fmt: skip
+
+    whole = generate(WanPipeline.from_pretrained(base, **merged, scheduler=scheduler))
+    plain = WanPipeline.from_pretrained(base, scheduler=scheduler)
+    untrained = generate(plain)
+    for name, folder in files.items():
+        plain.load_lora_weights(folder, load_into_transformer_2=name == EXPERTS[1])
+    loaded = generate(plain)
+    assert ((loaded - whole).norm() / whole.norm()).item() < 1e-4
+    assert ((untrained - whole).norm() / whole.norm()).item() > 1e-3
+    command = [str(run_dir), str(tmp_path / "merged"), "--weights", "ema", "--format", "merged"]
+    assert export.main(command) == 0
+    for name in EXPERTS:
+        one, other = (
+            load_file(next((folder / name).glob("*.safetensors")))
+            for folder in (tmp_path / "merged", export_dir / "student")
+        )
+        assert all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
+
+
+def test_a_file_of_adapters_is_of_one_expert(adapted, tmp_path, capfd):
+    _, run_dir, _ = adapted
+    command = [str(run_dir), str(tmp_path / "lora"), "--weights", "ema", "--format", "diffusers-lora"]
+    assert export.main(command) == 2
+    assert "is two experts, and a file is of one; add --expert high or low" in capfd.readouterr().err
+    assert export.main([*command, "--expert", "low"]) == 0
+    theirs, ours = (
+        load_file(next(folder.glob("*.safetensors")))
+        for folder in (tmp_path / "lora", run_dir / "export" / "student_lora_low")
+    )
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)

@@ -1,0 +1,134 @@
+"""Times of steps whose networks are experts: distributed as the method has them, in one range a step on every rank.
+
+One sample of each step is taken: those of one step share a range, so pooled they are not independent.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy import stats
+
+from distill.methods import build_method
+from distill.methods.dmd2 import Dmd2Settings
+from distill.methods.expert_times import draw_times, expert_of_step, pilot_times
+from distill.methods.flow_matching import FlowMatchingSettings
+from distill.methods.rcm import RcmSettings
+from distill.methods.scm import ScmSettings
+from fsdp_cp.rng import StepRandom
+from models.role import Role
+
+STEPS = 3000
+
+
+def role(name, *boundaries):
+    """A role of so many experts, of which only the boundaries are asked."""
+    made = object.__new__(Role)
+    made.name, made.boundaries = name, boundaries
+    return made
+
+
+def random(step, *positions, seed=0):
+    return StepRandom(seed=seed, step=step, positions=positions)
+
+
+def own_draws(settings):
+    """(the method, its draw, purpose, roles evaluated at each time), of every draw of times that it has."""
+    roles = {name: role(name, b) for name, b in (("teacher", 0.8), ("student", 0.6), ("fake", 0.7))}
+    method = build_method(settings, roles)
+    teacher, student, fake = roles["teacher"], roles["student"], roles["fake"]
+    if settings.name == "flow_matching":
+        yield method._draw, "flow_matching/time", [(student,)]
+    if settings.name in ("scm", "rcm"):
+        yield method._draw_time, "scm/time", [(student, teacher), ()]
+    if settings.name in ("dmd2", "rcm"):
+        yield method._draw_score_time, f"{settings.name}/time", [(teacher, fake)]
+    if settings.name == "rcm":
+        step = next(step for step in range(3, 40) if method.rollout_steps(step) == 4)
+        yield method._draw_rollout(step), "rcm/rollout_time", [(student,)] * 4
+
+
+SETTINGS = [Dmd2Settings(), RcmSettings(consistency_steps=0), ScmSettings(), FlowMatchingSettings(shift=3.0)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
+def test_their_distribution_is_the_methods_own(settings):
+    """Kolmogorov-Smirnov, of each time by itself and of the differences of those that belong together."""
+    for draw, purpose, roles in own_draws(settings):
+        found, own = [], []
+        for step in range(STEPS):
+            drawn = draw_times(draw, random(step, 0, 1), purpose, torch.float64, roles)
+            found.append([float(times.t[step % 2]) for times in drawn])
+            own.append([float(t[0]) for t in draw(random(step, 7, seed=1), purpose, torch.float64)])
+        found, own = torch.tensor(found), torch.tensor(own)
+        columns = [*range(found.shape[1])]
+        for i in columns:
+            if found[:, i].std() > 0:
+                assert stats.ks_2samp(found[:, i], own[:, i]).pvalue > 1e-3, (purpose, i)
+        for i in columns[2:] if len(columns) > 2 else []:
+            assert stats.ks_2samp(found[:, i] - found[:, 1], own[:, i] - own[:, 1]).pvalue > 1e-3, (purpose, i)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
+def test_a_step_has_one_range_whoever_holds_its_samples(settings):
+    for draw, purpose, roles in own_draws(settings):
+        several = 0
+        for step in range(50):
+            whole = draw_times(draw, random(step, *range(6)), purpose, torch.float32, roles)
+            of_ranks = [draw_times(draw, random(step, *some), purpose, torch.float32, roles) for some in ((0, 3), (5,))]
+            for i, (times, of) in enumerate(zip(whole, roles, strict=True)):
+                for each in of:
+                    experts = {each.expert_at(float(t)) for t in times.t} | {each.expert_at(times.at)}
+                    assert len(experts) == 1, "one network, which the host knows"
+                    several += experts != {0}
+                assert [part[i].at for part in of_ranks] == [times.at] * 2, "the same on every rank"
+                assert torch.equal(of_ranks[0][i].t, times.t[[0, 3]]) and torch.equal(of_ranks[1][i].t, times.t[[5]])
+        assert several, "not always the first"
+
+
+def test_scores_are_compared_in_the_common_refinement():
+    method = build_method(Dmd2Settings(shift=1.0), {})
+    teacher, fake = role("teacher", 0.8), role("fake", 0.3)
+    seen = set()
+    for step in range(200):
+        ((t, at),) = draw_times(method._draw_score_time, random(step, 0, 1, 2), "x", torch.float64, [(teacher, fake)])
+        seen.add((teacher.expert_at(at), fake.expert_at(at)))
+        of_samples = {(teacher.expert_at(x), fake.expert_at(x)) for x in t.tolist()}
+        assert of_samples == {(teacher.expert_at(at), fake.expert_at(at))}
+    assert seen == {(0, 0), (1, 0), (1, 1)}
+
+
+def test_without_experts_nothing_is_drawn_again():
+    method = build_method(Dmd2Settings(), {})
+    plain = SimpleNamespace(boundaries=())
+    ((t, at),) = draw_times(method._draw_score_time, random(3, 0, 1), "x", torch.float32, [(plain, plain)])
+    assert at is None and torch.equal(t, method._draw_score_time(random(3, 0, 1), "x", torch.float32)[0])
+    assert expert_of_step(None, None, "x", plain) == 0
+
+
+def test_a_boundary_is_the_noisier_experts():
+    """As in diffusers, ``t >= boundary``; for times in fp32 too, in which .9 is a little less than .9."""
+    of = role("student", 0.9)
+    assert [of.expert_at(t) for t in (1.0, 0.9, 0.8999)] == [0, 0, 1]
+    in_fp32 = torch.tensor([0.9], dtype=torch.float32)
+    assert of.expert_at(float(in_fp32)) == 1
+
+    def draw(streams, purpose, dtype):
+        return [torch.full((len(streams.positions),), 0.9, dtype=torch.float32)]
+
+    ((t, at),) = draw_times(draw, random(0, 0), "x", torch.float32, [(of,)])
+    assert of.expert_at(at) == 1 and torch.equal(t, in_fp32)
+    assert pilot_times(draw, random(0, 0), "x") == [float(in_fp32)]
+
+
+def test_the_variance_of_a_step_is_larger():
+    """What docs/methods/experts.md says: samples of a step share a range, so their mean varies more over the steps."""
+    method, student = build_method(FlowMatchingSettings(time="uniform"), {}), role("student", 0.5)
+    means = {}
+    for name, of in (("experts", student), ("one", SimpleNamespace(boundaries=()))):
+        drawn = [
+            draw_times(method._draw, random(step, *range(16)), "x", torch.float64, [(of,)])[0].t for step in range(400)
+        ]
+        means[name] = torch.stack(drawn).mean(1)
+    ratio = float(means["experts"].var() / means["one"].var())
+    assert 10 < ratio < 16, "of uniform times in two halves: (1/16 + 1/768) / (1/192), about 12"
