@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import torch
 
@@ -54,10 +55,14 @@ def _export(trainer: TrainingState) -> None:
     about["weights"] = "ema" if averaged else "raw"
     folder = trainer.run_dir / "export"
     role = trainer.roles["student"]
-    bases, scale = None, 1.0
+    bases: list[dict[str, Any] | None] | None = None
+    scale = 1.0
     if role.adapters is not None:
         role.rest()
-        bases, scale = [network.base_parameters() for network in role.networks], role.adapters["scale"]
+        scale = role.adapters["scale"]
+        bases = [
+            network.base_parameters() if i in role.trained_experts else None for i, network in enumerate(role.networks)
+        ]
     export_weights(
         folder / "student",
         networks,
@@ -68,11 +73,12 @@ def _export(trainer: TrainingState) -> None:
         bases=bases,
         scale=scale,
     )
-    whole = [name for weights in networks for name in weights if ".lora_" not in name]
+    trained = [networks[i] for i in role.trained_experts]
+    whole = [name for weights in trained for name in weights if ".lora_" not in name]
     # Of each expert a folder of its own, for load_lora_weights(..., load_into_transformer_2=True); of one network one.
     names = [f"student_lora_{expert}" for expert in EXPERTS] if role.boundaries else ["student_lora"]
     for name in ("student_lora", *(f"student_lora_{expert}" for expert in EXPERTS)):
-        if name in names and not whole:
+        if name in names and not whole and (bases or [None])[names.index(name)] is not None:
             weights = networks[names.index(name)]
             export_adapters(folder / name, weights, role.family, scale=scale, dtype=dtype, about=about)
         else:  # an earlier run in this folder may have left one

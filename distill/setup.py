@@ -30,7 +30,7 @@ from models.checkpoint_files import defining
 from models.families.base import LatentShape, Shape
 from models.lora.saved import find_adapters
 from models.published import refuse_input
-from models.role import Role
+from models.role import Role, trained_names
 from models.role_plan import RolePlan, plan_role, sharing
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ def plan_run(
                 additions=method.additions(config.method).get(name, ()),
                 lora=settings.lora if trained else None,
                 saved=saved,
+                experts=settings.experts if name == "student" else "both",
             )
         )
         if sharding[name].fp8 != "none":
@@ -261,7 +262,7 @@ def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePla
         UserError: experts of ranges of times where the method or a setting knows of none.
     """
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
-    method.check_experts(config.method, boundaries)
+    method.check_experts(config.method, boundaries, config.student.experts)
     second = getattr(config.method, "guidance_scale_2", None)
     if second is not None and "teacher" not in boundaries:
         raise UserError(
@@ -346,6 +347,13 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
             raise UserError(
                 f"checkpoint.resume: {checkpoint} was made with another network of the {role.name}; use the same"
                 f" {role.name}.checkpoint or {role.name}.architecture, or begin anew with another run_dir"
+            )
+        names = trained_names(role.name, role.boundaries, role.trained_experts)
+        earlier = sorted(name for name in state["updates"] if name.partition(".")[0] == role.name)
+        if role.boundaries and state.get("boundaries", {}).get(role.name) and earlier != sorted(names):
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} has what trains {' and '.join(earlier)}, and this run is to train"
+                f" {' and '.join(names)}; use the same {role.name}.experts, or begin anew with another run_dir"
             )
         now = list(role.boundaries)
         if (earlier := state.get("boundaries", {}).get(role.name, [])) != now:

@@ -214,7 +214,8 @@ class Trainer(TrainingState):
         share = self.batching.micro_batch_size / self.config.batch_size
         found = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
         losses = {name: float(value) for name, value in found.sums.items()}
-        names = self.parts_of(self.method.trained_role(self.step))
+        role = self.roles[self.method.trained_role(self.step)]
+        names = dict(zip(role.trained_experts, role.trained_names, strict=True))
         parts = [names[index] for index in sorted(set(found.networks.values()))]
         return sum(found.weights[name] * value for name, value in losses.items()), losses, parts
 

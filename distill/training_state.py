@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -107,16 +107,20 @@ class TrainingState:
 
     def parts_of(self, role: str) -> list[str]:
         """Names in :attr:`trained` of what ``role`` trains."""
-        return list(self.roles[role].trained_apart())
+        return self.roles[role].trained_names
 
     def has_average(self, role: str) -> bool:
         """Does it keep one of a role's weights?"""
         return self.parts_of(role)[0] in self.averages
 
-    def weights_of(self, role: str, *, averaged: bool) -> list[dict[str, Tensor]]:
-        """Of each of its networks, as :meth:`models.role.Role.weights`."""
-        parts = self.parts_of(role)
-        return [self.averages[part].weights if averaged else self.trained[part].weights() for part in parts]
+    def weights_of(self, role: str, *, averaged: bool) -> list[Mapping[str, Tensor]]:
+        """Of each of its networks what is the role's own, or of one that it does not train all; by public name."""
+        of = self.roles[role]
+        of.rest()
+        found: list[Mapping[str, Tensor]] = [network.base_parameters() for network in of.networks]
+        for i, part in zip(of.trained_experts, of.trained_names, strict=True):
+            found[i] = self.averages[part].weights if averaged else self.trained[part].weights()
+        return found
 
     @contextmanager
     def _student_average(self) -> Iterator[None]:
@@ -146,6 +150,6 @@ def planned_updates(method: Method, seed: int, steps: int, trained: Collection[s
         networks = {0}
         if role.boundaries:
             networks = set(method.networks(step, StepRandom(seed=seed, step=step, positions=())).values())
-        names = list(role.trained_apart()) if role.boundaries else [role.name]
+        names = dict(zip(role.trained_experts, role.trained_names, strict=True)) if role.boundaries else {0: role.name}
         counts.update(names[index] for index in networks)
     return {name: counts[name] for name in trained}

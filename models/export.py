@@ -88,8 +88,9 @@ def _find(checkpoint: Path, role: str, weights: str) -> list[_Saved]:
     state = read_state(checkpoint)
     files = reader(checkpoint)
     metadata = files.read_metadata().state_dict_metadata
-    experts = bool(state.get("boundaries", {}).get(role))
-    parts = [f"{role}.{expert}" for expert in EXPERTS] if experts else [role]
+    parts = [role]
+    if state.get("boundaries", {}).get(role):
+        parts = [f"{role}.{expert}" for expert in EXPERTS if f"{role}.{expert}" in state["updates"]]
     named = {
         part: {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         for part, prefix in ((part, f"{part}.{_KINDS[weights]}.") for part in parts)
@@ -157,6 +158,12 @@ def export_checkpoint(
     boundaries = saved.state.get("boundaries", {}).get(role, [])
     if expert is not None and not boundaries:
         raise UserError(f"--expert {expert}: the {role} in {checkpoint} is one network; leave it out")
+    held = [each.part.rpartition(".")[2] for each in networks] if boundaries else []
+    if boundaries and len(held) < len(EXPERTS) and expert != held[0]:
+        raise UserError(
+            f"{checkpoint} holds the {role}'s expert for {held[0]} noise alone, which the run trained; add --expert"
+            f" {held[0]}, or take both from the run's export/student"
+        )
     adapters = saved.adapters
     if adapters is None and kind is not None:
         raise UserError(
@@ -180,7 +187,7 @@ def export_checkpoint(
     }
     chosen = list(range(len(networks)))
     if expert is not None:
-        chosen, boundaries = [EXPERTS.index(expert)], []
+        chosen, boundaries = [held.index(expert)], []
         about["expert"] = expert
     of = f"the {role}" if expert is None else f"the {role}'s expert for {expert} noise"
     scale = adapters["scale"] if adapters else 1.0
@@ -191,6 +198,8 @@ def export_checkpoint(
         write_file(out, tensors, about | {"format": kind})
         return f"the {weights} adapters of {of}"
     bases = _bases(saved, base) if adapters is not None else []
+    if bases and held:
+        bases = [bases[EXPERTS.index(name)] for name in held]
     sources = [_source(networks[i], bases[i] if bases else None, scale, dtype) for i in chosen]
     write_folder(out, sources, saved.config, _FILE_BYTES, boundaries, about=about)
     return f"the {weights} weights of {of}{', merged into their base,' if adapters else ''}"

@@ -55,7 +55,7 @@ def export_weights(
     boundaries: Sequence[float] = (),
     max_bytes: int = 5 * 10**9,
     about: Mapping[str, Any] | None = None,
-    bases: Sequence[Mapping[str, Tensor]] | None = None,
+    bases: Sequence[Mapping[str, Tensor] | None] | None = None,
     scale: float = 1.0,
 ) -> None:
     """Write sharded networks as a folder that ``from_pretrained`` loads. Called by all ranks; rank 0 writes.
@@ -72,7 +72,7 @@ def export_weights(
         boundaries: of experts (:class:`models.role.Role`).
         max_bytes: size of a file; rank 0 holds one file's tensors at a time.
         about: what the weights are, for the folder's manifest.
-        bases: of ``networks`` that are adapters, which are merged into them.
+        bases: of each of ``networks`` that is adapters, which are merged into it.
         scale: of their products.
 
     Raises:

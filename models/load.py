@@ -99,7 +99,7 @@ def build_roles(
             of_expert = [plan.expert(i) for plan in group]
             network = build_network(
                 of_expert,
-                trained=trained,
+                trained=trained_with(group, i, trained),
                 mesh=mesh,
                 device=device,
                 precision=precision,
@@ -114,9 +114,15 @@ def build_roles(
                 networks=tuple(networks),
                 boundaries=plan.boundaries,
                 trainable=plan.name in trained,
+                trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
             )
     return {plan.name: built[plan.name] for plan in plans}
+
+
+def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
+    """Which of the ``trained`` roles train this one of their networks."""
+    return {plan.name for plan in plans if plan.name in trained and expert in plan.trained_experts}
 
 
 def seed_of_expert(seed: int, expert: int) -> int:

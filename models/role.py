@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,6 +25,13 @@ from models.network import Network
 
 EXPERTS = ("high", "low")
 """What two experts are called, by the noise of their times."""
+ROUNDING = 1e-7
+"""By how much a time may be below a boundary and is at it: fp32 has .9 as a little less."""
+
+
+def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
+    """What those of a role's networks are called that train, in logs and checkpoints: as the role, or its experts."""
+    return [f"{role}.{EXPERTS[i]}" for i in experts] if boundaries else [role]
 
 
 @dataclass(kw_only=True)
@@ -42,6 +49,8 @@ class Role:
     boundaries: tuple[float, ...] = ()
     """Times in (0, 1), falling, between those that one network serves and the next: from the boundary on the former."""
     trainable: bool
+    trained_experts: tuple[int, ...] = ()
+    """Of experts those that train, by their position; all where none are given."""
     adapters: dict[str, Any] | None = None
     """Of a role with adapters what they are (:attr:`models.role_plan.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
@@ -58,6 +67,8 @@ class Role:
             )
         if any(network.config != self.config for network in self.networks):
             raise ValueError(f"{self.name}: its networks are not of one configuration")
+        if not self.trained_experts:
+            self.trained_experts = tuple(range(len(self.networks)))
         modules = [network.module for network in self.networks]
         self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
@@ -78,7 +89,7 @@ class Role:
 
     def expert_at(self, time: float) -> int:
         """Which of its networks serves ``time``: from a boundary on the one before it, as in diffusers' pipelines."""
-        return sum(time < boundary for boundary in self.boundaries)
+        return sum(time + ROUNDING < boundary for boundary in self.boundaries)
 
     def network_at(self, t: Tensor, at: float | None) -> Network:
         """The network that serves the times ``t``.
@@ -110,9 +121,14 @@ class Role:
         if not self.boundaries:
             return {self.name: self}
         return {
-            f"{self.name}.{expert}": replace(self, networks=(network,), boundaries=())
-            for expert, network in zip(EXPERTS, self.networks, strict=True)
+            name: replace(self, networks=(self.networks[i],), boundaries=(), trained_experts=())
+            for name, i in zip(self.trained_names, self.trained_experts, strict=True)
         }
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Of :meth:`trained_apart`."""
+        return trained_names(self.name, self.boundaries, self.trained_experts)
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None

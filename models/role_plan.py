@@ -29,6 +29,7 @@ from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
+from models.role import EXPERTS
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class RolePlan:
     """Where the weights come from, of each network; none for random ones."""
     boundaries: tuple[float, ...] = ()
     """Of experts, of one configuration, the times between them (:class:`models.role.Role`)."""
+    trained_experts: tuple[int, ...] = (0,)
+    """Where it trains, which of its networks do."""
     sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
@@ -65,8 +68,10 @@ class RolePlan:
         return len(self.boundaries) + 1
 
     def expert(self, index: int) -> RolePlan:
-        """The same role of one of its networks alone."""
-        return replace(self, folders=self.folders[index : index + 1], boundaries=())
+        """The same role of one of its networks alone; without its adapters where that one does not train."""
+        lora = self.lora if index in self.trained_experts else None
+        folders = self.folders[index : index + 1]
+        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora)
 
     @property
     def setting(self) -> str:
@@ -126,6 +131,7 @@ def plan_role(
     additions: Chosen = (),
     lora: LoraSettings | None = None,
     saved: Path | None = None,
+    experts: str = "both",
 ) -> RolePlan:
     """Check a role's settings; reads headers, builds nothing but a network on the meta device.
 
@@ -140,6 +146,7 @@ def plan_role(
         additions: what is attached to the network.
         lora: the adapters that the role trains, on a frozen network.
         saved: the file that these begin with.
+        experts: which of two train, where the role does: ``both``, ``high`` or ``low``.
 
     Raises:
         UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture, adapters
@@ -194,6 +201,7 @@ def plan_role(
         base=(chosen.name, weights),
         folders=found.folders,
         boundaries=boundaries,
+        trained_experts=_trained_experts(name, boundaries, experts),
         sharding=sharding or ShardSettings(),
         attention_backend=attention_backend,
         head_groups=head_groups,
@@ -202,6 +210,18 @@ def plan_role(
         lora=adapters,
         network=network,
     )
+
+
+def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
+    """
+    Raises:
+        UserError: one of two where there is one network.
+    """
+    if chosen == "both":
+        return tuple(range(len(boundaries) + 1))
+    if not boundaries:
+        raise UserError(f"{name}.experts={chosen} is for a model of two experts, and the {name} is one; leave it out")
+    return (EXPERTS.index(chosen),)
 
 
 def _check_experts(networks: Sequence[nn.Module], where: str) -> None:

@@ -75,10 +75,18 @@ class RoleSettings(ShardSettings):
 
 @dataclass(kw_only=True)
 class TrainedRoleSettings(RoleSettings):
-    """``student.*`` and ``fake.*``."""
+    """``fake.*``, and of ``student.*``."""
 
     ema: EmaSettings = field(default_factory=EmaSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+
+
+@dataclass(kw_only=True)
+class StudentSettings(TrainedRoleSettings):
+    """``student.*``."""
+
+    experts: Literal["both", "high", "low"] = "both"
+    """Of a student of two experts, which to train; the other stays as its checkpoint has it (docs/methods/experts.md)"""
 
 
 @dataclass(kw_only=True)
@@ -260,7 +268,7 @@ class Config:
     mesh: MeshSettings = field(default_factory=MeshSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     teacher: RoleSettings = field(default_factory=RoleSettings)
-    student: TrainedRoleSettings = field(default_factory=TrainedRoleSettings)
+    student: StudentSettings = field(default_factory=StudentSettings)
     fake: TrainedRoleSettings = field(default_factory=TrainedRoleSettings)
     method: Any = MISSING
     optim: OptimSettings = field(default_factory=OptimSettings)

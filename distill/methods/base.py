@@ -103,12 +103,13 @@ class Method(ABC):
         return
 
     @classmethod
-    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         """Refuse roles of experts that this method cannot train or evaluate.
 
         Args:
             settings: of the method.
             boundaries: of the roles that are experts of ranges of times, by name.
+            trained: which of the student's two train: ``both``, ``high`` or ``low``.
 
         Raises:
             UserError: naming the role; by default for any.

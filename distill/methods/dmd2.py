@@ -153,14 +153,14 @@ class Dmd2(FewStepMethod):
         yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), last, random), 1.0)
 
     @classmethod
-    def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+    def check_experts(cls, settings: Dmd2Settings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         for boundary in boundaries.get("student", ()):
-            if settings.rollout == "full":
+            if settings.rollout == "full" and trained != "low":
                 raise UserError(
                     "method.rollout=full trains the student at its last time alone, and its expert for times from"
                     f" {boundary:g} on would never be trained; use method.rollout=random, or a student of one network"
                 )
-            if settings.step_list[-1] >= boundary:
+            if trained != "high" and settings.step_list[-1] >= boundary:
                 raise UserError(
                     f"method.step_list={list(settings.step_list)} has no time below {boundary:g}, where the student's"
                     " second expert begins: it would never be trained; add one, or use a student of one network"
@@ -180,7 +180,11 @@ class Dmd2(FewStepMethod):
         times = self.settings.student_times()
         if self.settings.rollout == "full":
             return times
-        return times[: random.shared_integer("dmd2/rollout_length", 1, len(times))]
+        student = self.roles["student"]
+        lengths = range(1, len(times) + 1)
+        if student.boundaries:
+            lengths = [n for n in lengths if student.expert_at(times[n - 1]) in student.trained_experts]
+        return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
         """What the fake score is told of samples that were made at ``times``: ``(B,)``."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.rng import StepRandom
-from models.role import Role
+from models.role import ROUNDING, Role
 
 
 class Times(NamedTuple):
@@ -35,7 +35,12 @@ Draw = Callable[[StepRandom, str, torch.dtype], Sequence[Tensor]]
 
 
 def draw_times(
-    draw: Draw, random: StepRandom, purpose: str, dtype: torch.dtype, roles: Sequence[Sequence[Role]]
+    draw: Draw,
+    random: StepRandom,
+    purpose: str,
+    dtype: torch.dtype,
+    roles: Sequence[Sequence[Role]],
+    trains: Role | None = None,
 ) -> list[Times]:
     """Times as ``draw`` gives them, each in one range of the roles that are evaluated at it.
 
@@ -45,10 +50,11 @@ def draw_times(
         purpose: of the draw; those that are drawn again have ``PURPOSE/again_N``.
         dtype: of the times, fp32 or better.
         roles: for each of the times, who is evaluated at it.
+        trains: who trains at the last of them, and perhaps some of its networks alone (:attr:`Role.trained_experts`).
     """
     if not any(role.boundaries for each in roles for role in each):
         return [Times(t) for t in draw(random, purpose, dtype)]
-    pilot, host = pilot_times(draw, random, purpose), replace(random, device="cpu")
+    pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")
     wanted = [_ranges(torch.tensor([time], dtype=torch.float64), of) for time, of in zip(pilot, roles, strict=True)]
     times = list(draw(host, purpose, dtype))
     for attempt in count(1):
@@ -62,17 +68,22 @@ def draw_times(
 
 
 def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> int:
-    """The network of ``role`` that serves the last of the step's times."""
-    return role.expert_at(pilot_times(draw, random, purpose)[-1]) if role.boundaries else 0
+    """The network of ``role``, which trains, that serves the last of the step's times."""
+    return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.boundaries else 0
 
 
-def pilot_times(draw: Draw, random: StepRandom, purpose: str) -> list[float]:
+def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
     """The draw that decides the step's ranges: the same on every rank and in every micro-batch."""
-    return [float(t) for t in draw(random.shared, f"{purpose}/range", torch.float64)]
+    for attempt in count():
+        of = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
+        times = [float(t) for t in draw(random.shared, of, torch.float64)]
+        if trains is None or not trains.boundaries or trains.expert_at(times[-1]) in trains.trained_experts:
+            return times
+    raise AssertionError
 
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
-    """Which range of the common refinement each of ``t`` ``(B,)``, on the CPU, lies in; :meth:`Role.expert_at`."""
-    t = t.double()
+    """Which range of the common refinement each of ``t`` ``(B,)``, on the CPU, lies in; as :meth:`Role.expert_at`."""
+    t = t.double() + ROUNDING
     boundaries = {boundary for role in roles for boundary in role.boundaries}
     return sum(((t < boundary).long() for boundary in boundaries), torch.zeros(t.shape, dtype=torch.long))

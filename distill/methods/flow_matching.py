@@ -65,7 +65,7 @@ class FlowMatching(Method):
         yield Loss("flow_matching", lambda: self._loss(batch, random), 1.0)
 
     @classmethod
-    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+    def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         return
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
@@ -77,11 +77,12 @@ class FlowMatching(Method):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         x0 = batch.latents
-        ((t, at),) = draw_times(self._draw, random, "flow_matching/time", x0.dtype, [(self.roles["student"],)])
+        student = self.roles["student"]
+        ((t, at),) = draw_times(self._draw, random, "flow_matching/time", x0.dtype, [(student,)], student)
         noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
-        v = self.roles["student"].velocity(add_noise(x0, noise, t), t, condition, at=at)
+        v = student.velocity(add_noise(x0, noise, t), t, condition, at=at)
         errors = per_sample_mean((v - (noise - x0)).square())
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)

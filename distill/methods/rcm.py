@@ -125,6 +125,14 @@ class Rcm(Scm):
         if step >= self.settings.consistency_steps:
             yield Loss("dmd", lambda: self._dmd_loss(step, batch, random), 1.0)
 
+    @classmethod
+    def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
+        if trained != "both":
+            raise UserError(
+                f"student.experts={trained}: method=rcm's rollouts end at times of both experts; use method=scm or dmd2,"
+                " or student.experts=both"
+            )
+
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         student, fake = self.roles["student"], self.roles["fake"]
         if self.trained_role(step) == "fake":

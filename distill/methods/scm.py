@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss
-from distill.methods.expert_times import draw_times, pilot_times
+from distill.methods.expert_times import draw_times, expert_of_step
 from distill.methods.few_step import FewStepMethod, FewStepSettings
 from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
@@ -114,31 +114,26 @@ class Scm(FewStepMethod):
         yield Loss("scm", lambda: self._consistency_loss(step, batch, random), 1.0)
 
     @classmethod
-    def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]]) -> None:
+    def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         return
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         return {"scm": self._consistency_expert(random)}
 
     def _consistency_expert(self, random: StepRandom) -> int:
-        student = self.roles["student"]
-        if not student.boundaries:
-            return 0
-        return student.expert_at(pilot_times(self._draw_time, random, "scm/time")[0])
+        return expert_of_step(self._draw_time, random, "scm/time", self.roles["student"])
 
     def _draw_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Of rectified flow, at which networks are evaluated, and the same times of TrigFlow."""
+        """Of TrigFlow, and the same times of rectified flow, at which networks are evaluated."""
         z = random.normal(purpose, (), dtype)
         t = torch.atan(torch.exp(self.settings.time_mean + self.settings.time_std * z))
-        return [flow_time(t), t]
+        return [t, flow_time(t)]
 
     def _consistency_loss(self, step: int, batch: Batch, random: StepRandom, weight: float = 1.0) -> Tensor:
         """``mean (F - sg(F) - g)^2``; ``weight``, the loss's own, is for what is observed alone."""
         settings, student = self.settings, self.roles["student"]
-        of_flow, (t, _) = draw_times(
-            self._draw_time, random, "scm/time", batch.dtype, [(student, self.roles["teacher"]), ()]
-        )
-        at = of_flow.at
+        evaluated = [(), (student, self.roles["teacher"])]
+        (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)
         x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
         with torch.no_grad():
             teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at)

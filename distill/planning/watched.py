@@ -21,7 +21,7 @@ from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from models.condition import Condition
 from models.families.base import LatentShape, Shape
-from models.load import build_network
+from models.load import build_network, trained_with
 from models.network import Network
 from models.role import Role
 from models.role_plan import RolePlan, sharing
@@ -50,7 +50,8 @@ class WatchedRole(Role):
     holder: str
     """The role under whose name its network counts."""
     idle: tuple[Network, ...] = ()
-    """Experts that are held and not run: all are of one size, so which one a step takes tells nothing."""
+    """Experts that it trains, and that are held and not run: all are of one size, so which one a step takes tells
+    nothing."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)
@@ -107,22 +108,25 @@ def build_watched(
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
         # Without memory first: among fake tensors a network that is on meta cannot be copied.
+        trained_of = [trained_with(group, i, trained) for i in range(group[0].experts)]
+        order = sorted(range(group[0].experts), key=lambda i: -len(trained_of[i]))  # first one that steps train
         network, *idle = (
             build_network(
                 [plan.expert(i) for plan in group],
-                trained=trained,
+                trained=trained_of[i],
                 mesh=mesh,
                 device=torch.device("cpu"),
                 latent_shape=latent_shape,
                 condition_shapes=condition_shapes,
                 allocate=False,
             )
-            for i in range(group[0].experts)
+            for i in order
         )
         holder = _holder(group)
         for each in group:
             role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
-            role.storages, role.queries, role.holder, role.idle = storages, queries, holder, tuple(idle)
+            role.storages, role.queries, role.holder = storages, queries, holder
+            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
             roles[each.name] = role
         held = HOST if group[0].sharding.offload == "cpu" else "parameters"
         with tensors, storages:

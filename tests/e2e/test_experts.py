@@ -192,7 +192,7 @@ def adapted(tmp_path_factory):
         "student.lora.rank=4",
         "fake.lora.rank=4",
         "log.groups=true",
-        "optim.student.lr_scale={'*.lora_*':10.0}",
+        "optim.student.lr_scale={*.lora_*: 10.0}",
         f"run_dir={run_dir}",
     ]
     done = train(2, *line, "mesh.cp=2", "steps=6")
@@ -246,3 +246,42 @@ def test_a_file_of_adapters_is_of_one_expert(adapted, tmp_path, capfd):
         for folder in (tmp_path / "lora", run_dir / "export" / "student_lora_low")
     )
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
+
+
+@pytest.fixture(scope="module", params=["low", "high"])
+def alone(request, tmp_path_factory):
+    """A run that trains one of the student's experts."""
+    pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
+    build_tiny_pipeline(pipeline, boundary=BOUNDARY)
+    render_clips(clips, 3, frames=24, fps=8, height=72, width=120)
+    line = [*words(pipeline, clips), f"student.experts={request.param}", "mesh.cp=2"]
+    train(2, *line, "steps=2", f"run_dir={run_dir}", "export.at_end=false", "sample.at_end=false")
+    train(2, *line, "steps=4", f"run_dir={run_dir}")
+    return pipeline, clips, run_dir, request.param
+
+
+def test_one_expert_trained_alone(alone, tmp_path, capfd):
+    """The other is exported as its checkpoint has it; a checkpoint holds the trained one."""
+    base, clips, run_dir, trained = alone
+    student = run_dir / "export" / "student"
+    for name, expert in zip(EXPERTS, ("high", "low"), strict=True):
+        before, after = (load_file(next((folder / name).glob("*.safetensors"))) for folder in (base, student))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before) == (expert != trained)
+    state = json.loads((run_dir / "checkpoints" / "step_00000004" / "state.json").read_text())
+    assert sorted(state["updates"]) == ["fake.high", "fake.low", f"student.{trained}"]
+    assert state["updates"][f"student.{trained}"] == 2
+    assert export.main([str(run_dir), str(tmp_path / "both"), "--weights", "ema"]) == 2
+    assert f"holds the student's expert for {trained} noise alone" in capfd.readouterr().err
+    assert export.main([str(run_dir), str(tmp_path / "one"), "--weights", "ema", "--expert", trained]) == 0
+    one = load_file(next((tmp_path / "one").glob("*.safetensors")))
+    same = load_file(next((student / EXPERTS[trained == "low"]).glob("*.safetensors")))
+    assert one.keys() == same.keys() and all(torch.equal(one[key], same[key]) for key in one)
+    line = [*words(base, clips), "mesh.cp=1", f"run_dir={run_dir}", "device=cpu", "dry_run=true", "steps=4"]
+    for changes, message in (
+        ([], "has what trains student."),
+        (["experiment=quickstart_rcm", "student.experts=low"], "method=rcm's rollouts end at times of both experts"),
+    ):
+        of_method = [word for word in line if not changes or not word.startswith(("method.", "experiment"))]
+        assert main([*of_method, *changes]) == 2
+        assert message in capfd.readouterr().err.strip().splitlines()[-1]

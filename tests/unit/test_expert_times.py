@@ -24,7 +24,7 @@ STEPS = 3000
 def role(name, *boundaries):
     """A role of so many experts, of which only the boundaries are asked."""
     made = object.__new__(Role)
-    made.name, made.boundaries = name, boundaries
+    made.name, made.boundaries, made.trained_experts = name, boundaries, tuple(range(len(boundaries) + 1))
     return made
 
 
@@ -40,7 +40,7 @@ def own_draws(settings):
     if settings.name == "flow_matching":
         yield method._draw, "flow_matching/time", [(student,)]
     if settings.name in ("scm", "rcm"):
-        yield method._draw_time, "scm/time", [(student, teacher), ()]
+        yield method._draw_time, "scm/time", [(), (student, teacher)]
     if settings.name in ("dmd2", "rcm"):
         yield method._draw_score_time, f"{settings.name}/time", [(teacher, fake)]
     if settings.name == "rcm":
@@ -111,14 +111,42 @@ def test_a_boundary_is_the_noisier_experts():
     of = role("student", 0.9)
     assert [of.expert_at(t) for t in (1.0, 0.9, 0.8999)] == [0, 0, 1]
     in_fp32 = torch.tensor([0.9], dtype=torch.float32)
-    assert of.expert_at(float(in_fp32)) == 1
+    assert float(in_fp32) < 0.9 and of.expert_at(float(in_fp32)) == 0
 
     def draw(streams, purpose, dtype):
-        return [torch.full((len(streams.positions),), 0.9, dtype=torch.float32)]
+        return [torch.full((len(streams.positions),), 0.9, dtype=dtype)]
 
-    ((t, at),) = draw_times(draw, random(0, 0), "x", torch.float32, [(of,)])
-    assert of.expert_at(at) == 1 and torch.equal(t, in_fp32)
-    assert pilot_times(draw, random(0, 0), "x") == [float(in_fp32)]
+    for dtype in (torch.float32, torch.float64):
+        ((t, at),) = draw_times(draw, random(0, 0), "x", dtype, [(of,)])
+        assert of.expert_at(at) == 0 and float(t) == pytest.approx(0.9)
+    assert pilot_times(draw, random(0, 0), "x") == [0.9]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.name)
+@pytest.mark.parametrize("expert", [0, 1])
+def test_one_expert_trained_alone_has_its_times_alone(settings, expert):
+    """Distributed as the method's own that lie there."""
+    student = role("student", 0.6)
+    student.trained_experts = (expert,)
+    method = build_method(settings, {"student": student, "teacher": role("teacher"), "fake": role("fake")})
+    if settings.name == "rcm":
+        return  # refused: its rollouts end at times of both
+    if settings.name == "dmd2":
+        settings.step_list = [1.0, 0.8, 0.5, 0.3]
+        lengths = {len(method._rollout_times(random(step))) for step in range(60)}
+        assert lengths == ({1, 2}, {3, 4})[expert]
+        assert {tuple(method.networks(step, random(step)).items()) for step in (0, 6, 12)} == {(("dmd", expert),)}
+        return
+    draw, purpose = (method._draw_time, "scm/time") if settings.name == "scm" else (method._draw, "flow_matching/time")
+    roles = [(), (student,)] if settings.name == "scm" else [(student,)]
+    found, own = [], []
+    for step in range(2000):
+        times = draw_times(draw, random(step, 0), purpose, torch.float64, roles, student)[-1]
+        assert student.expert_at(times.at) == expert == expert_of_step(draw, random(step), purpose, student)
+        found.append(float(times.t))
+        own.append(float(draw(random(step, 0, seed=1), purpose, torch.float64)[-1]))
+    inside = [t for t in own if student.expert_at(t) == expert]
+    assert len(inside) > 100 and stats.ks_2samp(found, inside).pvalue > 1e-3
 
 
 def test_the_variance_of_a_step_is_larger():
