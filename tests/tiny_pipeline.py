@@ -1,6 +1,6 @@
 """A test-sized Wan pipeline folder with random weights, and small clips of our own.
 
-    python -m tests.tiny_pipeline FOLDER [--seed 0] [--image | --frame]
+    python -m tests.tiny_pipeline FOLDER [--seed 0] [--image | --frame] [--boundary 0.875]
 
 writes a folder in diffusers layout that ``WanPipeline.from_pretrained`` loads: nothing is downloaded.
 """
@@ -237,8 +237,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
     parser.add_argument("--frame", action="store_true", help="one whose first frame may be given, as Wan 2.2's TI2V")
-    arguments = parser.parse_args()
-    print(build_tiny_pipeline(arguments.folder, arguments.seed, image=arguments.image, frame=arguments.frame))
+    parser.add_argument("--boundary", type=float, help="two experts, as Wan 2.2's A14B, with their boundary_ratio")
+    of = parser.parse_args()
+    print(build_tiny_pipeline(of.folder, of.seed, image=of.image, frame=of.frame, boundary=of.boundary))
 
 
 if __name__ == "__main__":

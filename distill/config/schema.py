@@ -86,7 +86,8 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Of a student of two experts, which to train; the other stays as its checkpoint has it (docs/methods/experts.md)"""
+    """Of a student of two experts, which to train: the other stays as its checkpoint has it
+    (docs/methods/experts.md)."""
 
 
 @dataclass(kw_only=True)

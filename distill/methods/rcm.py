@@ -129,8 +129,8 @@ class Rcm(Scm):
     def check_experts(cls, settings: ScmSettings, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         if trained != "both":
             raise UserError(
-                f"student.experts={trained}: method=rcm's rollouts end at times of both experts; use method=scm or dmd2,"
-                " or student.experts=both"
+                f"student.experts={trained}: method=rcm's rollouts end at times of both experts; use method=scm or"
+                " dmd2, or student.experts=both"
             )
 
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
