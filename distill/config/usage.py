@@ -80,11 +80,12 @@ def usage(config: Config, chosen: str = "") -> str:
         settings = getattr(config, name)
         lines += ["", f"{name}.*" + (f" of {name}={settings.name}:" if name != "mesh" else ":")]
         lines += _in_lines(_described(type(settings), f"{name}.", settings, _short))
-    shards = {item.name for item in fields(ShardSettings)} - {"precision"}
+    shards = {item.name for item in fields(ShardSettings)} - {"precision"} | {"architecture", "boundary"}
     roles = list(_shared("ROLE", {name: getattr(config, name) for name in ROLES}))
     lines += ["", f"ROLE.* of {', '.join(ROLES)}, as teacher.checkpoint, and how each is sharded (docs/sharding.md):"]
     lines += _in_lines([row for row in roles if row[2] not in shards])
-    lines += _in_paragraph("ROLE.", [key.removeprefix("ROLE.") for key, _, name in roles if name in shards])
+    rest = [key.removeprefix("ROLE.") for key, _, name in roles if name in shards]
+    lines += _in_paragraph("ROLE.", [*rest, f"experts={config.student.experts} (student's)"])
     lines += ["", "What else there is; --help all says what each is:"]
     rates = {name: getattr(config.optim, name) for name in TRAINED}
     lines += _in_paragraph("optim.ROLE.", [key.removeprefix("ROLE.") for key, *_ in _shared("ROLE", rates)])
@@ -120,15 +121,16 @@ def long_usage(config: Config, chosen: str = "") -> str:
 
 
 def _groups() -> Iterator[str]:
+    """Each group's choices; those of the next one stand behind them where both are few."""
+    texts = []
     for group in GROUPS:
         names = " | ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
-        yield from textwrap.wrap(
-            f"{group + '=':<12} {names}",
-            _WIDTH,
-            initial_indent="  ",
-            subsequent_indent=" " * 15,
-            break_on_hyphens=False,
-        )
+        texts.append(f"{group + '=':<12} {names}")
+    while texts:
+        text = texts.pop(0)
+        if texts and len(text) < 30 and len(texts[0]) < 30:
+            text = f"{text:<30} {texts.pop(0)}"
+        yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent=" " * 15, break_on_hyphens=False)
 
 
 def _rest(config: Config) -> Iterator[tuple[str, Any]]:
