@@ -1,8 +1,9 @@
 """The VAE and the text encoder of an LTX-Video pipeline folder, as diffusers' pipelines (0.42) use them.
 
-``model_index.json`` says whether it is an ``LTXPipeline`` (0.9.0, 0.9.1) or an ``LTXConditionPipeline`` (as diffusers
-documents 0.9.5 and later); without that file, or with any other class, it is taken for the former. They differ in the
-text encoder's mask and in when latent frames are.
+``model_index.json`` says whether it is an ``LTXPipeline`` (0.9.0, 0.9.1), with the same parts an
+``LTXImageToVideoPipeline``, or an ``LTXConditionPipeline`` (as diffusers documents 0.9.5 and later); without that file,
+or with any other class, it is taken for the first. The last differs in the text encoder's mask and in when latent
+frames are.
 
 Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L tokens, D width of an embedding.
 """
@@ -19,16 +20,17 @@ import torch
 
 from distill.data.clips import ClipFormat
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
-from distill.data.first_frame import ImageInput
+from distill.data.first_frame import FirstFrame, ImageInput
 from distill.data.pipeline_folder import load_part, part_settings, shown, whole_numbers
 from fsdp_cp.errors import UserError
+from models.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
 LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
 PIPELINE_TOKENS = 128
 """``max_sequence_length`` of LTXPipeline."""
-PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXConditionPipeline"
+PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,7 +48,7 @@ class LtxEncoderFolder(EncoderFolder):
 
     def remarks(self, max_text_tokens: int) -> list[str]:
         found = []
-        if self.pipeline not in (CONDITION_PIPELINE, PIPELINE):
+        if self.pipeline not in (CONDITION_PIPELINE, PIPELINE, IMAGE_PIPELINE):
             has = f"names a {shown(self.pipeline)}" if self.pipeline else "has no model_index.json"
             found.append(
                 f"data.encoders={self.path} {has}: it is taken for an {PIPELINE} (0.9.0, 0.9.1); of later versions"
@@ -63,12 +65,15 @@ class LtxEncoderFolder(EncoderFolder):
         self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
     ) -> dict[str, tuple[int, ...]]:
         text = (max_text_tokens, self.text_width)
-        return {"text": text, "text_mask": (max_text_tokens,), "latent_spacing": (4,)}
+        shapes = {"text": text, "text_mask": (max_text_tokens,), "latent_spacing": (4,)}
+        if image is not None:
+            channels, _, height, width = self.latent_shape(clip)
+            shapes[FIRST_FRAME] = (channels, 1, height, width)
+        return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
-        raise UserError(
-            f"data.image: {where} is an LTX-Video pipeline, which is supported from text alone; leave data.image out"
-        )
+        """The first frame in its place, whichever of LTX's pipelines it is: all parts are there."""
+        return FirstFrame()
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> LtxVideoCodec:
         return LtxVideoCodec(self, device=device, dtype=dtype, tiling=tiling)

@@ -60,8 +60,11 @@ class SecondTime(Addition):
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
         if self.embedded is not None:
             added = self(self.embedded)
-            # A time for each token is (B, S_local, width); what is added is the sample's.
-            return embedding + (added if embedding.ndim == added.ndim else added[:, None])
+            # Of a time for each token it is (B, S_local, width), or flat (B S_local, width); what is added is the
+            # sample's.
+            if embedding.ndim == added.ndim:
+                return embedding + added.repeat_interleave(len(embedding) // len(added), dim=0)
+            return embedding + added[:, None]
         if self.shared:
             return None
         raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")

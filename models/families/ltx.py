@@ -1,8 +1,9 @@
-"""The LTX-Video family: diffusers' unmodified ``LTXVideoTransformer3DModel`` as a role's network, text to video.
+"""The LTX-Video family: diffusers' unmodified ``LTXVideoTransformer3DModel`` as a role's network.
 
-A token is one latent. Beside the text the network takes which of its tokens count, and how far latents are from each
-other in seconds and pixels, which its rotary embedding is made of: ``text_mask`` and ``latent_spacing`` of the
-condition, as LTX's encoders give them.
+Text to video, or from a given first frame, which stands in the noisy one's place (models/families/frames.py) as in
+``LTXImageToVideoPipeline``. A token is one latent. Beside the text the network takes which of its tokens count, and how
+far latents are from each other in seconds and pixels, which its rotary embedding is made of: ``text_mask`` and
+``latent_spacing`` of the condition, as LTX's encoders give them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import Condition, has_image
+from models.condition import FIRST_FRAME, Condition
+from models.families import frames
 from models.families.base import LatentShape, Shape
 from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
 from models.families.ltx_attention import LTXCrossAttention, LTXSelfAttention, video_coordinates
@@ -40,7 +42,7 @@ _RANGES = {
 
 
 class LTX(DiffusersFamily):
-    """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): text to video."""
+    """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): of text, or of a first frame too."""
 
     name = "ltx"
     class_name = "LTXVideoTransformer3DModel"
@@ -138,6 +140,9 @@ class LTX(DiffusersFamily):
         text = (text_tokens, config["caption_channels"])
         return {"text": text, "text_mask": (text_tokens,), "latent_spacing": (4,)}
 
+    def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
+        return {FIRST_FRAME: frames.frame_shape(latent_shape)}
+
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
@@ -159,10 +164,13 @@ class LTX(DiffusersFamily):
                     f"{setting} is an LTX-Video, which takes {name} of shape {shape}, and the data give"
                     f" {condition.get(name, 'none')}; use data.encoders of an LTX pipeline"
                 )
-        if has_image(condition):
+        if "image_latents" in condition:
             raise UserError(
-                f"{setting}: LTX-Video is supported from text alone, which takes no image; leave data.image out"
+                f"{setting} is an LTX-Video, which takes an image as the first frame, and the data give its latents for"
+                " channels of their own; use data.encoders of an LTX pipeline"
             )
+        if FIRST_FRAME in condition:
+            frames.check_given(latent_shape, condition[FIRST_FRAME], setting)
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         return 4 * config["num_layers"] * tokens * (tokens + condition["text"][0]) * self.width(config)
@@ -172,7 +180,8 @@ class LTX(DiffusersFamily):
         # Self-attention has four products, attention to the text two of tokens; the feed-forward is four times as wide.
         of_block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
         still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["caption_channels"] + dim)
-        ends = tokens * dim * 2 * config["in_channels"] + dim * (TIME_FEATURES + 7 * dim)
+        times = tokens if FIRST_FRAME in condition else 1
+        ends = tokens * dim * 2 * config["in_channels"] + times * dim * (TIME_FEATURES + 7 * dim)
         return layers * 2 * tokens * tokens * dim, layers * of_block + ends, still
 
     def parallelize(
@@ -183,7 +192,7 @@ class LTX(DiffusersFamily):
         diffusers' own plan splits the text too, and tables that every rank has made of all tokens.
         """
         plan = {
-            "": {"hidden_states": SplitTokens(split_dim=1)},
+            "": {"hidden_states": SplitTokens(split_dim=1), "timestep": SplitTokens(split_dim=1, expected_dims=2)},
             "rope": {"video_coords": SplitTokens(split_dim=2)},
             "proj_out": GatherTokens(gather_dim=1),
         }
@@ -195,20 +204,28 @@ class LTX(DiffusersFamily):
         network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given, (frames, height, width) = condition.tensors, x.shape[2:]
-        grid = (frames, height, width)
+        given = condition.tensors
+        grid = (x.shape[2], x.shape[3], x.shape[4])
+        hidden, times = x, t
+        if FIRST_FRAME in given:
+            hidden = frames.put_in(x, given[FIRST_FRAME])
+            times = frames.token_times(t, x, (1, 1, 1))
         with warnings.catch_warnings():
             # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             velocity, *others = network(
-                hidden_states=x.flatten(2).transpose(1, 2),
+                hidden_states=hidden.flatten(2).transpose(1, 2),
                 encoder_hidden_states=given["text"],
-                timestep=self.time_scale * t,
+                timestep=self.time_scale * times,
                 encoder_attention_mask=given["text_mask"].bool(),
                 video_coords=video_coordinates(given["latent_spacing"], grid),
                 return_dict=False,
             )
-        return velocity.transpose(1, 2).unflatten(2, grid), *others
+        return self.hold(velocity.transpose(1, 2).unflatten(2, grid), x, t, condition), *others
+
+    def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        frame = condition.tensors.get(FIRST_FRAME)
+        return v if frame is None else frames.hold(v, x, t, frame)
 
 
 def _in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families import wan_frames
+from models.families import frames, wan_frames
 from models.families.base import LatentShape, Shape, config_of
 from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
@@ -214,7 +214,7 @@ class Wan(DiffusersFamily):
         """A first frame, for Wan 2.2's TI2V: a text-to-video Wan of its VAE's latents."""
         if takes_image(config) or self.latent_channels(config) != wan_frames.CHANNELS:
             return {}
-        return {FIRST_FRAME: wan_frames.frame_shape(latent_shape)}
+        return {FIRST_FRAME: frames.frame_shape(latent_shape)}
 
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
@@ -336,8 +336,8 @@ class Wan(DiffusersFamily):
         if "image_latents" in given:
             hidden = torch.cat([x, given["image_mask"], given["image_latents"]], dim=1)
         if FIRST_FRAME in given:
-            hidden = wan_frames.put_in(x, given[FIRST_FRAME])
-            times = wan_frames.token_times(t, x, self.patch_size(config_of(network)))
+            hidden = frames.put_in(x, given[FIRST_FRAME])
+            times = frames.token_times(t, x, self.patch_size(config_of(network)))
         with warnings.catch_warnings():
             # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -352,7 +352,7 @@ class Wan(DiffusersFamily):
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)
-        return v if frame is None else wan_frames.hold(v, x, t, frame)
+        return v if frame is None else frames.hold(v, x, t, frame)
 
 
 def takes_image(config: Mapping[str, Any]) -> bool:

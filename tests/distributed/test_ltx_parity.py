@@ -26,6 +26,7 @@ METHODS = {
         tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
     ),
     "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
+    "meanflow": MeanFlowSettings(guidance_scale=3.0),
 }  # fmt: skip
 
 
@@ -40,18 +41,20 @@ def checkpoints(tmp_path_factory):
 def oracle(checkpoints):
     traces = {}
 
-    def of(method):
-        if method not in traces:
-            traces[method] = oracle_trace(setup_of(method), checkpoints)
-        return traces[method]
+    def of(method, **changes):
+        key = (method, *changes)
+        if key not in traces:
+            traces[key] = oracle_trace(setup_of(method, **changes), checkpoints)
+        return traces[key]
 
     return of
 
 
 def setup_of(method, dp_shard=1, cp=1, **changes):
+    chosen = {"condition_shapes": CONDITION_SHAPES} | changes
     return Setup(
         dp_shard=dp_shard, cp=cp, steps=5, method=METHODS[method], architecture=ARCHITECTURE, family="ltx",
-        latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES, **changes,
+        latent_shape=LATENT_SHAPE, **chosen,
     )  # fmt: skip
 
 
@@ -72,6 +75,28 @@ def test_five_steps(pools, checkpoints, oracle, method, dp_shard, cp):
     difference = compare(trace_on_ranks(setup, checkpoints, pools[setup.world_size]), oracle(method))
     print(method, (dp_shard, cp), f"{difference.largest:.1e}")
     assert difference.largest < 1e-5, difference
+
+
+FRAME = {"condition_shapes": CONDITION_SHAPES | {"first_frame": (LATENT_SHAPE[0], 1, *LATENT_SHAPE[2:])}}
+
+
+@pytest.mark.parametrize(
+    ("method", "dp_shard", "cp"),
+    [
+        ("dmd2", 2, 2),
+        *(pytest.param("dmd2", *sizes, marks=slow) for sizes in ((1, 1), (2, 1), (1, 2), (1, 4))),
+        *(pytest.param(method, 1, cp, marks=slow) for method in ("rcm", "flow_matching") for cp in (1, 2)),
+        pytest.param("meanflow", 1, 2, marks=slow),  # a second time, beside times of tokens
+    ],
+)
+def test_five_steps_from_a_first_frame(pools, checkpoints, oracle, method, dp_shard, cp):
+    """With times of tokens, of which those of the given frame are 0."""
+    setup = setup_of(method, dp_shard, cp, **FRAME)
+    truth = oracle(method, **FRAME)
+    difference = compare(trace_on_ranks(setup, checkpoints, pools[setup.world_size]), truth)
+    assert difference.largest < 1e-5, difference
+    if method == "dmd2":
+        assert compare(truth, oracle(method)).largest > 1e-2, "a frame makes a difference"
 
 
 def _velocities(folder):

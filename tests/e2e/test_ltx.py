@@ -5,11 +5,18 @@ from pathlib import Path
 import av
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    LTXImageToVideoPipeline,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+)
+from PIL import Image
 from safetensors.torch import load_file
 
 from distill import sample
 from distill.config import load_config
+from distill.data.clips import ClipFormat, read_clip
 from distill.methods import build_method
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
@@ -142,10 +149,7 @@ def test_the_run_has_clips_and_others_are_sampled_from_its_cache(folders):
         (["teacher.family=wan"], "is a LTXVideoTransformer3DModel, but family=wan needs a WanTransformer3DModel"),
         (["data.encoders={wan}"], "but the data's have 16; use a checkpoint made for this VAE"),
         (["teacher.checkpoint={wan}"], "is a WanTransformer3DModel, but family=ltx needs a LTXVideoTransformer3DModel"),
-        (
-            ["data.image=first_frame"],
-            "is an LTX-Video pipeline, which is supported from text alone; leave data.image out",
-        ),
+        (["data.image=first_frame", "data.num_frames=1"], "gives 1 latent frame, and data.image=first_frame gives it"),
         (["data=moving_shapes"], "use data.encoders of an LTX pipeline"),
         (["data.num_frames=15"], "data.num_frames=15 does not fit the VAE, which joins 8 frames after the first"),
     ],
@@ -165,3 +169,72 @@ def test_what_does_not_go_together_is_refused_by_name(tmp_path_factory, tmp_path
     error = (capfd.readouterr().err.strip().splitlines() or [""])[-1]
     assert code == (2 if message else 0) and (message or "") in error, error
     assert not Path(tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.fixture(scope="module")
+def of_frames(tmp_path_factory):
+    """A run of two steps on two ranks, each clip from its first frame."""
+    pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
+    build_tiny_ltx_pipeline(pipeline)
+    render_clips(clips, 3, frames=36, fps=12, height=72, width=120)
+    line = [*words(pipeline, clips), "data.image=first_frame", "mesh.cp=2", "steps=2", f"run_dir={run_dir}"]
+    files = [str(clips / "clip_0.mp4"), str(clips / "clip_1.mp4")]
+    train(2, *line, f"sample.images=[{files[0]},{files[1]}]")
+    return pipeline, files, run_dir
+
+
+def ours_of_frames(run_dir, files, noise):
+    config = load_config(run_dir / "config.yaml")
+    given = {"captions": CAPTIONS, "images": files}
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=run_dir, **given)
+    role = build_role(
+        plan_role("student", checkpoint=str(run_dir / "export" / "student"), family="ltx"),
+        mesh=build_mesh(cp=1, heads=4),
+        device=torch.device("cpu"),
+        trainable=False,
+        latent_shape=data.latent_shape,
+        condition_shapes=data.condition_shapes,
+    )
+    condition = data.condition(CAPTIONS)
+    latents = build_method(config.method, {"student": role}).generate("student", noise, condition, 4, None)
+    return latents, condition.tensors["first_frame"]
+
+
+def test_a_plain_pipeline_makes_of_an_image_what_our_sampler_does(of_frames, tmp_path):
+    base, files, run_dir = of_frames
+    noise = torch.randn(2, 8, 3, 2, 3, generator=torch.Generator().manual_seed(0))
+    latents, frame = run_ranks(1, ours_of_frames, run_dir, files, noise)[0]
+    assert (latents[:, :, :1] - frame).abs().max() < 1e-5, "the frame that was given"
+    pipeline = LTXImageToVideoPipeline.from_pipe(pipeline_of(base, run_dir))
+    pipeline.set_progress_bar_config(disable=True)
+    start = noise.clone()
+    start[:, :, :1] = frame  # as it makes of the image
+    found = pipeline(
+        prompt=CAPTIONS, **SIZE, num_frames=17, frame_rate=FPS, num_inference_steps=4, guidance_scale=1.0,
+        latents=pipeline._pack_latents(start), output_type="latent", return_dict=False,
+    )[0]  # fmt: skip
+    theirs = pipeline._unpack_latents(found, 3, 2, 3) if found.ndim == 3 else found
+    assert ((latents - theirs).norm() / theirs.norm()).item() < 1e-4
+    other = run_ranks(1, ours_of_frames, run_dir, files[::-1], noise)[0][0]
+    assert ((other - theirs)[:, :, 1:].norm() / theirs.norm()).item() > 1e-3, "the check above can tell images apart"
+    out = tmp_path / "clips"
+    arguments = f"{run_dir} --steps 2 --caption mine --image {files[0]} --out {out}".split()
+    assert sample.main(arguments) == 0 and (out / "0.mp4").is_file()
+
+
+def test_the_given_frame_is_what_their_pipeline_encodes(of_frames):
+    base, files, run_dir = of_frames
+    noise = torch.zeros(2, 8, 3, 2, 3)
+    frame = run_ranks(1, ours_of_frames, run_dir, files, noise)[0][1]
+    pipeline = LTXImageToVideoPipeline.from_pipe(pipeline_of(base, run_dir))
+    image = pipeline.video_processor.preprocess(first_frame(files[0]), height=SIZE["height"], width=SIZE["width"])
+    mode = pipeline.vae.encode(image[:, :, None]).latent_dist.mode()
+    theirs = pipeline._normalize_latents(mode, pipeline.vae.latents_mean, pipeline.vae.latents_std)
+    off = ((frame[:1] - theirs).norm() / theirs.norm()).item()
+    assert off < 0.02, "the cost of pixels that are rounded to 8 bits for their pipeline"
+
+
+def first_frame(file):
+    """Resized and cropped as clips are."""
+    pixels = read_clip(Path(file), ClipFormat(num_frames=1, **SIZE, fps=FPS))[:, 0]
+    return Image.fromarray(pixels.add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).numpy())

@@ -37,12 +37,21 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def velocity(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    """As ``LTXPipeline.__call__`` calls its transformer, packing and unpacking included."""
+    """As ``LTXPipeline.__call__`` calls its transformer, packing and unpacking included.
+
+    With a first frame as ``LTXImageToVideoPipeline``, and in frame 0 the way to the given one.
+    """
     frames, height, width = x.shape[2:]
+    mask = torch.zeros_like(x[:, :1])
+    times, mixed = 1000 * t, x
+    if "first_frame" in given:
+        mask[:, :, 0] = 1
+        mixed = mask * given["first_frame"] + (1 - mask) * x
+        times = 1000 * t[:, None] * (1 - LTXPipeline._pack_latents(mask)[..., 0])
     out = network(
-        hidden_states=LTXPipeline._pack_latents(x),
+        hidden_states=LTXPipeline._pack_latents(mixed),
         encoder_hidden_states=given["text"],
-        timestep=1000 * t,
+        timestep=times,
         encoder_attention_mask=given["text_mask"],
         num_frames=frames,
         height=height,
@@ -50,7 +59,8 @@ def velocity(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tenso
         rope_interpolation_scale=SPACING[:3],
         return_dict=False,
     )[0]
-    return LTXPipeline._unpack_latents(out, frames, height, width)
+    v = LTXPipeline._unpack_latents(out, frames, height, width)
+    return (1 - mask) * v + mask * (x - given.get("first_frame", x)) / t.view(-1, 1, 1, 1, 1)
 
 
 class WrittenOutLtx(LTXVideoAttnProcessor):

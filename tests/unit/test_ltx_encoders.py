@@ -11,6 +11,7 @@ from diffusers import LTXConditionPipeline, LTXPipeline
 from distill.data.captions import Captions
 from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat
+from distill.data.first_frame import FirstFrame
 from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
 from fsdp_cp.errors import UserError
 from models.families.ltx_attention import video_coordinates
@@ -80,14 +81,22 @@ def test_what_is_guessed_of_a_folder_is_said(folder, later, tmp_path):
     (alone / "model_index.json").unlink()
     (remark,) = choose_encoders(alone).remarks(128)
     assert "has no model_index.json: it is taken for an LTXPipeline" in remark
-    (alone / "model_index.json").write_text('{"_class_name": "LTXImageToVideoPipeline"}')
+    (alone / "model_index.json").write_text('{"_class_name": "LTXLatentUpsamplePipeline"}')
     (remark,) = choose_encoders(alone).remarks(128)
-    assert "names a LTXImageToVideoPipeline" in remark or "names a 'LTXImageToVideoPipeline'" in remark
+    assert "names a LTXLatentUpsamplePipeline" in remark or "names a 'LTXLatentUpsamplePipeline'" in remark
 
 
-def test_an_image_is_refused_by_name(folder):
-    with pytest.raises(UserError, match="data.image: data.encoders=x is an LTX-Video pipeline, .*leave data.image out"):
-        choose_encoders(folder).inspect_image("data.encoders=x")
+@pytest.mark.parametrize("pipeline", ["LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"])
+def test_an_image_is_the_first_frame_of_any_of_its_pipelines(folder, pipeline):
+    index = folder / "model_index.json"
+    before = index.read_text()
+    index.write_text(json.dumps(json.loads(before) | {"_class_name": pipeline}))
+    found = choose_encoders(folder)
+    assert not found.remarks(128 if pipeline != "LTXConditionPipeline" else 256)
+    image = found.inspect_image("data.encoders=x")
+    clip = ClipFormat(num_frames=17, height=64, width=96, fps=24.0)
+    assert image == FirstFrame() and found.condition_shapes(clip, 128, image)["first_frame"] == (8, 1, 2, 3)
+    index.write_text(before)
 
 
 def test_remarks_are_logged_once(tmp_path, folder, caplog):

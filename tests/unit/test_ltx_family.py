@@ -148,7 +148,9 @@ SHAPES = {"text": (7, 10), "text_mask": (7,), "latent_spacing": (4,)}
             (4, 3, 2, 2),
             r"takes text_mask of shape \(7,\), and the data give none; use data",
         ),
-        (SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "is supported from text alone"),
+        (SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "takes an image as the first frame"),
+        (SHAPES | {"first_frame": (4, 1, 2, 3)}, (4, 3, 2, 2), r"takes first_frame of shape \(4, 1, 2, 2\)"),
+        (SHAPES | {"first_frame": (4, 1, 2, 2)}, (4, 1, 2, 2), "gives 1 latent frame, and data.image=first_frame"),
     ],
 )
 def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, message):

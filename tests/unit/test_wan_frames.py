@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_cp.errors import UserError
 from models.condition import Condition
+from models.families.frames import hold, put_in, token_times
 from models.families.wan import Wan
-from models.families.wan_frames import hold, put_in, token_times
 from tests.oracles.tiny_wan import ARCHITECTURE, TEXT_SHAPE
 
 X = (2, 4, 3, 6, 8)
@@ -85,7 +85,7 @@ def test_flops_are_those_that_torch_counts():
         ({"patch_size": (2, 2, 2)}, (4, 4, 6, 8), FRAME[1:], "has tokens of 2 latent frames"),
         (
             {"in_channels": 12, "image_dim": 14, "added_kv_proj_dim": 48}, X[1:], FRAME[1:],
-            "is an image-to-video Wan 2.1, and data.encoders gives the first frame in its place",
+            "is an image-to-video Wan, and data.encoders gives the first frame in its place",
         ),
     ],
 )  # fmt: skip
