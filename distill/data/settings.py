@@ -178,7 +178,7 @@ class VideoFolderSettings(DataSettings):
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
     image: Literal["first_frame"] | None = None
     """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
-    has it in the noisy frame's place); null for none."""
+    and LTX-Video have it in the noisy frame's place); null for none."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         from distill.data.choose_encoders import choose_encoders
