@@ -28,8 +28,9 @@ from models.verification import BATCH, BOUND, optional_names, planned, verify, w
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
     """Print a table of each network, and one with what it may be given too; were all errors within the bound?"""
     plan, good = planned(folder, family), True
-    for expert in range(plan.experts):
-        of = f"{title}, {folder / EXPERT_FOLDERS[expert]}" if plan.experts > 1 else title
+    experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
+    for expert in range(experts):
+        of = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
         good &= _table(of, folder, family, ranks, expert, optional=False)
         if names := optional_names(plan):
             good &= _table(f"{of}, {' and '.join(names)} given", folder, family, ranks, expert, optional=True)

@@ -81,6 +81,10 @@ def make_places(root: Path) -> Places:
     folder = found.root / "ckpt" / "Wan2.2-TI2V-5B-Diffusers"
     _write_hollow_wan(folder, dict(wan_frames.PUBLISHED), wan_frames.VAE)
     (folder / "model_index.json").write_text('{"expand_timesteps": true}')
+    folder = found.root / "ckpt" / "Wan2.2-T2V-A14B-Diffusers"
+    _write_hollow_wan(folder, ARCHITECTURES["14b"])
+    (folder / "transformer_2").symlink_to("transformer")
+    (folder / "model_index.json").write_text('{"boundary_ratio": 0.875}')
     _write_hollow_ltx(found.root / "ckpt" / "LTX-Video")
     return found
 

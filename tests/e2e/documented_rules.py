@@ -357,6 +357,7 @@ RULES = [
     Rule(r"python -m benchmarks\.real_size --out \S+", form, why="tests/e2e/test_benchmarks.py runs it in small"),
     Rule(r"python -m benchmarks\.(chaos|two_hosts)", form, why="tests/e2e/test_chaos.py runs them"),
     Rule(r"python -m benchmarks\.\w+( --out \S+)?", module, slow=True),
+    Rule(r"python -m models\.verify FOLDER", form, why="tests/e2e/test_verify.py runs it, on two experts too"),
     Rule(r"python -m models\.verify FOLDER_OR_FAMILY", form, why="tests/e2e/test_verify.py runs it"),
     Rule(r"python train\.py (--help|--cfg job|dry_run=true world=8) experiment=NAME", of_any_experiment),
     Rule(r"python train\.py --help( all| method=\w+)?", of_any_experiment),

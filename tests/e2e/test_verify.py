@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from models import verification, verify
 from models.families.wan import Wan
 from models.families.wan_attention import WanCrossAttention
 from tests.e2e.launch import ROOT
+from tests.tiny_pipeline import build_tiny_pipeline
 
 
 @pytest.mark.slow
@@ -19,12 +21,28 @@ def test_a_folder_and_the_errors_it_prints(capsys):
     assert printed.strip().endswith("all within 1e-05")
 
 
+def test_both_experts_of_a_pipeline(tmp_path, capsys):
+    """A table of each; and what is wrong with the second is seen."""
+    build_tiny_pipeline(tmp_path, boundary=0.875)
+    assert verify.main([str(tmp_path), "--ranks", "1"]) == 0
+    printed = capsys.readouterr().out
+    tables = [line for line in printed.splitlines() if line.startswith("**")]
+    assert tables == [f"**{tmp_path}, {name}**" for name in ("transformer", "transformer_2")]
+    assert printed.count("| 1 x 1 |") == 8
+    file = next((tmp_path / "transformer_2").glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["proj_out.bias"][0] = math.nan
+    save_file(tensors, file)
+    assert verify.main([str(tmp_path), "--ranks", "1"]) == 2
+    assert "transformer_2: proj_out.bias holds numbers that are not finite" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_ltx_by_its_name(capsys):
-    """All its examples, up to two ranks, with captions of two lengths."""
+    """All its examples, up to two ranks, with captions of two lengths, of text and of a first frame."""
     assert verify.main(["ltx", "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| 1 x 2 | 45 | on |") == 2 and printed.strip().endswith("all within 1e-05")
+    assert printed.count("| 1 x 2 | 45 | on |") == 4 and printed.strip().endswith("all within 1e-05")
 
 
 @pytest.mark.parametrize(
