@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,9 +65,9 @@ def test_a_crash_and_a_hang_are_rows(tmp_path, capsys):
     assert last["error"] == found["raising"]["error"] == "ModuleNotFoundError: No module named 'hydra'"
     assert found["empty"]["error"] == "nothing could be measured" and len(found["empty"]["rows"]) == 1
     assert "| too long |  |  | 3 | left out: " in printed and "| a row | 1.25 | 0.5 |  |  |" in printed
-    assert "| hanging | over its time: ended after 3 s | 3 | " in printed and "| torch 2." in printed.replace(
-        ", ", "| "
-    )
+    # A loaded machine takes more than the 3 s to end it.
+    assert re.search(r"\| hanging \| over its time: ended after 3 s \| \d+ \| ", printed)
+    assert "| torch 2." in printed.replace(", ", "| ")
     (page,) = tmp_path.glob("*.md")
     assert printed.strip() == page.read_text().strip() and found["good"]["made_with"]["torch"]
 
