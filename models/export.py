@@ -27,7 +27,7 @@ from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.sharding import materialise
 from fsdp_cp.sharding.initialise import initialise
-from models.checkpoint_files import fingerprint, inspect_checkpoint, tensor_reader
+from models.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.export_folder import write_folder
 from models.families.base import Family
 from models.families.registry import family_of
@@ -177,7 +177,9 @@ def export_checkpoint(
     if base is not None and (adapters is None or kind in FORMATS):
         raise UserError("--base is for adapters that are merged into it (--format merged); leave it out")
     if adapters is not None and (read_from := base or adapters["base"]["path"]):
-        refuse_input(out, "OUT", {"the adapters' base": Path(read_from)})
+        # Of a pipeline the networks are in its folders: one of them that an earlier export put there would be replaced.
+        for place in (".", *EXPERT_FOLDERS):
+            refuse_input(out, "OUT", {"the adapters' base": Path(read_from) / place})
     about = {
         "checkpoint": str(checkpoint.resolve()),
         "step": saved.state["step"],

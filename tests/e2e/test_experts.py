@@ -285,3 +285,19 @@ def test_one_expert_trained_alone(alone, tmp_path, capfd):
         of_method = [word for word in line if not changes or not word.startswith(("method.", "experiment"))]
         assert main([*of_method, *changes]) == 2
         assert message in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_an_export_never_replaces_an_expert_of_its_own_base(adapted, tmp_path, capfd, name):
+    """One that an earlier export put into the pipeline, as the documents say: it is no foreign folder."""
+    base, run_dir, _ = adapted
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(base, pipeline)
+    shutil.rmtree(pipeline / name)
+    command = [str(run_dir), str(pipeline / name), "--weights", "ema", "--format", "merged", "--expert", "low"]
+    assert export.main(command) == 0, "the run's own base is another folder"
+    before = {path: path.read_bytes() for path in (pipeline / name).iterdir()}
+    capfd.readouterr()
+    assert export.main([*command, "--base", str(pipeline)]) == 2
+    assert "would replace the adapters' base" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in (pipeline / name).iterdir()} == before
