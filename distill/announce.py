@@ -13,7 +13,7 @@ from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding import settings_of
-from models.role import Role
+from models.role import EXPERTS, Role
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,13 @@ def announce(trainer: TrainingState) -> None:
     if rank() != 0:
         return
     for name, role in trainer.method.roles.items():
-        count = sum(p.numel() for p in role.parameters())
+        parts = role.trained_apart().values() if role.trainable else [role]
+        count = sum(p.numel() for part in parts for p in part.parameters())
         how = "trained" if role.trainable else "frozen"
         if role.boundaries:
             how += f", two experts of which the first serves from time {role.boundaries[0]:g} on"
+            if role.trainable and len(role.trained_experts) == 1:
+                how += f"; the one for {EXPERTS[role.trained_experts[0]]} noise alone is trained"
         if role.adapters is not None:
             how += f", adapters of rank {role.adapters['rank']} on {_base_in_words(trainer.method.roles, role)}"
         if settings_of(role.networks[0].module).fp8 != "none":

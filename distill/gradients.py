@@ -54,7 +54,7 @@ def accumulate_gradients(
     of_network = [trains[loss.name] if trains else 0 for loss in work]
     losses = Losses({}, {}, {})
     with phase(f"{name}/gradients", roots), ExitStack() as frozen:
-        frozen.enter_context(role.training())
+        frozen.enter_context(role.training(set(of_network)))
         for other in method.frozen_roles(step):
             frozen.enter_context(method.roles[other].frozen())
         for i, (loss, index) in enumerate(zip(work, of_network, strict=True)):

@@ -36,7 +36,8 @@ def role_bytes(config: Config, plan: RunPlan, role: RolePlan, shape: MeshShape) 
     """The states of ``role``, one of the ``plan``, on a rank of a mesh of ``shape``."""
     trained = role.name in plan.method.trained_roles
     averaged = trained and getattr(config, role.name).ema.enabled
-    count = role.experts * sum(math.prod(each) for each in role.own_shapes.values())
+    one = sum(math.prod(each) for each in role.own_shapes.values())
+    count = one * (len(role.trained_experts) if trained else role.experts)
     settings = role.sharding
     ranks = shape.world // settings.copies(shape)
     stored = {"keep": 4, "fp32": 4, "bf16": 2}[settings.master_dtype] if trained else _BYTES[settings.precision]
@@ -50,6 +51,8 @@ def role_bytes(config: Config, plan: RunPlan, role: RolePlan, shape: MeshShape) 
     if trained:
         held += (_ADAM + (stored if averaged else 0)) / ranks
         gradients = stored / (1 if settings.strategy in ("no_shard", "optim") else ranks)
+    if trained and role.lora is None:  # an expert beside those that train, in fp32
+        base = (role.experts - len(role.trained_experts)) * one * (4 / ranks + gathered)
     saved = stored + _ADAM + (stored if averaged else 0) if trained else 0
     return RoleBytes(
         parameters=count,

@@ -331,6 +331,11 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
                     f"checkpoint.resume: {checkpoint}/state.json is damaged (its {key} is {state.get(key)!r}); use an"
                     " earlier checkpoint"
                 )
+    if not isinstance(state.get("boundaries", {}), dict):  # which earlier versions have not
+        raise UserError(
+            f"checkpoint.resume: {checkpoint}/state.json is damaged (its boundaries is {state['boundaries']!r}); use an"
+            " earlier checkpoint"
+        )
     if state["step"] > config.steps:
         raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={state['step']} or more")
     for setting, now in (("seed", config.seed), ("method", config.method.name)):

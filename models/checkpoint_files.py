@@ -54,7 +54,7 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         UserError: no such folder, a pipeline of two experts, no ``config.json``, no or broken safetensors files, an
             index that names files outside the folder.
     """
-    found = inspect_checkpoint(checkpoint, setting)
+    found = inspect_checkpoint(checkpoint, setting, alone=True)
     if found.boundaries:
         raise UserError(
             f"{setting}={checkpoint} is a model of two experts, one for high and one for low noise (boundary_ratio"
@@ -63,12 +63,13 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
     return found.folders[0]
 
 
-def inspect_checkpoint(checkpoint: str, setting: str) -> Checkpoint:
+def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
     """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline as Wan 2.2's A14B.
 
     Args:
         checkpoint: as of :func:`inspect_transformer`; of a pipeline with a ``boundary_ratio``, ``transformer_2/`` too.
         setting: of :func:`inspect_transformer`.
+        alone: take the folder of the noisier expert for a network by itself.
 
     Raises:
         UserError: as :func:`inspect_transformer`; experts of which one is not there, or whose boundary is not; the
@@ -82,7 +83,7 @@ def inspect_checkpoint(checkpoint: str, setting: str) -> Checkpoint:
     boundary = None
     if path != root:
         boundary = _boundary(root, where)
-    elif root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
+    elif not alone and root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
         raise UserError(
             f"{where} is the expert for high noise of a model of two, and no network for other times; give the folder"
             f" above it, {root.absolute().parent}, for both"

@@ -88,9 +88,11 @@ def _find(checkpoint: Path, role: str, weights: str) -> list[_Saved]:
     state = read_state(checkpoint)
     files = reader(checkpoint)
     metadata = files.read_metadata().state_dict_metadata
-    parts = [role]
-    if state.get("boundaries", {}).get(role):
-        parts = [f"{role}.{expert}" for expert in EXPERTS if f"{role}.{expert}" in state["updates"]]
+    parts, boundaries, updates = [role], state.get("boundaries", {}), state.get("updates", {})
+    if not isinstance(boundaries, dict) or not isinstance(updates, dict):
+        raise UserError(f"{checkpoint / 'state.json'} is damaged: its boundaries or updates are none; use another one")
+    if boundaries.get(role):
+        parts = [f"{role}.{expert}" for expert in EXPERTS if f"{role}.{expert}" in updates] or parts
     named = {
         part: {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         for part, prefix in ((part, f"{part}.{_KINDS[weights]}.") for part in parts)

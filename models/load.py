@@ -34,6 +34,8 @@ def _sharding_of(plans: Sequence[RolePlan], trained: Collection[str], precision:
     if adapted:  # adapters keep fp32 masters; the base is stored as it computes
         early = any(plan.sharding.gather_early for plan in plans)
         return replace(settings, master_dtype="keep", gather_early=early)
+    if of.as_it_is:
+        return replace(settings.frozen(), master_dtype="keep")
     return settings if of.name in trained else settings.frozen()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,6 +27,8 @@ EXPERTS = ("high", "low")
 """What two experts are called, by the noise of their times."""
 ROUNDING = 1e-7
 """By how much a time may be below a boundary and is at it: fp32 has .9 as a little less."""
+SLACK = 0.01
+"""By how much a call may be outside of its expert's range: a finite difference steps over a boundary."""
 
 
 def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
@@ -108,7 +110,9 @@ class Role:
             raise ValueError(f"{self.name}: which of its {len(self.networks)} networks is wanted must be said by at=")
         expert = self.expert_at(at)
         if t.device.type == "cpu" and type(t) is Tensor:  # in a plan it has no values
-            wrong = [time for time in t.detach().flatten().tolist() if self.expert_at(time) != expert]
+            lowest, highest = [0.0, *self.boundaries[::-1]], [*self.boundaries[::-1], 1.0]
+            low, high = lowest[-1 - expert] - SLACK, highest[-1 - expert] + SLACK
+            wrong = [time for time in t.detach().flatten().tolist() if not low <= time <= high]
             if wrong:
                 raise ValueError(
                     f"{self.name}: a time of {wrong[0]:g} where at={at:g} asks for the network of another range"
@@ -212,16 +216,23 @@ class Role:
             self.trainable = before
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def training(self, experts: Container[int]) -> Iterator[None]:
         """Inside, of a network that several roles train adapters of, this one's alone are trainable.
 
-        Else FSDP would wait for gradients of the others: a unit's sum over its replicas would lack theirs. For whole
-        steps, as :meth:`frozen`.
+        Else FSDP would wait for gradients of the others: a unit's sum over its replicas would lack theirs. Nor are its
+        own in an expert that this step does not train, through which another role's forward may have a gradient: it
+        would leave some there. For whole steps, as :meth:`frozen`.
+
+        Args:
+            experts: those of its networks that the step trains, by their position.
         """
         with ExitStack() as stack:
-            for network in self.networks:
+            for i, network in enumerate(self.networks):
                 if len(network.adapters) > 1:
-                    stack.enter_context(frozen(network.module, network.trained_elsewhere(self.name)))
+                    names = network.trained_elsewhere(self.name)
+                    if i not in experts:
+                        names |= network.owned_names(self.name)
+                    stack.enter_context(frozen(network.module, names))
             yield
 
     def gather_early(self) -> None:

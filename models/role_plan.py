@@ -48,6 +48,8 @@ class RolePlan:
     """Of experts, of one configuration, the times between them (:class:`models.role.Role`)."""
     trained_experts: tuple[int, ...] = (0,)
     """Where it trains, which of its networks do."""
+    as_it_is: bool = False
+    """An expert beside one that trains, which is exported with it: held as exactly as its checkpoint has it."""
     sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
@@ -70,8 +72,9 @@ class RolePlan:
     def expert(self, index: int) -> RolePlan:
         """The same role of one of its networks alone; without its adapters where that one does not train."""
         lora = self.lora if index in self.trained_experts else None
+        beside = index not in self.trained_experts
         folders = self.folders[index : index + 1]
-        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora)
+        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=beside)
 
     @property
     def setting(self) -> str:
@@ -187,6 +190,11 @@ def plan_role(
     for folder in found.folders:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
         _check_additions(folder, shapes, setting)
+    if saved is not None and boundaries and experts == "both":
+        raise UserError(
+            f"{name}.checkpoint={saved.parent} holds adapters of one network, and its base is two experts; give"
+            f" {name}.experts=high or low, whose they are"
+        )
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.role import ROUNDING, Role
 
@@ -29,6 +30,9 @@ class Times(NamedTuple):
     at: float | None = None
     """Where networks are experts, a time in the range of all of them, which the host knows."""
 
+
+_TRIES = 10_000
+"""After as many draws outside of its range an expert is taken to have no times."""
 
 Draw = Callable[[StepRandom, str, torch.dtype], Sequence[Tensor]]
 """Times of a sample that belong together, ``(B,)`` each on the device of the streams, for a purpose."""
@@ -73,13 +77,20 @@ def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> 
 
 
 def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
-    """The draw that decides the step's ranges: the same on every rank and in every micro-batch."""
-    for attempt in count():
+    """The draw that decides the step's ranges: the same on every rank and in every micro-batch.
+
+    Raises:
+        UserError: where ``trains`` has an expert alone at whose times the method draws none.
+    """
+    for attempt in range(_TRIES):
         of = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
         times = [float(t) for t in draw(random.shared, of, torch.float64)]
         if trains is None or not trains.boundaries or trains.expert_at(times[-1]) in trains.trained_experts:
             return times
-    raise AssertionError
+    raise UserError(
+        f"{trains.name}.experts: none of {_TRIES} draws of {purpose} is a time at which the chosen expert serves, so it"
+        f" would never be trained; use other times, or {trains.name}.experts=both"
+    )
 
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:

@@ -49,6 +49,8 @@ class WatchedRole(Role):
     """As :attr:`Simulation.queries`; of all roles the same one."""
     holder: str
     """The role under whose name its network counts."""
+    held: tuple[Network, ...] = ()
+    """Its other experts, for as long as it lives: nothing else keeps their memory."""
     idle: tuple[Network, ...] = ()
     """Experts that it trains, and that are held and not run: all are of one size, so which one a step takes tells
     nothing."""
@@ -125,7 +127,7 @@ def build_watched(
         holder = _holder(group)
         for each in group:
             role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
-            role.storages, role.queries, role.holder = storages, queries, holder
+            role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
             role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
             roles[each.name] = role
         held = HOST if group[0].sharding.offload == "cpu" else "parameters"

@@ -28,7 +28,7 @@ _VARIABLES = dict(
 )
 _COLOURS = {"teacher": _TEACHER, "student": _STUDENT, "fake": _FAKE}
 # Closed sets of letters and lengths: whatever else a damaged file has for keys would end up in the page as a title.
-_CURVE = re.compile(r"\w{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
+_CURVE = re.compile(r"[\w.]{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
 _TIME_BIN = re.compile(r"(?P<role>\w+)/\w+/t\d\.\d+", re.ASCII)
 _LARGEST = 1e100
 """Larger values are drawn as this: matplotlib's margins around 1e308 overflow."""

@@ -12,13 +12,18 @@ from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
+from models.condition import text_condition
+from models.load import build_role
+from models.lora.settings import LoraSettings
+from models.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import MESHES, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
-from tests.oracles.tiny_wan import write_checkpoints
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
 
 BOUNDARIES = {"teacher": 0.75, "student": 0.7, "fake": 0.6}
 """Three, so that scores are compared within their common refinement."""
@@ -102,6 +107,45 @@ def test_accumulation(pools, folder, micro_batch_size):
         cp=2, dp_replicate=2, micro_batch_size=micro_batch_size, steps=4, method=METHODS["rcm"], boundaries=BOUNDARIES
     )
     _compare(pools, folder, setup)
+
+
+def test_adapters_of_both_experts_with_a_gan(pools, tmp_path):
+    """The student's step passes the fake score of one expert and trains the other: nothing may stay in the first.
+
+    ``reduce_unused`` gives what a step does not use a gradient of 0, which Adam counts: the plain networks have none.
+    """
+    boundaries = dict.fromkeys(BOUNDARIES, 0.7)
+    write_checkpoints(tmp_path, boundaries=boundaries)
+    own = {"boundaries": boundaries, "lora": {"student": LoraSettings(rank=2), "fake": LoraSettings(rank=3)}}
+    setup = Setup(cp=2, steps=8, method=METHODS["dmd2, GAN"], **own)
+    trained = _trained(_compare(pools, tmp_path, setup))
+    assert {("student", "0"), ("student", "1")} <= {*trained}
+    replicas = Setup(
+        dp_replicate=2, cp=2, steps=8, method=METHODS["dmd2, GAN"], changes={"all": {"reduce_unused": True}}, **own
+    )
+    losses, truth = (
+        trace.losses for trace in (trace_on_ranks(replicas, tmp_path, pools[4]), oracle_trace(setup, tmp_path))
+    )
+    assert max(abs(a - b) / abs(b) for a, b in zip(losses, truth, strict=True)) < 1e-3
+
+
+def _differences():
+    """sCM's finite difference at a time whose step crosses the boundary, from one expert alone."""
+    mesh = build_mesh(cp=1, heads=4)
+    plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), boundary=0.5)
+    role = build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE,
+        condition_shapes=CONDITION_SHAPES,
+    )  # fmt: skip
+    x, text = torch.randn(1, *LATENT_SHAPE), torch.randn(1, *TEXT_SHAPE)
+    t, condition = torch.tensor([0.5001]), text_condition(text)
+    with torch.no_grad():
+        return [role.velocity(x, t - step, condition, at=0.5001).norm().item() for step in (0.0, 0.0005)]
+
+
+def test_a_finite_difference_may_step_over_a_boundary(pools):
+    here, there = pools[1].run(_differences)[0]
+    assert 0 < abs(here - there) < 0.01 * here, "the same network"
 
 
 def _agreement(folder, steps):

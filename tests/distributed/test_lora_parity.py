@@ -168,7 +168,7 @@ def _another_role_between(folder, checkpointing):
     x, t = batch.latents, torch.full((len(batch.latents),), 0.5)
 
     def gradients(*between):
-        with roles["student"].training(), microbatch(roles["student"].network, is_first=True, is_last=True):
+        with roles["student"].training({0}), microbatch(roles["student"].network, is_first=True, is_last=True):
             loss = roles["student"].velocity(x, t, batch.condition).square().mean()
             with torch.no_grad():
                 for name in between:

@@ -301,3 +301,13 @@ def test_an_export_never_replaces_an_expert_of_its_own_base(adapted, tmp_path, c
     assert export.main([*command, "--base", str(pipeline)]) == 2
     assert "would replace the adapters' base" in capfd.readouterr().err
     assert {path: path.read_bytes() for path in (pipeline / name).iterdir()} == before
+
+
+def test_adapters_of_one_expert_are_not_taken_for_both(adapted, tmp_path, capfd):
+    base, run_dir, _ = adapted
+    clips = render_clips(tmp_path / "clips", 1, frames=24, fps=8)
+    line = [word for word in words(base, clips) if not word.startswith("student.checkpoint")]
+    line += [f"student.checkpoint={run_dir}/export/student_lora_low", "mesh.cp=1", "steps=2", f"run_dir={tmp_path}/run"]
+    assert main([*line, "device=cpu", "dry_run=true"]) == 2
+    assert "holds adapters of one network, and its base is two experts" in capfd.readouterr().err
+    assert main([*line, "device=cpu", "dry_run=true", "student.experts=low"]) == 0

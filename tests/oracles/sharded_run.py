@@ -72,9 +72,10 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
         condition_shapes=setup.condition_shapes,
     )
     for name in setup.lora:
-        for key, parameter in roles[name].named_parameters().items():
-            if "lora_" in key:
-                copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
+        for network in roles[name].networks:
+            for key, parameter in network.named_parameters(name).items():
+                if "lora_" in key:
+                    copy_own_part(parameter.detach(), random_adapter(name, key, parameter.shape), key)
     trainer = RecordingTrainer(
         config=config,
         mesh=mesh,

@@ -15,6 +15,7 @@ from distill.methods.expert_times import draw_times, expert_of_step, pilot_times
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
+from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.role import Role
 
@@ -160,3 +161,12 @@ def test_the_variance_of_a_step_is_larger():
         means[name] = torch.stack(drawn).mean(1)
     ratio = float(means["experts"].var() / means["one"].var())
     assert 10 < ratio < 16, "of uniform times in two halves: (1/16 + 1/768) / (1/192), about 12"
+
+
+def test_an_expert_that_no_draw_reaches_is_refused():
+    """Instead of drawing for ever."""
+    student = role("student", 0.9)
+    student.trained_experts = (0,)
+    method = build_method(FlowMatchingSettings(logit_std=0.1), {"student": student})
+    with pytest.raises(UserError, match="student.experts: none of 10000 draws of flow_matching/time is a time"):
+        method.networks(0, random(0))
