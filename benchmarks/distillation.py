@@ -45,9 +45,8 @@ FULL = 50
 CLIPS = 256
 PICTURED = 4
 COUNTS_FROM, CLOSED, KEPT = 3.0, 0.8, 0.95
-UNEVEN = 1.02
-"""Largest number of network evaluations over the smallest. How many steps a rollout takes is drawn by chance, and a
-derivative counts by its own operations, which are a little more than a forward's: attention's count twice."""
+UNEVEN = 1.01
+"""Largest number of network evaluations over the smallest; how many steps a rollout takes is drawn by chance."""
 
 
 def all_settings(config: Config) -> str:
