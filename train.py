@@ -12,10 +12,11 @@ from distill.methods import build_method
 from distill.planning.command import plan_command
 from distill.planning.own import announce_plan
 from distill.planning.suggest import suggest_command
+from distill.resume_checks import check_resume
 from distill.room import check_disk
 from distill.run_folder import command_line, held_run_dir, refuse_foreign, resume_setting, run_log, start_run
 from distill.run_status import recorded_end
-from distill.setup import check_resume, device_of, plan_run
+from distill.setup import device_of, plan_run
 from distill.sweep.command import main as sweep
 from distill.sweep.torchrun import wants_sweep
 from distill.trainer import Trainer

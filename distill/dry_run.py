@@ -7,8 +7,9 @@ import logging
 import torch
 
 from distill.config import Config
+from distill.resume_checks import check_resume
 from distill.room import check_disk, role_bytes, size_in_words
-from distill.setup import RunPlan, check_resume, world_of
+from distill.setup import RunPlan, world_of
 from fsdp_cp.checkpoint import find_resume, read_state
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.config import Config
-from distill.setup import boundaries_of, run_settings
+from distill.resume_checks import boundaries_of, run_settings
 from distill.training_state import TrainingState
 from fsdp_cp.checkpoint import leave_branch, load, read_state
 from fsdp_cp.errors import UserError

@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from safetensors.torch import load_file
 
 from distill.config import EmaSettings
-from distill.setup import check_resume
+from distill.resume_checks import check_resume
 from fsdp_cp.checkpoint import reader, step_folder
 from fsdp_cp.errors import UserError
 from models.condition import text_condition

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from distill.setup import check_resume
+from distill.resume_checks import check_resume
 from fsdp_cp.checkpoint import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.clips import RandomClips

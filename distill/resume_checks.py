@@ -1,0 +1,161 @@
+"""Does a checkpoint go on with this configuration? Asked before data and networks are built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from distill.config import Config
+from distill.methods import METHODS
+from fsdp_cp.checkpoint import read_state
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.sharding.settings import ShardSettings
+from models.checkpoint_files import defining
+from models.role import Role, trained_names
+from models.role_plan import RolePlan
+
+log = logging.getLogger(__name__)
+
+
+def boundaries_of(roles: Iterable[Role | RolePlan]) -> dict[str, list[float]]:
+    """Of the roles that are experts, the times between them, as JSON gives them back."""
+    return {role.name: list(role.boundaries) for role in roles if role.boundaries}
+
+
+def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = ()) -> None:
+    """Compare ``state.json`` with the settings before data and networks are built; log what has changed otherwise.
+
+    Args:
+        config: of the run.
+        checkpoint: a ``step_*`` folder.
+        roles: the run's; those that train must have the checkpoint's networks.
+
+    Raises:
+        UserError: another seed or method, other networks, or fewer steps than the checkpoint has; or a changed setting
+            where no step is left to be trained with it.
+    """
+    state = read_state(checkpoint)
+    for kind, keys in (
+        (int, ("seed", "samples")),
+        (str, ("method", "data")),
+        (dict, ("settings", "configs", "updates", "skipped", "skipped_in_a_row", "unlogged")),
+        (float, ("seconds",)),
+    ):
+        for key in keys:
+            if not isinstance(state.get(key), kind):
+                raise UserError(
+                    f"checkpoint.resume: {checkpoint}/state.json is damaged (its {key} is {state.get(key)!r}); use an"
+                    " earlier checkpoint"
+                )
+    if not isinstance(state.get("boundaries", {}), dict):  # which earlier versions have not
+        raise UserError(
+            f"checkpoint.resume: {checkpoint}/state.json is damaged (its boundaries is {state['boundaries']!r}); use an"
+            " earlier checkpoint"
+        )
+    if state["step"] > config.steps:
+        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={state['step']} or more")
+    for setting, now in (("seed", config.seed), ("method", config.method.name)):
+        if state[setting] != now:
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} was made with {setting}={state[setting]}, not {now};"
+                " use that, another run_dir, or checkpoint.resume=never"
+            )
+    trained = METHODS[config.method.name][0].trained_roles  # a frozen one is in no checkpoint
+    for role in (role for role in roles if role.name in trained):
+        before = state["configs"].get(role.name)  # of a role that trains
+        named = {"_class_name": role.family.class_name}  # which checkpoints of earlier versions leave out
+        if before is not None and (not isinstance(before, dict) or named | defining(before) != defining(role.config)):
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} was made with another network of the {role.name}; use the same"
+                f" {role.name}.checkpoint or {role.name}.architecture, or begin anew with another run_dir"
+            )
+        names = trained_names(role.name, role.boundaries, role.trained_experts)
+        earlier = sorted(name for name in state["updates"] if name.partition(".")[0] == role.name)
+        if role.boundaries and state.get("boundaries", {}).get(role.name) and earlier != sorted(names):
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} has what trains {' and '.join(earlier)}, and this run is to train"
+                f" {' and '.join(names)}; use the same {role.name}.experts, or begin anew with another run_dir"
+            )
+        now = list(role.boundaries)
+        if (earlier := state.get("boundaries", {}).get(role.name, [])) != now:
+            said = [", ".join(f"{b:g}" for b in each) or "none" for each in (earlier, now)]
+            raise UserError(
+                f"checkpoint.resume: {checkpoint} was made with boundaries {said[0]} between the experts of the"
+                f" {role.name}, not {said[1]}; use the same, or begin anew with another run_dir"
+            )
+        _check_adapters(role, state, checkpoint)
+    before, now = _flat(state["settings"]), _flat(run_settings(config))
+    # A new setting is at its default.
+    changed = [key for key in sorted(now.keys() & before.keys()) if before[key] != now[key]]
+    for key in changed:
+        if state["step"] == config.steps and key.rpartition(".")[2] not in _SAME_RESULT:
+            raise UserError(
+                f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run and was made with"
+                f" {before[key]}: nothing would be trained; use another run_dir, checkpoint.resume=never, more steps,"
+                f" or {key}={before[key]}"
+            )
+    if rank() == 0:
+        for key in changed:
+            log.warning("resumed with %s=%s, which was %s", key, now[key], before[key])
+        if state["step"] == config.steps:
+            log.info("all %d steps are trained: what a run writes at its end is written again", config.steps)
+
+
+def _check_adapters(role: RolePlan, state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Are the checkpoint's adapters of ``role`` those of the run, on the same base?
+
+    Raises:
+        UserError: naming what differs.
+    """
+    saved, now = state.get("adapters", {}), role.adapters
+    before = saved.get(role.name) if isinstance(saved, dict) else None
+    ranks = [each["rank"] if each else 0 for each in (before, now)]
+    where = f"checkpoint.resume: {checkpoint} was made"
+    instead = "or begin anew with another run_dir"
+    if ranks[0] != ranks[1]:
+        raise UserError(f"{where} with {role.name}.lora.rank={ranks[0]}, not {ranks[1]}; use that, {instead}")
+    if before is None or now is None:
+        return
+    if before["scale"] != now["scale"]:
+        alphas = [f"{role.name}.lora.alpha={each['scale'] * each['rank']:g}" for each in (before, now)]
+        raise UserError(f"{where} with {alphas[0]}, not {alphas[1]}; use that, {instead}")
+    for key in ("targets", "train"):
+        if before[key] != now[key]:
+            raise UserError(
+                f"{where} with {len(before[key])} modules by {role.name}.lora.{key}, and these settings name others,"
+                f" {len(now[key])}; use the same, {instead}"
+            )
+    if before["base"]["fingerprint"] != now["base"]["fingerprint"]:
+        raise UserError(
+            f"{where} on another base than {now['base']['path']} (it was {before['base']['path']}), without which"
+            f" adapters mean nothing; give that as teacher.checkpoint, {instead}"
+        )
+
+
+_SAME_RESULT = {
+    "cache",
+    *(
+        item.name
+        for item in fields(ShardSettings)
+        if item.name
+        not in ("precision", "fp8", "fp8_gather", "reduce_dtype", "master_dtype", "gradient_scale", "reduce_unused")
+    ),
+}
+"""Last parts of settings that say where things are held and when they move, not what comes out."""
+
+
+def run_settings(config: Config) -> dict[str, Any]:
+    """The settings that change what a run computes, beside those that its checkpoint refuses to change."""
+    names = ("batch_size", "precision", "method", "optim", "data", "teacher", "student", "fake")
+    return {name: asdict(config)[name] for name in names}
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
