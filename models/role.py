@@ -27,8 +27,6 @@ EXPERTS = ("high", "low")
 """What two experts are called, by the noise of their times."""
 ROUNDING = 1e-7
 """By how much a time may be below a boundary and is at it: fp32 has .9 as a little less."""
-SLACK = 0.01
-"""By how much a call may be outside of its expert's range: a finite difference steps over a boundary."""
 
 
 def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
@@ -57,6 +55,8 @@ class Role:
     """Of a role with adapters what they are (:attr:`models.role_plan.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
     """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
+    step: float = field(default=0.0, init=False)
+    """Inside of :meth:`differences`, by how much a time may be outside of its expert's range."""
     flops: int = 0
     """Operations since the trainer last set it to 0, over all samples that this rank passed in; backward included."""
 
@@ -110,9 +110,11 @@ class Role:
             raise ValueError(f"{self.name}: which of its {len(self.networks)} networks is wanted must be said by at=")
         expert = self.expert_at(at)
         if t.device.type == "cpu" and type(t) is Tensor:  # in a plan it has no values
-            lowest, highest = [0.0, *self.boundaries[::-1]], [*self.boundaries[::-1], 1.0]
-            low, high = lowest[-1 - expert] - SLACK, highest[-1 - expert] + SLACK
-            wrong = [time for time in t.detach().flatten().tolist() if not low <= time <= high]
+            wrong = [
+                time
+                for time in t.detach().flatten().tolist()
+                if not self.expert_at(time + self.step) <= expert <= self.expert_at(time - self.step)
+            ]
             if wrong:
                 raise ValueError(
                     f"{self.name}: a time of {wrong[0]:g} where at={at:g} asks for the network of another range"
@@ -197,6 +199,15 @@ class Role:
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with network.serves(self.name), recorded:
             return network.family.outputs(network.module, x.to(dtype), t, condition.to(dtype))
+
+    @contextmanager
+    def differences(self, step: float) -> Iterator[None]:
+        """Inside, calls may be by ``step`` outside of the range that ``at`` is in, for a difference of one network."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = 0.0
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -140,7 +140,13 @@ def _differences():
     x, text = torch.randn(1, *LATENT_SHAPE), torch.randn(1, *TEXT_SHAPE)
     t, condition = torch.tensor([0.5001]), text_condition(text)
     with torch.no_grad():
-        return [role.velocity(x, t - step, condition, at=0.5001).norm().item() for step in (0.0, 0.0005)]
+        with pytest.raises(ValueError, match="asks for the network of another range"):
+            role.velocity(x, t - 0.0005, condition, at=0.5001)
+        with role.differences(0.0005):
+            found = [role.velocity(x, t - step, condition, at=0.5001).norm().item() for step in (0.0, 0.0005)]
+            with pytest.raises(ValueError, match="asks for the network of another range"):
+                role.velocity(x, t - 0.0007, condition, at=0.5001)
+    return found
 
 
 def test_a_finite_difference_may_step_over_a_boundary(pools):

@@ -55,9 +55,11 @@ def folders(tmp_path_factory):
     return pipeline, clips, run_dir
 
 
-def ours(run_dir, noise):
+def ours(run_dir, noise, images=()):
+    """Latents, pixels, the condition and the shapes of an item, of our own sampler and data."""
     config = load_config(run_dir / "config.yaml")
-    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=run_dir, captions=CAPTIONS)
+    given = {"captions": CAPTIONS, "images": images}
+    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=run_dir, **given)
     role = build_role(
         plan_role("student", checkpoint=str(run_dir / "export" / "student"), family="ltx"),
         mesh=build_mesh(cp=1, heads=4),
@@ -66,10 +68,10 @@ def ours(run_dir, noise):
         latent_shape=data.latent_shape,
         condition_shapes=data.condition_shapes,
     )
-    method = build_method(config.method, {"student": role})
-    latents = method.generate("student", noise, data.condition(CAPTIONS), 4, None)
-    item = data[0]
-    return latents, data.decode(latents), {name: tuple(x.shape) for name, x in item.items() if name != "caption"}
+    method, condition = build_method(config.method, {"student": role}), data.condition(CAPTIONS)
+    latents = method.generate("student", noise, condition, 4, None)
+    shapes = {name: tuple(x.shape) for name, x in data[0].items() if name != "caption"}
+    return latents, data.decode(latents), dict(condition.tensors), shapes
 
 
 def pipeline_of(base, run_dir):
@@ -86,7 +88,7 @@ def pipeline_of(base, run_dir):
 def test_a_plain_pipeline_makes_what_our_sampler_does(folders):
     base, _, run_dir = folders
     noise = torch.randn(2, 8, 3, 2, 3, generator=torch.Generator().manual_seed(0))
-    latents, pixels, shapes = run_ranks(1, ours, run_dir, noise)[0]
+    latents, pixels, _, shapes = run_ranks(1, ours, run_dir, noise)[0]
     assert shapes == {
         "latents": (8, 3, 2, 3), "text": (128, 32), "text_mask": (128,), "latent_spacing": (4,)
     }  # fmt: skip
@@ -183,27 +185,11 @@ def of_frames(tmp_path_factory):
     return pipeline, files, run_dir
 
 
-def ours_of_frames(run_dir, files, noise):
-    config = load_config(run_dir / "config.yaml")
-    given = {"captions": CAPTIONS, "images": files}
-    data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=run_dir, **given)
-    role = build_role(
-        plan_role("student", checkpoint=str(run_dir / "export" / "student"), family="ltx"),
-        mesh=build_mesh(cp=1, heads=4),
-        device=torch.device("cpu"),
-        trainable=False,
-        latent_shape=data.latent_shape,
-        condition_shapes=data.condition_shapes,
-    )
-    condition = data.condition(CAPTIONS)
-    latents = build_method(config.method, {"student": role}).generate("student", noise, condition, 4, None)
-    return latents, condition.tensors["first_frame"]
-
-
 def test_a_plain_pipeline_makes_of_an_image_what_our_sampler_does(of_frames, tmp_path):
     base, files, run_dir = of_frames
     noise = torch.randn(2, 8, 3, 2, 3, generator=torch.Generator().manual_seed(0))
-    latents, frame = run_ranks(1, ours_of_frames, run_dir, files, noise)[0]
+    latents, _, condition, _ = run_ranks(1, ours, run_dir, noise, files)[0]
+    frame = condition["first_frame"]
     assert (latents[:, :, :1] - frame).abs().max() < 1e-5, "the frame that was given"
     pipeline = LTXImageToVideoPipeline.from_pipe(pipeline_of(base, run_dir))
     pipeline.set_progress_bar_config(disable=True)
@@ -215,7 +201,7 @@ def test_a_plain_pipeline_makes_of_an_image_what_our_sampler_does(of_frames, tmp
     )[0]  # fmt: skip
     theirs = pipeline._unpack_latents(found, 3, 2, 3) if found.ndim == 3 else found
     assert ((latents - theirs).norm() / theirs.norm()).item() < 1e-4
-    other = run_ranks(1, ours_of_frames, run_dir, files[::-1], noise)[0][0]
+    other = run_ranks(1, ours, run_dir, noise, files[::-1])[0][0]
     assert ((other - theirs)[:, :, 1:].norm() / theirs.norm()).item() > 1e-3, "the check above can tell images apart"
     out = tmp_path / "clips"
     arguments = f"{run_dir} --steps 2 --caption mine --image {files[0]} --out {out}".split()
@@ -225,7 +211,7 @@ def test_a_plain_pipeline_makes_of_an_image_what_our_sampler_does(of_frames, tmp
 def test_the_given_frame_is_what_their_pipeline_encodes(of_frames):
     base, files, run_dir = of_frames
     noise = torch.zeros(2, 8, 3, 2, 3)
-    frame = run_ranks(1, ours_of_frames, run_dir, files, noise)[0][1]
+    frame = run_ranks(1, ours, run_dir, noise, files)[0][2]["first_frame"]
     pipeline = LTXImageToVideoPipeline.from_pipe(pipeline_of(base, run_dir))
     image = pipeline.video_processor.preprocess(first_frame(files[0]), height=SIZE["height"], width=SIZE["width"])
     mode = pipeline.vae.encode(image[:, :, None]).latent_dist.mode()
