@@ -55,8 +55,8 @@ class Role:
     """Of a role with adapters what they are (:attr:`models.role_plan.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
     """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
-    step: float = field(default=0.0, init=False)
-    """Inside of :meth:`differences`, by how much a time may be outside of its expert's range."""
+    beyond: float = field(default=0.0, init=False)
+    """Inside of :meth:`differences`, by how much a time may lie outside of its expert's range."""
     flops: int = 0
     """Operations since the trainer last set it to 0, over all samples that this rank passed in; backward included."""
 
@@ -113,7 +113,7 @@ class Role:
             wrong = [
                 time
                 for time in t.detach().flatten().tolist()
-                if not self.expert_at(time + self.step) <= expert <= self.expert_at(time - self.step)
+                if not self.expert_at(time + self.beyond) <= expert <= self.expert_at(time - self.beyond)
             ]
             if wrong:
                 raise ValueError(
@@ -203,11 +203,11 @@ class Role:
     @contextmanager
     def differences(self, step: float) -> Iterator[None]:
         """Inside, calls may be by ``step`` outside of the range that ``at`` is in, for a difference of one network."""
-        self.step = step
+        self.beyond = step
         try:
             yield
         finally:
-            self.step = 0.0
+            self.beyond = 0.0
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
