@@ -38,8 +38,8 @@ STUDENTS = {
     "dmd2": ("dmd2", ("steps=1250",)),
     "dmd2 + GAN": ("dmd2", ("steps=1250", "method.gan_weight_student=0.03")),
     "rcm": ("rcm", ("steps=770", "method.tangent_warmup=300")),
-    "scm": ("scm", ("steps=1100", "method.tangent_warmup=500")),
-    "meanflow": ("meanflow", ("steps=1100",)),
+    "scm": ("scm", ("steps=1084", "method.tangent_warmup=500")),
+    "meanflow": ("meanflow", ("steps=1084",)),
 }
 """Recipe and what is changed in it, by the name in the table: half the recipes' steps, and warm-ups with them."""
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (4, 16)
