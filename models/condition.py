@@ -7,9 +7,10 @@ the two differ where a negative prompt is set. Families read the tensors by name
 Names in use: ``text`` ``(B, L, D)``, embeddings of the caption; ``image_latents`` ``(B, C, T, H, W)``, a clip of the
 first image and grey frames behind it, encoded; ``image_mask`` ``(B, F, T, H, W)``, 1 where a frame is given, of the F
 frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's features; ``first_frame``
-``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one; ``text_mask`` ``(B, L)``
-bool, which tokens of the text count; ``latent_spacing`` ``(B, 4)`` fp32, how far latents are from each other in seconds
-and pixels (``models/families/ltx_attention.py``).
+``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one or stands in channels of its
+own; ``text_mask`` ``(B, L)`` bool, which tokens of the text count; ``glyphs`` ``(B, L, D)`` and ``glyph_mask``, the
+same of what a caption quotes, to be written in the picture; ``latent_spacing`` ``(B, 4)`` fp32, how far latents are
+from each other in seconds and pixels (``models/families/ltx_attention.py``).
 """
 
 from __future__ import annotations

@@ -108,9 +108,11 @@ def inputs(
     x, direction, cotangent = (normal(*latent_shape) for _ in range(3))
     t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
     tensors = {name: normal(*shape) for name, shape in shapes.items()}
-    if "text_mask" in shapes:  # captions of different lengths; one without any token is none
-        lengths = 1 + torch.arange(BATCH) * 3 % shapes["text_mask"][0]
-        tensors["text_mask"] = torch.arange(shapes["text_mask"][0]) < lengths[:, None]
+    # Captions of different lengths, of which one without any token is none; but one that quotes nothing is.
+    for name, least in (("text_mask", 1), ("glyph_mask", 0)):
+        if name in shapes:
+            lengths = least + torch.arange(BATCH) * 3 % shapes[name][0]
+            tensors[name] = torch.arange(shapes[name][0]) < lengths[:, None]
     return x, t, Condition(tensors), direction, cotangent
 
 

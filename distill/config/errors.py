@@ -205,6 +205,6 @@ def _names(group: str) -> list[str]:
 def choices(group: str) -> str:
     """The files of a group, as in a sentence; of many the first."""
     names = _names(group)
-    if len(names) > 8:
+    if len(names) > 10:
         return f"{', '.join(names[:6])} or another of the {len(names)} in configs/{group}"
     return " or ".join(names) or "another group"

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from distill.data.encoders import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
+from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
 from distill.data.ltx_encoders import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
 
-_CLASSES = {VAE_CLASS: TEXT_CLASS, LTX_VAE_CLASS: LtxTextEncoder.class_name}
+_CLASSES = {
+    VAE_CLASS: TEXT_CLASS,
+    LTX_VAE_CLASS: LtxTextEncoder.class_name,
+    HUNYUAN_VAE_CLASS: HunyuanTextEncoder.class_name,
+}
 """Of VAEs, and of the text encoder of each."""
-_INSPECT = {VAE_CLASS: inspect_wan, LTX_VAE_CLASS: inspect_ltx}
+_INSPECT = {VAE_CLASS: inspect_wan, LTX_VAE_CLASS: inspect_ltx, HUNYUAN_VAE_CLASS: inspect_hunyuan}
 
 
 def choose_encoders(path: str | Path) -> EncoderFolder:

@@ -18,7 +18,7 @@ import torch
 from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat, check_sizes, first_frame
 from distill.data.encoders import EncoderFolder, VideoCodec, check_text_tokens
-from distill.data.first_frame import FirstFrame, ImageInput
+from distill.data.first_frame import ImageInput, cache_parts
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -195,9 +195,9 @@ class EncodedData:
         raise NotImplementedError
 
     def _image_tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """The image's part of a condition: its latents, its mask, its features; or the first frame alone."""
+        """The image's part of a condition: its latents, its mask, its features; or the first frame, and features."""
         assert self._image is not None
-        if isinstance(self._image, FirstFrame):
+        if "image_latents" not in cache_parts(self._image):
             return self.cache.image(key, self._image)
         mask = torch.zeros(self.condition_shapes["image_mask"])
         mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
@@ -215,7 +215,7 @@ class EncodedData:
 
     def _text_tensors(self, caption: str) -> dict[str, torch.Tensor]:
         """The caption's part of a condition: its embedding, filled up, and what the encoders give beside it."""
-        return self.encoders.text_tensors(self.cache.text(self._texts[caption]), self.condition_shapes["text"][0])
+        return self.encoders.text_tensors(self.cache.texts(self._texts[caption]), self.condition_shapes["text"][0])
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (n, C, t, h, w) on any device -> uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""

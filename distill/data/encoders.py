@@ -103,17 +103,25 @@ class EncoderFolder:
         """The text encoder, newly loaded."""
         return TextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
 
+    def text_parts(self) -> tuple[str, ...]:
+        """The sub-folders that decide what becomes of a caption."""
+        return "text_encoder", "tokenizer"
+
     def text_key(self) -> dict[str, Any]:
         """What beside the encoder's files and the number of tokens decides an embedding: part of its key."""
         return {}
+
+    def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
+        """Of each embedding of a caption the least and the greatest number of tokens, and the width, by name."""
+        return {"text": (1, max_tokens, self.text_width)}
 
     def cleaned(self, caption: str) -> str:
         """What the tokenizer gets of ``caption``, as the pipeline does it."""
         return clean_caption(caption)
 
-    def text_tensors(self, text: torch.Tensor, max_tokens: int) -> dict[str, torch.Tensor]:
-        """The text's part of a condition, of an embedding (tokens, D) of at most ``max_tokens``."""
-        return {"text": pad_text(text, max_tokens)}
+    def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
+        """The text's part of a condition, of the embeddings of a caption (:meth:`text_sizes`)."""
+        return {"text": pad_text(texts["text"], max_tokens)}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
         """What of a condition all samples have in common, since their clips have one format."""
@@ -160,7 +168,9 @@ def check_text_tokens(max_text_tokens: int) -> None:
     """
     if type(max_text_tokens) is not int or not 1 <= max_text_tokens <= MAX_TOKENS:
         what = "at least 1" if max_text_tokens < 1 else f"a whole number up to {MAX_TOKENS}"
-        raise UserError(f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512, LTX 128")
+        raise UserError(
+            f"data.max_text_tokens={max_text_tokens} must be {what}; Wan uses 512, LTX 128, HunyuanVideo 1000"
+        )
 
 
 def inspect_encoders(path: str | Path) -> EncoderFolder:
@@ -224,12 +234,10 @@ def inspect_wan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
     )
 
 
-def text_width(text: dict[str, Any], where: str) -> int:
-    """D, of a T5's ``config.json``. Raises ``UserError`` for one that is no width."""
+def text_width(text: dict[str, Any], where: str, part: str = "text_encoder") -> int:
+    """D, of a T5's ``config.json`` in ``part``. Raises ``UserError`` for one that is no width."""
     if not whole_numbers([text.get("d_model")], most=MAX_NUMBER):
-        raise UserError(
-            f"{where}: text_encoder/config.json has d_model={shown(text.get('d_model'))}; give the folder's own"
-        )
+        raise UserError(f"{where}: {part}/config.json has d_model={shown(text.get('d_model'))}; give the folder's own")
     return text["d_model"]
 
 
@@ -316,18 +324,14 @@ class TextEncoder:
         import transformers
 
         self.max_tokens, self.device, self.cleaned = max_tokens, device, folder.cleaned
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder.path / "tokenizer", local_files_only=True, trust_remote_code=False
-            )
-            self.tokenizer("a", padding="max_length", max_length=2, truncation=True)  # it can fill up and cut
-        except Exception as error:  # the tokenizers library raises bare Exceptions for damaged files
-            raise UserError(
-                f"data.encoders={folder.path}: tokenizer/ cannot be read ({one_line(error)}); save it again"
-            ) from error
+        self.tokenizer = load_tokenizer(folder.path, "tokenizer")
         self.model = load_part(getattr(transformers, self.class_name), folder.path, "text_encoder", dtype=dtype).to(
             device
         )
+
+    def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
+        """What the networks get of one caption (:meth:`EncoderFolder.text_sizes`), fp32 on the CPU, not filled up."""
+        return {"text": self.encode(caption)}
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
@@ -367,6 +371,20 @@ class TextEncoder:
     def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """(1, L) tokens and their mask -> (1, L, D)."""
         return self.model(ids, mask).last_hidden_state
+
+
+def load_tokenizer(folder: Path, part: str) -> Any:
+    """The tokenizer in ``part`` of a pipeline folder. Raises ``UserError`` for one that cannot be read or used."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder / part, local_files_only=True, trust_remote_code=False
+        )
+        tokenizer("a", padding="max_length", max_length=2, truncation=True)  # it can fill up and cut
+    except Exception as error:  # the tokenizers library raises bare Exceptions for damaged files
+        raise UserError(f"data.encoders={folder}: {part}/ cannot be read ({one_line(error)}); save it again") from error
+    return tokenizer
 
 
 def pad_text(text: torch.Tensor, max_tokens: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 The latter is Wan 2.2's TI2V, whose ``model_index.json`` says ``expand_timesteps``: the image is encoded as a clip of
 one frame, and no image encoder is read. Wan 2.2's I2V A14B reads none either: of an image it gets the latents alone.
+HunyuanVideo 1.5 gets both, the frame for channels of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ class ImageLatents:
     """Latents of the clip whose first frame is given, and a mask, are all of an image that the network gets."""
 
 
-ImageInput = ImageEncoderFolder | FirstFrame | ImageLatents
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FrameAndFeatures:
+    """The first frame alone, as the VAE encodes it, and an image encoder's features of it."""
+
+    encoder: ImageEncoderFolder
+
+
+ImageInput = ImageEncoderFolder | FirstFrame | ImageLatents | FrameAndFeatures
 """What is read of a pipeline folder for ``data.image=first_frame``."""
 
 
@@ -89,4 +97,13 @@ def cache_parts(image: ImageInput) -> tuple[str, ...]:
     """Folders of the cache that an image's tensors are in."""
     if isinstance(image, FirstFrame):
         return (FIRST_FRAME,)
+    if isinstance(image, FrameAndFeatures):
+        return FIRST_FRAME, "image_embeds"
     return ("image_latents",) if isinstance(image, ImageLatents) else ("image_latents", "image_embeds")
+
+
+def image_encoder_of(image: ImageInput) -> ImageEncoderFolder | None:
+    """The image encoder that is read, if one is."""
+    if isinstance(image, FrameAndFeatures):
+        return image.encoder
+    return image if isinstance(image, ImageEncoderFolder) else None

@@ -1,6 +1,7 @@
-"""The image encoder of an image-to-video pipeline folder, as WanImageToVideoPipeline uses it.
+"""The image encoder of an image-to-video pipeline folder, as diffusers' pipelines use it.
 
-``image_encoder/`` (CLIP's vision transformer) and ``image_processor/`` of ``data.encoders`` are read. Shape legend: H W
+Of ``data.encoders``: ``image_encoder/`` (CLIP's vision transformer) and ``image_processor/`` in a folder of Wan's, and
+SigLIP's with ``feature_extractor/`` in one of HunyuanVideo 1.5's. Shape legend: H W
 pixels, N features of an image, D width of a feature.
 """
 
@@ -24,8 +25,23 @@ from distill.data.pipeline_folder import (
 from fsdp_cp.errors import UserError
 from models.checkpoint_files import one_line
 
-PARTS = ("image_encoder", "image_processor")
-_CLASSES = ("CLIPVisionModel", "CLIPVisionModelWithProjection")
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ImageEncoderKind:
+    """What image encoder a family's pipelines have."""
+
+    classes: tuple[str, ...]
+    """In transformers."""
+    processor: str
+    """Sub-folder of its processor."""
+    class_tokens: int
+    """Features beside those of patches."""
+
+
+CLIP = ImageEncoderKind(
+    classes=("CLIPVisionModel", "CLIPVisionModelWithProjection"), processor="image_processor", class_tokens=1
+)
+SIGLIP = ImageEncoderKind(classes=("SiglipVisionModel",), processor="feature_extractor", class_tokens=0)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -34,35 +50,42 @@ class ImageEncoderFolder:
 
     path: Path
     """The pipeline folder."""
+    kind: ImageEncoderKind
     class_name: str
     """Of the encoder, in transformers."""
     tokens: int
-    """N: one for each patch, and the class token."""
+    """N: one for each patch, and the class token if it has one."""
     width: int
     """D."""
 
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The sub-folders that are read."""
+        return "image_encoder", self.kind.processor
 
-def inspect_image_encoder(folder: Path, where: str) -> ImageEncoderFolder:
+
+def inspect_image_encoder(folder: Path, where: str, kind: ImageEncoderKind = CLIP) -> ImageEncoderFolder:
     """Read the settings without loading weights.
 
     Args:
         folder: a pipeline folder.
         where: setting and folder, for messages.
+        kind: what is wanted.
 
     Raises:
-        UserError: a part that is missing or damaged, or is another model than WanImageToVideoPipeline's.
+        UserError: a part that is missing or damaged, or is another model.
     """
-    for part in PARTS:
+    for part in ("image_encoder", kind.processor):
         if not (folder / part).is_dir():
             raise UserError(
                 f"{where} has no {part}/, which data.image=first_frame needs; give an image-to-video pipeline folder"
             )
     settings = part_settings(folder, "image_encoder", where)
-    part_settings(folder, "image_processor", where, "preprocessor_config.json")
+    part_settings(folder, kind.processor, where, "preprocessor_config.json")
     found = settings.get("architectures")
-    known = next((name for name in _CLASSES if isinstance(found, list) and name in found), None)
+    known = next((name for name in kind.classes if isinstance(found, list) and name in found), None)
     if known is None:
-        require_class(where, "image_encoder", found, _CLASSES[0])
+        require_class(where, "image_encoder", found, kind.classes[0])
     check_weight_files(folder / "image_encoder", where)
     sizes = [settings.get(key) for key in ("image_size", "patch_size", "hidden_size")]
     if not whole_numbers(sizes, most=MAX_NUMBER) or sizes[1] > sizes[0]:
@@ -71,37 +94,45 @@ def inspect_image_encoder(folder: Path, where: str) -> ImageEncoderFolder:
             " folder's own"
         )
     image, patch, width = sizes
-    return ImageEncoderFolder(path=folder, class_name=known, tokens=(image // patch) ** 2 + 1, width=width)
+    tokens = (image // patch) ** 2 + kind.class_tokens
+    return ImageEncoderFolder(path=folder, kind=kind, class_name=known, tokens=tokens, width=width)
 
 
 class ImageEncoder:
-    """CLIP's vision transformer with its processor, as ``WanImageToVideoPipeline.encode_image`` uses them."""
+    """An image encoder with its processor, as ``WanImageToVideoPipeline.encode_image`` uses CLIP, and
+    ``HunyuanVideo15ImageToVideoPipeline`` SigLIP."""
 
     def __init__(self, folder: ImageEncoderFolder, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load both parts. Raises ``UserError`` if the weights do not fit the settings."""
         import transformers
 
-        self.device, self.dtype = device, dtype
+        self.kind, self.device, self.dtype = folder.kind, device, dtype
         self.model = load_part(getattr(transformers, folder.class_name), folder.path, "image_encoder", dtype=dtype).to(
             device
         )
         try:
-            self.processor = _processor_class().from_pretrained(folder.path / "image_processor", local_files_only=True)
+            self.processor = _processor_class(folder.kind).from_pretrained(
+                folder.path / folder.kind.processor, local_files_only=True
+            )
         except Exception as error:  # of a damaged folder, whatever the library raises
             raise UserError(
-                f"data.encoders={folder.path}: image_processor/ cannot be read ({one_line(error)}); save it again"
+                f"data.encoders={folder.path}: {folder.kind.processor}/ cannot be read ({one_line(error)}); save it"
+                " again"
             ) from error
 
     @torch.no_grad()
     def encode(self, rgb_HWC: torch.Tensor) -> torch.Tensor:
-        """One image, uint8 (H, W, 3), -> the features behind its last block but one, fp32 (N, D) on the CPU."""
+        """One image, uint8 (H, W, 3) -> its features, fp32 (N, D) on the CPU: of CLIP those behind the last block but
+        one, of SigLIP the last."""
         pixels = self.processor(images=rgb_HWC.numpy(), return_tensors="pt")["pixel_values"]
-        output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=True)
-        return output.hidden_states[-2][0].float().cpu()
+        output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.kind == CLIP)
+        features = output.hidden_states[-2] if self.kind == CLIP else output.last_hidden_state
+        return features[0].float().cpu()
 
 
-def _processor_class() -> Any:
-    """CLIP's processor on PIL, which transformers 5 names apart from the one on torchvision; 4 has that one alone."""
+def _processor_class(kind: ImageEncoderKind) -> Any:
+    """The processor on PIL, which transformers 5 names apart from the one on torchvision; 4 has that one alone."""
     import transformers
 
-    return getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+    name = "CLIPImageProcessor" if kind == CLIP else "SiglipImageProcessor"
+    return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)

@@ -1,8 +1,9 @@
 """Latents and text embeddings on disk: written once by all ranks together, read by every later run that asks the same.
 
-``FOLDER/latents/KEY.safetensors`` holds one clip, ``FOLDER/text/KEY.safetensors`` one caption. A KEY is a hash of all
-that decides the content, so a changed setting looks for another file and never reads a stale one. Files appear by
-``os.replace``: a killed run leaves no half file under a KEY, and the next one goes on with what is there.
+``FOLDER/latents/KEY.safetensors`` holds one clip, ``FOLDER/text/KEY.safetensors`` one caption (``FOLDER/glyphs`` what
+it quotes, where a second encoder reads that). A KEY is a hash of all that decides the content, so a changed setting
+looks for another file and never reads a stale one. Files appear by ``os.replace``: a killed run leaves no half file
+under a KEY, and the next one goes on with what is there.
 
 Every file's numbers are checked before they are used, at the start of a run and again at each reading: their dtype,
 shape and checksum, and that they are finite. At the start a damaged file is named and written again.
@@ -28,9 +29,8 @@ import torch
 from distill.data.cache_files import Damaged, is_unfinished, read_tensor, write_tensor
 from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec
-from distill.data.first_frame import FirstFrame, ImageInput, cache_parts
-from distill.data.image_encoder import PARTS as IMAGE_PARTS
-from distill.data.image_encoder import ImageEncoder, ImageEncoderFolder
+from distill.data.first_frame import ImageInput, cache_parts, image_encoder_of
+from distill.data.image_encoder import ImageEncoder
 from distill.data.shares import ReadAhead, Shares, first_of_each, node
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -39,7 +39,7 @@ from models.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
-_FOLDERS = ("latents", "text", "image_latents", "image_embeds", FIRST_FRAME)
+_FOLDERS = ("latents", "text", "glyphs", "image_latents", "image_embeds", FIRST_FRAME)
 _DAY = 24 * 3600.0
 
 
@@ -177,7 +177,7 @@ class LatentCache:
         Returns the KEY of each, the same on every rank. Frees the text encoder.
         """
         settings = {
-            "text": self._identity("text_encoder", "tokenizer"),
+            "text": self._identity(*self.encoders.text_parts()),
             "max_text_tokens": self.max_text_tokens,
             "dtype": str(self.dtype),
             **self.encoders.text_key(),
@@ -187,30 +187,32 @@ class LatentCache:
         def write(i: int) -> str:
             nonlocal encoder
             key = _hash(settings | {"caption": self.encoders.cleaned(captions[i])})
-            target = self._text_file(key)
-            if not self._holds(target, "text", self._is_text):
+            targets = self._text_files(key)
+            if not all(self._holds(file, part, self._fits_text(part)) for part, file in targets.items()):
                 if encoder is None:
                     encoder = self.encoders.text_encoder(
                         max_tokens=self.max_text_tokens, device=self.device, dtype=self.dtype
                     )
-                text = encoder.encode(captions[i])
+                texts = encoder.embeddings(captions[i])
                 self.encoded_captions += 1
-                if not text.isfinite().all():
+                if not all(text.isfinite().all() for text in texts.values()):
                     raise UserError(f"the text encoder's output is not finite in {self.dtype}; encode in float32")
-                self._write(target, "text", text, {"caption": captions[i]} | settings)
+                for part, text in texts.items():
+                    self._write(targets[part], part, text, {"caption": captions[i]} | settings)
             return key
 
         keys = self._one_a_node.run(len(captions), write, "captions", "caption")
         if encoder is not None:
             encoder = None
             self.release_memory()
-        self._require_shared([self._text_file(key) for key in keys])
+        self._require_shared([file for key in keys for file in self._text_files(key).values()])
         return keys
 
     def write_images(self, files: list[Path], folder: ImageInput) -> list[str]:
         """The first frame of every file, encoded by the VAE (with grey frames behind it) and by an image encoder.
 
-        For :class:`ImageLatents` by the VAE alone, for a :class:`FirstFrame` by it as a clip of one frame.
+        For :class:`ImageLatents` by the VAE alone; for a :class:`FirstFrame` by it as a clip of one frame, for
+        :class:`FrameAndFeatures` so and by the image encoder.
 
         File i is rank ``i % world``'s. Returns the KEY of each, the same on every rank. Frees the encoders.
 
@@ -219,11 +221,13 @@ class LatentCache:
         """
         settings: dict[str, Any] = {"decoder": DECODER_VERSION, "vae": self._identity("vae"), **self._tiling()}
         clip, parts = [self.clip.num_frames, self.clip.height, self.clip.width], cache_parts(folder)
-        if isinstance(folder, FirstFrame):
+        reads = image_encoder_of(folder)
+        settings |= {"image_encoder": self._identity(*reads.parts)} if reads is not None else {}
+        if FIRST_FRAME in parts:
             settings |= {"first_frame": clip[1:], "dtype": str(self.vae_dtype)}
+            settings |= {"encoder_dtype": str(self.dtype)} if reads is not None else {}
         else:
-            read = {"image_encoder": self._identity(*IMAGE_PARTS)} if "image_embeds" in parts else {}
-            settings |= read | {"clip": clip, "dtype": str(self.dtype)}
+            settings |= {"clip": clip, "dtype": str(self.dtype)}
             settings |= {"vae_dtype": str(self.vae_dtype)} if self.vae_dtype != self.dtype else {}
         loaded: tuple[VideoCodec, ImageEncoder | None] | None = None
 
@@ -238,19 +242,19 @@ class LatentCache:
             except OSError as error:
                 raise UserError(f"{files[i]} cannot be read ({error.strerror}); give another image") from error
             if loaded is None:
-                encoder = None
-                if isinstance(folder, ImageEncoderFolder):
-                    encoder = ImageEncoder(folder, device=self.device, dtype=self.dtype)
-                loaded = self.codec(), encoder
+                loaded = (
+                    self.codec(),
+                    None if reads is None else ImageEncoder(reads, device=self.device, dtype=self.dtype),
+                )
             codec, encoder = loaded
-            if isinstance(folder, FirstFrame):
+            if FIRST_FRAME in parts:
                 made = {FIRST_FRAME: codec.encode(frame)}
             else:
                 video = torch.cat([frame, frame.new_zeros(3, self.clip.num_frames - 1, *frame.shape[2:])], dim=1)
                 made = {"image_latents": codec.encode(video)}
-                if encoder is not None:
-                    levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
-                    made["image_embeds"] = encoder.encode(levels)
+            if encoder is not None:
+                levels = frame[:, 0].add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+                made["image_embeds"] = encoder.encode(levels)
             self.encoded_images += 1
             for part, tensor in made.items():
                 self._require_finite(files[i].name, part, tensor)
@@ -277,18 +281,20 @@ class LatentCache:
             raise UserError(f"{name}: its {what} are not finite in {self.vae_dtype}; set data.vae_precision=fp32")
 
     def _fits(self, part: str, folder: ImageInput) -> Callable[[Sequence[int]], bool]:
-        if isinstance(folder, FirstFrame):
-            channels, _, *sides = self.latent_shape
+        channels, _, *sides = self.latent_shape
+        if part == FIRST_FRAME:
             return lambda shape: tuple(shape) == (channels, 1, *sides)
         if part == "image_latents":
             return self._is_latents
-        return lambda shape: tuple(shape) == (folder.tokens, folder.width)
+        reads = image_encoder_of(folder)
+        assert reads is not None
+        return lambda shape: tuple(shape) == (reads.tokens, reads.width)
 
     def _image_file(self, part: str, key: str) -> Path:
         return self.folder / part / f"{key}.safetensors"
 
     def image(self, key: str, folder: ImageInput) -> dict[str, torch.Tensor]:
-        """fp32 ``image_latents`` (C, t, h, w) and ``image_embeds`` (N, D), or ``first_frame`` (C, 1, h, w), of an image
+        """fp32 ``image_latents`` (C, t, h, w) or ``first_frame`` (C, 1, h, w), and ``image_embeds`` (N, D), of an image
         that ``write_images`` returned.
 
         Raises ``UserError`` if a file of them is damaged.
@@ -300,8 +306,9 @@ class LatentCache:
     def _is_latents(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == self.latent_shape
 
-    def _is_text(self, shape: Sequence[int]) -> bool:
-        return len(shape) == 2 and 0 < shape[0] <= self.max_text_tokens and shape[1] == self.encoders.text_width
+    def _fits_text(self, part: str) -> Callable[[Sequence[int]], bool]:
+        least, most, width = self.encoders.text_sizes(self.max_text_tokens)[part]
+        return lambda shape: len(shape) == 2 and least <= shape[0] <= most and shape[1] == width
 
     def _identity(self, *parts: str) -> dict[str, str]:
         """Hash of every file of these sub-folders of the pipeline, each read by one rank."""
@@ -337,8 +344,9 @@ class LatentCache:
     def _latents_file(self, key: str) -> Path:
         return self.folder / "latents" / f"{key}.safetensors"
 
-    def _text_file(self, key: str) -> Path:
-        return self.folder / "text" / f"{key}.safetensors"
+    def _text_files(self, key: str) -> dict[str, Path]:
+        parts = self.encoders.text_sizes(self.max_text_tokens)
+        return {part: self.folder / part / f"{key}.safetensors" for part in parts}
 
     def _holds(self, file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> bool:
         """Whether ``file`` is there and whole; a damaged one is logged and will be replaced."""
@@ -364,12 +372,12 @@ class LatentCache:
         """fp32 (C, t, h, w) of a clip that ``write_clips`` returned. Raises ``UserError`` if its file is damaged."""
         return self._get(self._latents_file(key), "latents", self._is_latents)
 
-    def text(self, key: str) -> torch.Tensor:
-        """fp32 (tokens, D) of a caption that ``write_texts`` returned, without the zeros behind it.
+    def texts(self, key: str) -> dict[str, torch.Tensor]:
+        """fp32 (tokens, D) of a caption that ``write_texts`` returned, by name, without the zeros behind it.
 
-        Raises ``UserError`` if its file is damaged.
+        Raises ``UserError`` if a file is damaged.
         """
-        return self._get(self._text_file(key), "text", self._is_text)
+        return {part: self._get(file, part, self._fits_text(part)) for part, file in self._text_files(key).items()}
 
     def _get(self, file: Path, name: str, fits: Callable[[Sequence[int]], bool]) -> torch.Tensor:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,9 @@ class LtxEncoderFolder(EncoderFolder):
         """As it is: the pipelines clean nothing."""
         return caption
 
-    def text_tensors(self, text: torch.Tensor, max_tokens: int) -> dict[str, torch.Tensor]:
+    def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
         """With ``text_mask`` (L,): the transformer must not attend to what fills a caption up."""
+        text = texts["text"]
         return {"text": pad_text(text, max_tokens), "text_mask": torch.arange(max_tokens) < text.shape[0]}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distill.config import Config
+from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, HunyuanTextEncoder
 from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from distill.planning.watched import Shapes
@@ -46,7 +47,11 @@ def coding_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             network.enable_tiling()
         return network
 
-    peaks = {"encode/captions": _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))}
+    # Of an encoder whose last layer but two counts, all layers' outputs are there.
+    layers = {"output_hidden_states": True} if _is_qwen(text) else {}
+    peaks = {
+        "encode/captions": _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens), **layers))
+    }
     if data.has_clips or data.image is not None:
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
@@ -82,17 +87,27 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
 
 
 def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
-    """umT5's or T5's encoder of ``config.json``, with random weights on the current default device."""
+    """The encoder of ``config.json``, umT5's, T5's or Qwen's, with random weights on the current default device."""
     from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
+    if _is_qwen(settings):
+        from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+        return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**settings))
     if "T5EncoderModel" in (settings.get("architectures") or ()):
         return T5EncoderModel(T5Config(**settings))
     return UMT5EncoderModel(UMT5Config(**settings))
 
 
-def _image_encoder(settings: Mapping[str, Any]) -> nn.Module:
-    from transformers import CLIPVisionConfig, CLIPVisionModel
+def _is_qwen(settings: Mapping[str, Any]) -> bool:
+    return HunyuanTextEncoder.class_name in (settings.get("architectures") or ())
 
+
+def _image_encoder(settings: Mapping[str, Any]) -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+
+    if "SiglipVisionModel" in (settings.get("architectures") or ()):
+        return SiglipVisionModel(SiglipVisionConfig(**settings))
     return CLIPVisionModel(CLIPVisionConfig(**settings))
 
 
@@ -102,9 +117,10 @@ def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
     """The VAE of ``config.json``, with random weights on the current default device; of ``{}`` Wan's as published."""
-    from diffusers import AutoencoderKLLTXVideo, AutoencoderKLWan
+    from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLLTXVideo, AutoencoderKLWan
 
-    cls = AutoencoderKLLTXVideo if settings.get("_class_name") == LTX_VAE_CLASS else AutoencoderKLWan
+    others = {LTX_VAE_CLASS: AutoencoderKLLTXVideo, HUNYUAN_VAE_CLASS: AutoencoderKLHunyuanVideo15}
+    cls: Any = others.get(settings.get("_class_name", ""), AutoencoderKLWan)
     # Folders of other versions have keys that the class does not know; from_pretrained passes them by, too.
     parameters = inspect.signature(cls.__init__).parameters
     return cls(**{name: value for name, value in settings.items() if name in parameters})

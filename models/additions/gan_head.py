@@ -93,9 +93,9 @@ class GanHead(Addition):
         finally:
             self._tokens, self._features = None, {}
 
-    def _capture(self, index: int, _block: nn.Module, _args: tuple, output: Tensor) -> None:
+    def _capture(self, index: int, _block: nn.Module, _args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
         if self._tokens is not None:
-            self._features[index] = output
+            self._features[index] = output[0] if isinstance(output, tuple) else output
 
     def _append(
         self, mesh: Mesh, _network: nn.Module, _args: tuple, output: tuple[Tensor, ...]

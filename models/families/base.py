@@ -74,7 +74,8 @@ class Family(ABC):
 
     @abstractmethod
     def blocks(self, network: nn.Module) -> Sequence[nn.Module]:
-        """The transformer blocks in their order, each an FSDP unit; their output is ``(B, S_local, width)``."""
+        """The transformer blocks in their order, each an FSDP unit; their output is ``(B, S_local, width)``, alone or
+        the first of a tuple."""
 
     def full_precision_units(self, network: nn.Module) -> list[nn.Module]:
         """What computes in fp32 under ``precision=bf16``, each as an FSDP unit of its own."""

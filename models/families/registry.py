@@ -14,11 +14,12 @@ from importlib.metadata import entry_points
 
 from fsdp_cp.errors import UserError
 from models.families.base import Family
+from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX
 from models.families.wan import Wan
 
 ENTRY_POINTS = "fsdp_cp.families"
-FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX()}
+FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX(), Hunyuan.name: Hunyuan()}
 
 
 def family_names() -> list[str]:

@@ -43,6 +43,8 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
     else:
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         chosen = [name for name, module in linear.items() if id(module) in inside]
+    never = set(family.never_trained(network))  # nor would an adapter on it ever get a gradient
+    chosen = [name for name in chosen if f"{name}.weight" not in never]
     for name in chosen:
         size = min(linear[name].in_features, linear[name].out_features)
         if settings.rank > size:

@@ -38,10 +38,8 @@ def test_it_is_verified_on_every_mesh_as_our_own_are(installed):
     rows = [line for line in out.splitlines() if line.startswith("| ") and " x " in line.split("|")[1][:6]]
     assert len(rows) == 2 * 3 * 2 * 2 and out.strip().endswith("all within 1e-05"), out
     code, out, err = run("-m", "models.verify", "nobody")
-    assert (
-        code == 2
-        and err == "error: nobody is neither a folder nor a family; use a folder, or wan or broken or outside\n"
-    )
+    names = "wan or ltx or hunyuan15 or broken or outside"
+    assert code == 2 and err == f"error: nobody is neither a folder nor a family; use a folder, or {names}\n"
 
 
 WORDS = [
@@ -72,7 +70,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
     ("changes", "message"),
     [
         (["student.family=broken"], "broken: tests.outside.family:Nothing cannot be loaded (AttributeError"),
-        (["student.family=nobody"], "student.family=nobody is unknown; use wan or ltx or broken or outside"),
+        (["student.family=nobody"], "student.family=nobody is unknown; use wan or ltx or hunyuan15 or broken or outside"),
         (["student.architecture={channels: 3, text_dim: 32, patches: 2}"], "no setting student.architecture.patches"),
         (["student.architecture={channels: 5, text_dim: 32}"], "student.architecture takes 5 channels"),
         (["student.checkpoint=assets/quickstart_teacher", "student.architecture=null"], "needs a Tower"),

@@ -39,12 +39,19 @@ class RandomClips:
             "first_frame" in condition_shapes
         ):  # a clip's own: of another one what a loss takes there would grow with 1/t
             self.tensors["first_frame"] = self.latents[:, :, :1].clone()
-        if "text_mask" in condition_shapes:  # an LTX's: captions of 1 to L tokens, a negative prompt of 2, an empty one
+        if "text_mask" in condition_shapes:  # captions of 1 to L tokens, a negative prompt of 2, an empty one
             (tokens,) = condition_shapes["text_mask"]
             self.tensors["text_mask"] = torch.arange(tokens) < 1 + torch.arange(32)[:, None] % tokens
-            self.tensors["latent_spacing"] = torch.tensor(SPACING).repeat(32, 1)
             self.null |= {"text_mask": torch.arange(tokens) < 2}
             self.empty |= {"text_mask": torch.arange(tokens) < 1}
+        if "latent_spacing" in condition_shapes:
+            self.tensors["latent_spacing"] = torch.tensor(SPACING).repeat(32, 1)
+        if "glyphs" in condition_shapes:  # of captions that quote something or nothing; neither prompt does
+            (tokens,) = condition_shapes["glyph_mask"]
+            self.tensors["glyph_mask"] = torch.arange(tokens) < torch.arange(32)[:, None] % (tokens + 1)
+            nothing = {"glyphs": torch.zeros(condition_shapes["glyphs"]), "glyph_mask": torch.zeros(tokens) > 0}
+            self.null |= nothing
+            self.empty |= nothing
 
     def __len__(self) -> int:
         return len(self.latents)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import HunyuanVideo15Transformer3DModel, LTXVideoTransformer3DModel, WanTransformer3DModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
@@ -25,12 +25,32 @@ from models.families.registry import FAMILIES
 from models.load import seed_of_expert
 from models.network import Network
 from models.role import Role
-from tests.oracles import tiny_ltx
+from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut
 
 _ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
 """All that an addition asks of a mesh whose tokens are not split."""
+
+
+_CALLED_AS = {
+    "ltx": lambda *arguments: (tiny_ltx.velocity(*arguments),),  # looked up late: a test puts another in its place
+    "hunyuan15": tiny_hunyuan.outputs,
+}
+"""Families other than Wan: their pipelines' calls."""
+_CLASSES = {
+    "wan": WanTransformer3DModel,
+    "ltx": LTXVideoTransformer3DModel,
+    "hunyuan15": HunyuanVideo15Transformer3DModel,
+}
+_ADAPTED = {
+    "wan": r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2))",
+    # All linear layers of a block, but what makes the texts' tokens behind the last one's attention.
+    "hunyuan15": r"transformer_blocks\.(\d+\.(norm1(_context)?\.linear|attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj)"
+    r"|ff\.net\.(0\.proj|2))|[01]\.(attn\.to_add_out|ff_context\.net\.(0\.proj|2)))",
+}
+"""Patterns of the layers that get adapters; of HunyuanVideo with three blocks."""
+_PROCESSORS = {"wan": WrittenOut, "ltx": tiny_ltx.WrittenOutLtx, "hunyuan15": tiny_hunyuan.WrittenOutHunyuan}
 
 
 class _PlainRole(Role):
@@ -40,8 +60,8 @@ class _PlainRole(Role):
         self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
     ) -> tuple[Tensor, ...]:
         given = condition.tensors
-        if network.family.name == "ltx":
-            return (tiny_ltx.velocity(network.module, x, t, given),)
+        if network.family.name in _CALLED_AS:
+            return _CALLED_AS[network.family.name](network.module, x, t, given)
         if "first_frame" in given:
             return _from_a_frame(network.module, x, t, given["first_frame"], given["text"])
         return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, given))
@@ -76,7 +96,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         networks = []
         for number, part in enumerate(("transformer", "transformer_2") if name in setup.boundaries else (".",)):
             network = _network(setup, folder, name, part).requires_grad_(trainable and name not in setup.lora)
-            network.set_attn_processor(tiny_ltx.WrittenOutLtx() if setup.family == "ltx" else WrittenOut())
+            network.set_attn_processor(_PROCESSORS[setup.family]())
             chosen = kind.additions(config.method).get(name, ())
             if chosen:
                 added = build_additions(chosen, family, network.config)
@@ -133,15 +153,13 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
 def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn.Module:
     """Plain, or the teacher's with peft's own adapters of a role that has any."""
     lora = setup.lora.get(name)
-    if setup.family == "ltx":
-        return LTXVideoTransformer3DModel.from_pretrained(folder / name / part)
     if lora is None:
-        return WanTransformer3DModel.from_pretrained(folder / name / part)
-    network = WanTransformer3DModel.from_pretrained(folder / "teacher" / part)
+        return _CLASSES[setup.family].from_pretrained(folder / name / part)
+    network = _CLASSES[setup.family].from_pretrained(folder / "teacher" / part)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
-        target_modules=r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2))",
+        target_modules=_ADAPTED[setup.family],
         modules_to_save=lora.train or None,
     )
     inject_adapter_in_model(config, network)

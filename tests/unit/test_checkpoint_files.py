@@ -238,7 +238,7 @@ def test_neither_and_both_of_checkpoint_and_architecture(wan):
 
 def test_unknown_family(wan):
     message = planning_refusal(checkpoint=str(wan), family="won")
-    assert message == "student.family=won is unknown; use wan or ltx"
+    assert message == "student.family=won is unknown; use wan or ltx or hunyuan15"
 
 
 # ---------------------------------------------------------------- files from outside

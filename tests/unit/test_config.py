@@ -205,7 +205,7 @@ def test_a_key_of_another_method_is_refused():
         ("cluster=foo", ["cluster=foo", "use any or h200 or h200x8 or h20x4 or h20x8 or h20x8x4 or one_gpu or"]),
         (
             "model=wan2_1_t2v_14",
-            ["did you mean wan2_1_t2v_14b", "use any or ltx_video_13b or ltx_video_2b or"],
+            ["did you mean wan2_1_t2v_14b", "use any or hunyuan_video1_5 or ltx_video_13b or"],
         ),
     ],
 )

@@ -150,8 +150,10 @@ def _other(tensor: torch.Tensor, damage: str) -> torch.Tensor:
 def test_damaged_cache_files_are_named_and_written_again(make, root, caplog, part, damage):
     data = make()
     before = [data[i] for i in range(2)]
-    file = (data.cache._latents_file if part == "latents" else data.cache._text_file)(
-        data._items[0][0] if part == "latents" else data._texts[data.captions()[0]]
+    file = (
+        data.cache._latents_file(data._items[0][0])
+        if part == "latents"
+        else data.cache._text_files(data._texts[data.captions()[0]])["text"]
     )
     whole = file.read_bytes()
     if damage in ("nan", "inf", "value", "shape", "dtype"):

@@ -1,0 +1,230 @@
+"""The encoders of a HunyuanVideo 1.5 pipeline folder, as diffusers' pipelines (0.42) use them.
+
+A VAE; Qwen2.5-VL's text model for the caption, within a chat template; a byT5 for what the caption puts in quotation
+marks, to be written in the picture; and for an image SigLIP.
+
+Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L tokens, D width of an embedding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.data.clips import ClipFormat
+from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
+from distill.data.first_frame import FrameAndFeatures, ImageInput
+from distill.data.image_encoder import SIGLIP, inspect_image_encoder
+from distill.data.pipeline_folder import (
+    MAX_NUMBER,
+    check_weight_files,
+    load_part,
+    part_settings,
+    require_class,
+    shown,
+    whole_numbers,
+)
+from fsdp_cp.errors import UserError
+from models.condition import FIRST_FRAME
+
+logger = logging.getLogger(__name__)
+
+HUNYUAN_VAE_CLASS = "AutoencoderKLHunyuanVideo15"
+PIPELINE_TOKENS, GLYPH_TOKENS = 1000, 256
+"""``tokenizer_max_length`` and ``tokenizer_2_max_length`` of HunyuanVideo15Pipeline."""
+_TEXT_PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HunyuanEncoderFolder(EncoderFolder):
+    """What a HunyuanVideo 1.5 pipeline folder's JSON files say about its encoders; holds no weights."""
+
+    glyph_width: int
+    """D of what a caption quotes."""
+
+    def remarks(self, max_text_tokens: int) -> list[str]:
+        if max_text_tokens == PIPELINE_TOKENS:
+            return []
+        return [
+            f"data.max_text_tokens={max_text_tokens}: HunyuanVideo15Pipeline cuts captions at {PIPELINE_TOKENS};"
+            " shorter ones are the same in both, and each token costs a network as one of the video"
+        ]
+
+    def condition_shapes(
+        self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
+    ) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"text": (max_text_tokens, self.text_width)}
+        shapes |= {"text_mask": (max_text_tokens,)}
+        shapes |= {"glyphs": (GLYPH_TOKENS, self.glyph_width), "glyph_mask": (GLYPH_TOKENS,)}
+        if isinstance(image, FrameAndFeatures):
+            channels, _, height, width = self.latent_shape(clip)
+            shapes[FIRST_FRAME] = (channels, 1, height, width)
+            shapes["image_embeds"] = (image.encoder.tokens, image.encoder.width)
+        return shapes
+
+    def inspect_image(self, where: str) -> ImageInput:
+        return FrameAndFeatures(encoder=inspect_image_encoder(self.path, where, SIGLIP))
+
+    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> HunyuanVideoCodec:
+        return HunyuanVideoCodec(self, device=device, dtype=dtype, tiling=tiling)
+
+    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> HunyuanTextEncoder:
+        return HunyuanTextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
+
+    def text_parts(self) -> tuple[str, ...]:
+        return _TEXT_PARTS
+
+    def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
+        return EncoderFolder.text_sizes(self, max_tokens) | {"glyphs": (0, GLYPH_TOKENS, self.glyph_width)}
+
+    def cleaned(self, caption: str) -> str:
+        """As it is: the pipelines clean nothing."""
+        return caption
+
+    def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
+        """With masks of the tokens that count; those of a quotation stand in front of what fills them up, too."""
+        text, glyphs = texts["text"], texts["glyphs"]
+        return {
+            "text": pad_text(text, max_tokens),
+            "text_mask": torch.arange(max_tokens) < text.shape[0],
+            "glyphs": pad_text(glyphs, GLYPH_TOKENS),
+            "glyph_mask": torch.arange(GLYPH_TOKENS) < glyphs.shape[0],
+        }
+
+
+def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> HunyuanEncoderFolder:
+    """What the settings of a HunyuanVideo 1.5 folder say; as :func:`distill.data.encoders.read_encoders` gives them.
+
+    Args:
+        folder: the pipeline folder.
+        where: setting and folder, for messages.
+        vae, text: ``config.json`` of the VAE and of the first text encoder.
+
+    Raises: ``UserError`` for a second text encoder that is missing or another one, and for settings that no VAE of
+        HunyuanVideo 1.5 has.
+    """
+    for part in ("text_encoder_2", "tokenizer_2"):
+        if not (folder / part).is_dir():
+            raise UserError(f"{where} has no {part}/; give a HunyuanVideo 1.5 pipeline folder, which has one")
+    second = part_settings(folder, "text_encoder_2", where)
+    require_class(where, "text_encoder_2", second.get("architectures"), "T5EncoderModel")
+    check_weight_files(folder / "text_encoder_2", where)
+    vae = _vae_defaults() | vae
+    config = f"{where}: vae/config.json"
+    scaling = vae["scaling_factor"]
+    for key, fits in (
+        ("latent_channels", whole_numbers([vae["latent_channels"]], most=4096)),
+        ("spatial_compression_ratio", whole_numbers([vae["spatial_compression_ratio"]], most=1024)),
+        ("temporal_compression_ratio", whole_numbers([vae["temporal_compression_ratio"]], most=1024)),
+        ("scaling_factor", type(scaling) in (int, float) and math.isfinite(scaling) and scaling > 0),
+    ):
+        if not fits:
+            raise UserError(
+                f"{config} has {key}={shown(vae[key])}, which no VAE of HunyuanVideo 1.5 has; give the folder's own"
+            )
+    if not whole_numbers([text.get("hidden_size")], most=MAX_NUMBER):
+        raise UserError(
+            f"{where}: text_encoder/config.json has hidden_size={shown(text.get('hidden_size'))}; give the folder's own"
+        )
+    patch = (1, 1, 1)
+    if (folder / "transformer" / "config.json").is_file():
+        transformer = part_settings(folder, "transformer", where)
+        sides = [transformer.get(key, 1) for key in ("patch_size_t", "patch_size")]
+        if not whole_numbers(sides, most=64):
+            raise UserError(f"{where}: transformer/config.json has patches of {shown(sides)}; give the folder's own")
+        patch = (sides[0], sides[1], sides[1])
+    return HunyuanEncoderFolder(
+        path=folder,
+        channels=vae["latent_channels"],
+        temporal=vae["temporal_compression_ratio"],
+        spatial=vae["spatial_compression_ratio"],
+        patch=patch,
+        text_width=text["hidden_size"],
+        glyph_width=text_width(second, where, "text_encoder_2"),
+    )
+
+
+def _vae_defaults() -> dict[str, Any]:
+    """Constructor defaults of the VAE class, for the settings that a folder leaves out."""
+    from diffusers import AutoencoderKLHunyuanVideo15
+
+    parameters = inspect.signature(AutoencoderKLHunyuanVideo15.__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+class HunyuanVideoCodec(VideoCodec):
+    """HunyuanVideo 1.5's VAE between pixels and the latents that the transformer sees: the mode of its posterior times
+    ``scaling_factor``, which ``HunyuanVideo15Pipeline.__call__`` undoes before it decodes."""
+
+    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False):
+        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+
+        With ``tiling`` frames larger than 256 pixels go through it in tiles of that size, of which diffusers blends
+        the edges.
+        """
+        from diffusers import AutoencoderKLHunyuanVideo15
+
+        self.device, self.dtype = device, dtype
+        self.vae = load_part(AutoencoderKLHunyuanVideo15, folder.path, "vae", torch_dtype=dtype).to(device)
+        if tiling:
+            self.vae.enable_tiling()
+        self.mean = torch.zeros(1, 1, 1, 1, 1, device=device)
+        self.std = torch.full_like(self.mean, 1 / self.vae.config["scaling_factor"])
+
+
+class HunyuanTextEncoder(TextEncoder):
+    """Qwen2.5-VL's text model and a byT5, each with its tokenizer."""
+
+    class_name = "Qwen2_5_VLTextModel"
+
+    def __init__(self, folder: EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
+        from transformers import T5EncoderModel
+
+        self.where = f"data.encoders={folder.path}"
+        if self.tokenizer.chat_template is None:
+            raise UserError(f"{self.where}: tokenizer/ has no chat template; give the folder's own")
+        self.glyph_tokenizer = load_tokenizer(folder.path, "tokenizer_2")
+        self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(device)
+
+    def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
+        """One caption -> fp32 ``text`` (tokens, D) and ``glyphs`` (tokens, D), none where it quotes nothing."""
+        return {"text": self.encode(caption), "glyphs": self._glyphs(caption)}
+
+    @torch.no_grad()
+    def encode(self, caption: str) -> torch.Tensor:
+        """The caption's tokens within the pipelines' chat template, without those of the system's part: fp32 (tokens,
+        D) on the CPU, of the last layer but two."""
+        embeddings, mask = _pipeline()._get_mllm_prompt_embeds(
+            self.model, self.tokenizer, caption, self.device, tokenizer_max_length=self.max_tokens
+        )
+        found = embeddings[0][mask[0].bool()].float().cpu()
+        if not len(found):
+            raise UserError(
+                f"{self.where}: the chat template of tokenizer/ leaves no token of the caption {caption[:60]!r} behind"
+                " the system's part; give the folder's own"
+            )
+        if len(found) == self.max_tokens:
+            logger.warning("caption cut at data.max_text_tokens=%d tokens: %.60s", self.max_tokens, caption)
+        return found
+
+    @torch.no_grad()
+    def _glyphs(self, caption: str) -> torch.Tensor:
+        embeddings, mask = _pipeline()._get_byt5_prompt_embeds(
+            self.glyph_tokenizer, self.glyph_model, caption, self.device, tokenizer_max_length=GLYPH_TOKENS
+        )
+        return embeddings[0][mask[0].bool()].float().cpu()
+
+
+def _pipeline() -> Any:
+    """Whose private static methods (diffusers 0.42) know the template, what of it is cut off, and which layer."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    return HunyuanVideo15Pipeline

@@ -1,0 +1,242 @@
+"""The HunyuanVideo 1.5 family in one process: operations, its pipeline's times, what it refuses, plans."""
+
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from distill.config import compose_config
+from distill.methods.dmd2 import Dmd2, Dmd2Settings
+from distill.planning import coding, depth
+from distill.planning.command import as_planned, planned_shapes
+from distill.setup import plan_run
+from fsdp_cp.errors import UserError
+from fsdp_cp.fake_world import fake_tensors
+from models.condition import Condition
+from models.families.hunyuan import Hunyuan
+from models.families.hunyuan_forward import OwnForward, own_rotary_tables
+from models.families.registry import family_of
+from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
+from tests.unit.test_flops import _Counted
+
+HUNYUAN = Hunyuan()
+STUDENT = [1.0, 0.9375, 5 / 6, 0.625]
+CHANGES = [
+    {},
+    {"num_attention_heads": 2, "text_embed_dim": 40, "num_layers": 1, "num_refiner_layers": 1},
+    {"num_refiner_layers": 0, "mlp_ratio": 2.5, "text_embed_2_dim": 20},
+]
+
+
+def network_and_inputs(changes, batch, sizes, text_tokens, image=False):
+    """Texts of which every token counts: without masks torch's counter sees one kernel."""
+    network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE | changes)
+    config = network.config
+    tensors = {
+        "text": torch.randn(batch, text_tokens, config.text_embed_dim),
+        "text_mask": torch.ones(batch, text_tokens, dtype=torch.bool),
+        "glyphs": torch.randn(batch, 4, config.text_embed_2_dim),
+        "glyph_mask": torch.ones(batch, 4, dtype=torch.bool),
+    }
+    if image:
+        tensors["first_frame"] = torch.randn(batch, 4, 1, *sizes[1:])
+        tensors["image_embeds"] = torch.randn(batch, 5, config.image_embed_dim)
+    return network, torch.randn(batch, 4, *sizes), torch.full((batch,), 0.5), Condition(tensors)
+
+
+def shapes_of(condition):
+    return {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize(("batch", "sizes", "text_tokens"), [(1, (3, 8, 8), 5), (2, (1, 8, 16), 30)])
+@pytest.mark.parametrize("image", [False, True], ids=["text", "image"])
+def test_operations_are_those_that_torch_counts(changes, batch, sizes, text_tokens, image):
+    network, x, t, condition = network_and_inputs(changes, batch, sizes, text_tokens, image)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        HUNYUAN.outputs(network, x, t, condition)
+    config, shapes = dict(network.config), shapes_of(condition)
+    tokens = HUNYUAN.tokens(config, (4, *sizes))
+    assert batch * HUNYUAN.forward_flops(config, tokens, shapes) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    of_blocks = [
+        counts[torch.ops.aten.bmm]
+        for name, counts in counter.get_flop_counts().items()
+        if name.startswith("HunyuanVideo15Transformer3DModel.transformer_blocks.") and name.count(".") == 2
+    ]
+    assert batch * HUNYUAN.attention_flops(config, tokens, shapes) == sum(of_blocks)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_and_those_of_a_tangent(changes):
+    network, x, t, condition = network_and_inputs(changes, 1, (2, 8, 8), 30)
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]
+        with _Counted() as counter:
+            HUNYUAN.outputs(network, *duals, condition)
+    config, shapes = dict(network.config), shapes_of(condition)
+    tokens = HUNYUAN.tokens(config, (4, 2, 8, 8))
+    ours = sum(f(config, tokens, shapes) for f in (HUNYUAN.forward_flops, HUNYUAN.tangent_flops))
+    assert ours == pytest.approx(counter.flops, rel=0.01)
+
+
+@pytest.fixture
+def one_rank():
+    """All that the family asks of a mesh whose tokens are not split."""
+    return SimpleNamespace(cp_size=1, cp_rank=0)
+
+
+@pytest.mark.parametrize("patches", [{}, {"patch_size": 2, "patch_size_t": 3}], ids=str)
+def test_rotary_tables_are_the_network_s_own(one_rank, patches):
+    network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE | patches)
+    latents = torch.randn(1, 9, 3, 4, 6)
+    theirs, (*ours, total) = network.rope(latents), own_rotary_tables(network.rope, one_rank, latents)
+    assert total == len(theirs[0]) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def without_attention(one_rank):
+    """A network with this family's forward, inputs for it, and no attention, which needs a process group."""
+    network, *inputs = network_and_inputs({}, 1, (1, 2, 2), 3)
+    network.transformer_blocks = torch.nn.ModuleList()
+    for block in network.context_embedder.token_refiner.refiner_blocks:
+        block.attn.set_processor(_Nothing())
+    network.forward = OwnForward(network, one_rank)
+    return network, *inputs
+
+
+class _Nothing:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+        return hidden_states
+
+
+def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in(without_attention):
+    """In bf16 the times 501 and 502 are both 502. The plain network would round them."""
+    network, x, t, condition = without_attention
+    seen = []
+    for embedder in (network.time_embed.time_proj, network.context_embedder.time_text_embed.time_proj):
+        embedder.register_forward_hook(lambda _m, args, _out: seen.append(args[0]))
+    torch.nn.Module.to(network, torch.bfloat16)
+    with torch.no_grad():
+        velocity = HUNYUAN.outputs(network, x.bfloat16(), t + 0.001, condition.to(torch.bfloat16))[0]
+    assert [time.item() for time in seen] == pytest.approx([501.0, 501.0], abs=1e-3)
+    assert {time.dtype for time in seen} == {torch.float32}
+    assert velocity.dtype == torch.bfloat16 and velocity.shape == x.shape
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "diffusers'"])
+def test_it_runs_on_fake_tensors(without_attention, own):
+    """diffusers' own forward asks the data whether there is an image, and cannot."""
+    network, x, t, condition = without_attention
+    if not own:
+        del network.forward
+    with fake_tensors() as mode, torch.no_grad():
+        mode.allow_non_fake_inputs = True
+        given = Condition({name: mode.from_tensor(value) for name, value in condition.tensors.items()})
+        inputs = (network, mode.from_tensor(x), mode.from_tensor(t), given)
+        if own:
+            assert HUNYUAN.outputs(*inputs)[0].shape == x.shape
+        else:
+            with pytest.raises(DataDependentOutputException):
+                HUNYUAN.outputs(*inputs)
+
+
+@pytest.mark.parametrize("sampler", ["renoise", "ode"])
+def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(sampler):
+    """HunyuanVideo15Pipeline (diffusers 0.42) calls ``set_timesteps(sigmas=1 ... 1 / n)``."""
+    assert diffusers.__version__.startswith("0.42"), "look at HunyuanVideo15Pipeline.__call__: pipeline_times is its"
+    scheduler = Dmd2(Dmd2Settings(step_list=STUDENT, student_sampler=sampler), {}).scheduler(HUNYUAN.pipeline_times)
+    network, *_ = network_and_inputs({}, 1, (1, 1, 1), 3)
+    seen = []
+    network.time_embed.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0].item() / 1000))
+    guider = ClassifierFreeGuidance(guidance_scale=1.0)
+    vae = AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1)
+    pipeline = HunyuanVideo15Pipeline(None, None, network, vae, scheduler, None, None, guider)
+    pipeline.set_progress_bar_config(disable=True)
+    text = {"prompt_embeds": torch.zeros(1, 3, 10), "prompt_embeds_mask": torch.ones(1, 3)}
+    text |= {"prompt_embeds_2": torch.zeros(1, 4, 8), "prompt_embeds_mask_2": torch.zeros(1, 4)}
+    latents = torch.randn(1, 4, 1, 1, 1)
+    pipeline(**text, latents=latents, height=16, width=16, num_inference_steps=4, output_type="latent")
+    assert seen == pytest.approx(STUDENT, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 10**9}, "num_layers=1000000000 of its configuration must be a whole number from 1 to 512"),
+        ({"in_channels": 8}, "in_channels=8 of its configuration must be the latents' 4 twice"),
+        ({"rope_axes_dim": [4, 4]}, "rope_axes_dim=[4, 4] of its configuration must be three even numbers"),
+        ({"rope_axes_dim": [4, 4, 6]}, "whose sum is attention_head_dim, 12"),
+        ({"rope_theta": 0}, "rope_theta=0 of its configuration must be a number above 0"),
+        ({"mlp_ratio": "4"}, "mlp_ratio='4' of its configuration must be a number above 0"),
+        ({"qk_norm": "layer_norm"}, "qk_norm='layer_norm' of its configuration must be rms_norm"),
+        ({"use_meanflow": True}, "use_meanflow=True of its configuration must be false"),
+        ({"rope_axes_dim": None}, "rope_axes_dim=None of its configuration must be three even numbers"),
+        ({"_class_name": "HunyuanVideoTransformer3DModel"}, "but family=hunyuan15 needs a HunyuanVideo15Transformer3D"),
+    ],
+)  # fmt: skip
+def test_networks_that_cannot_run_are_refused_by_name(changes, message):
+    with pytest.raises(UserError) as error, torch.device("meta"):
+        HUNYUAN.build(ARCHITECTURE | changes, "teacher.checkpoint")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "latents", "message"),
+    [
+        (CONDITION_SHAPES | {"text": (5, 12)}, (4, 3, 2, 2), "text embeddings of size 10, but the data's have 12"),
+        (CONDITION_SHAPES, (16, 3, 2, 2), "takes latents of 4 channels, but the data's have 16"),
+        ({"text": (5, 10)}, (4, 3, 2, 2), r"takes text_mask of shape \(5,\), and the data give none"),
+        (CONDITION_SHAPES | {"glyphs": (4, 9)}, (4, 3, 2, 2), r"glyphs of shape \(256, 8\), and the data give \(4"),
+        (CONDITION_SHAPES | {"first_frame": (4, 1, 2, 2)}, (4, 3, 2, 2), "takes image_embeds of shape .* give none"),
+        (CONDITION_SHAPES | IMAGE_SHAPES, (4, 3, 2, 2), r"takes first_frame of shape \(4, 1, 2, 2\)"),
+        (CONDITION_SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "takes first_frame of shape .* give none"),
+        (
+            CONDITION_SHAPES | {"first_frame": (4, 1, 2, 2), "image_embeds": (3, 6)},
+            (4, 1, 2, 2),
+            "gives 1 latent frame, and data.image=first_frame",
+        ),
+    ],
+)  # fmt: skip
+def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, message):
+    config = dict(HunyuanVideo15Transformer3DModel(**ARCHITECTURE).config)
+    HUNYUAN.check_sample(config, (4, 3, 5, 3), CONDITION_SHAPES | IMAGE_SHAPES, "student.checkpoint")
+    with pytest.raises(UserError, match=message):
+        HUNYUAN.check_sample(config, latents, shapes, "student.checkpoint")
+
+
+def test_published_sizes_are_planned_without_weights():
+    """As ``plan=true`` does it, but for the simulation: sizes, shapes and operations."""
+    words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "plan=true", "world=8"]
+    config = as_planned(compose_config([*words, "data.max_text_tokens=1000"]))
+    latent_shape, shapes = planned_shapes(config)
+    assert latent_shape == (32, 21, 30, 52)
+    assert shapes == {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (256, 1472), "glyph_mask": (256,)}
+    plan = plan_run(config, shapes=(latent_shape, shapes))
+    assert (plan.mesh.cp, plan.mesh.ulysses, plan.mesh.dp) == (8, 8, 1)
+    student = next(role for role in plan.roles if role.name == "student")
+    assert student.tokens(latent_shape, shapes) == 32_760
+    assert sum(p.numel() for p in student.network.parameters()) == 8_326_608_160
+    assert len(depth.shallow(student, 2).network.transformer_blocks) == 2
+
+
+def test_its_encoders_are_planned():
+    with torch.device("meta"):
+        text = coding.build_text_encoder(HUNYUAN.text_encoder | {"num_hidden_layers": 1})
+        vae, image = coding.build_vae(HUNYUAN.vae), coding._image_encoder(HUNYUAN.image_encoder)
+    assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
+    assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16
+
+
+def test_it_is_chosen_by_its_name():
+    assert family_of("hunyuan15", "student").class_name == "HunyuanVideo15Transformer3DModel"
