@@ -345,10 +345,10 @@ RULES = [
         why="tests/distributed/test_lora_extract.py runs it",
     ),
     Rule(r"(python|torchrun .*) -m (distill\.sample|models\.export) (RUN|/shared)[^\[]*", on_a_run, slow=True),
-    Rule(r"python -m tests\.tiny_(ltx_)?pipeline /tmp/(pipeline|ltx)", module, slow=True),
+    Rule(r"python -m tests\.tiny_((ltx|hunyuan)_)?pipeline /tmp/(pipeline|ltx|hunyuan)", module, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
     Rule(
-        r"python -m benchmarks\.(distillation|modes|stability|fp8( --distil)?|lora( --ranks 16)?)",
+        r"python -m benchmarks\.(distillation|experts|modes|stability|fp8( --distil)?|lora( --ranks 16)?)",
         form,
         why="tests/e2e/test_benchmarks.py runs them",
     ),

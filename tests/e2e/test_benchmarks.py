@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import distillation, fp8, lora, modes, overhead, planning, pooled, stability, weak_scaling
+from benchmarks import distillation, experts, fp8, lora, modes, overhead, planning, pooled, stability, weak_scaling
 from distill.planning.hardware import load_hardware
 from distill.planning.simulation import Simulation, StepCost
 from distill.report.measures import HIGHER_IS_BETTER
@@ -58,6 +59,23 @@ def test_lora_in_small(tmp_path, capsys):
     assert lora.main(["--quick", "--ranks", "4", "--out", str(out)]) == 0 and capsys.readouterr().out == printed
     with pytest.raises(lora.UserError, match="is of other settings"):
         lora.main(["--quick", "--ranks", "4", "--rate", "3", "--out", str(out)])
+
+
+@pytest.mark.long
+def test_experts_in_small(tmp_path, capsys):
+    out = tmp_path / "students"
+    assert experts.main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for row in ("teacher, 1 step", "an expert on either side, 4 steps", "one network, 2 steps"):
+        assert f"| {row} | " in printed
+    assert "| 4 | colour accuracy | " in printed and "none worse by more than 3 standard errors: " in printed
+    updates = re.search(r"Updates of the student: 2; of its experts (\d) and (\d)", printed)
+    assert updates is not None and sum(map(int, updates.groups())) == 2
+    folder = tmp_path / "students_quick"
+    for kind, networks in (("experts", {"transformer", "transformer_2"}), ("one", set())):
+        student = folder / kind / "0" / "export" / "student"
+        assert {path.name for path in student.iterdir() if path.is_dir()} == networks
+    assert experts.main(["--quick", "--out", str(out)]) == 0 and capsys.readouterr().out == printed
 
 
 @pytest.mark.long

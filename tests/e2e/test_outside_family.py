@@ -70,7 +70,7 @@ def test_it_trains_alike_on_two_meshes_and_is_exported(installed):
     ("changes", "message"),
     [
         (["student.family=broken"], "broken: tests.outside.family:Nothing cannot be loaded (AttributeError"),
-        (["student.family=nobody"], "student.family=nobody is unknown; use wan or ltx or hunyuan15 or broken or outside"),
+        (["student.family=nobody"], "nobody is unknown; use wan or ltx or hunyuan15 or broken or outside"),
         (["student.architecture={channels: 3, text_dim: 32, patches: 2}"], "no setting student.architecture.patches"),
         (["student.architecture={channels: 5, text_dim: 32}"], "student.architecture takes 5 channels"),
         (["student.checkpoint=assets/quickstart_teacher", "student.architecture=null"], "needs a Tower"),

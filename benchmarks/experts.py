@@ -1,0 +1,126 @@
+"""Do two experts distil? ``python -m benchmarks.experts``: DMD2 with an expert each, beside one network for all times.
+
+The teacher is the shipped one as two experts with a boundary at t = .875, each trained further on its own side.
+Students of it by the recipe ``experiment=quickstart_dmd2``: student and fake score with an expert on either side, and
+both as one network, from the shipped one; three seeds each, the same steps. One process a run, as many runs at a time
+as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in minutes that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.arguments import add_students
+from benchmarks.distillation import (
+    CLIPS,
+    FULL,
+    ROOT,
+    STUDENT_STEPS,
+    Run,
+    all_settings,
+    claim,
+    measured,
+    renders,
+    table,
+    train_all,
+)
+from benchmarks.lora import students
+from distill.config import compose_config
+from distill.report.measures import HIGHER_IS_BETTER, worse_by
+from fsdp_cp.errors import UserError
+from models.checkpoint_files import EXPERT_FOLDERS
+
+SHIPPED = ROOT / "assets" / "quickstart_teacher" / "transformer"
+BOUNDARY = 0.875
+"""Wan 2.2's, of text to video. The recipe's step list has two times on either side."""
+EXPERTS, ONE = "an expert on either side", "one network"
+TEACHER_STEPS = (*STUDENT_STEPS, FULL)
+MOST_WORSE = 3.0
+"""Standard errors by which students of two experts may be worse than those of one network."""
+
+
+def start(folder: Path) -> Path:
+    """The shipped teacher twice, in a pipeline's layout: what both experts begin with. Returns ``folder``."""
+    index = folder / "model_index.json"
+    if not index.exists():
+        for name in EXPERT_FOLDERS:
+            shutil.copytree(SHIPPED, folder / name, dirs_exist_ok=True)
+        index.write_text(json.dumps({"_class_name": "WanPipeline", "boundary_ratio": BOUNDARY}))
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 where two experts are worse; 2 with one line for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=(__doc__ or "").splitlines()[0])
+    add_students(parser, "runs/experts", "kind")
+    parser.add_argument("--quick", action="store_true", help="one seed, 6 steps")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.seeds, args.out = 1, args.out.with_name(args.out.name + "_quick")
+    out = args.out.resolve()
+    quick, count = (("steps=6", "batch_size=8"), CLIPS // 8) if args.quick else ((), CLIPS)
+    further = ("student.architecture=null", "steps=2000", "optim.student.lr=5e-4", *quick)
+    teacher = Run(
+        method="flow_matching",
+        folder=out / "teacher",
+        changes=(f"student.checkpoint={start(out / 'start')}", *further),
+    )
+    train_all([teacher], 1)
+    exported = teacher.folder / "export" / "student"
+    one = tuple(f"{role}.checkpoint={SHIPPED}" for role in ("student", "fake"))
+    kinds = {
+        name: [
+            Run(
+                method="dmd2",
+                folder=out / folder / str(seed),
+                changes=(f"teacher.checkpoint={exported}", *more, *quick),
+                seed=seed,
+            )
+            for seed in range(args.seeds)
+        ]
+        for name, folder, more in ((EXPERTS, "experts", ()), (ONE, "one", one))
+    }
+    train_all([run for seed in zip(*kinds.values(), strict=True) for run in seed], args.workers)
+    torch.set_num_threads(args.workers)
+
+    # Guided as the students' target is; its times are evenly spaced, whatever shift a student's method draws with.
+    config = compose_config(["experiment=quickstart_dmd2", "method.shift=1.0", f"run_dir={out}"])
+    claim(out / "measures", all_settings(config))
+    steps = TEACHER_STEPS[:1] if args.quick else TEACHER_STEPS
+    teachers = [measured(config, "teacher", exported, n, out / "measures" / f"{n}.json", count) for n in steps]
+    rows = {name: students(runs, name, count) for name, runs in kinds.items()}
+    print(table([renders(config, count), *teachers, *(row for each in rows.values() for row in each.values())]))
+    updates = " and ".join(str(sum(updates_of(kinds[EXPERTS][0], expert))) for expert in ("high", "low"))
+    print(f"\nUpdates of the student: {kinds[ONE][0].student_updates()}; of its experts {updates}.")
+    print(f"\n| steps | measure | {EXPERTS}, less {ONE} | worse by, standard errors |\n|---|---|---|---|")
+    worst = -float("inf")
+    for n in STUDENT_STEPS:
+        for key in HIGHER_IS_BETTER:
+            experts, other = (rows[name][n].measures[key] for name in (EXPERTS, ONE))
+            worse = worse_by(experts, other, key)
+            worst = max(worst, worse)
+            print(f"| {n} | {key.replace('_', ' ')} | {experts.value - other.value:+.3f} | {worse:.1f} |")
+    good = worst <= MOST_WORSE
+    print(f"\nnone worse by more than {MOST_WORSE:g} standard errors: {'yes' if good else '**no**'}")
+    return 0 if good or args.quick else 1
+
+
+def updates_of(run: Run, expert: str) -> list[bool]:
+    """Of each step at which the student trained, whether this expert did."""
+    return [f"student.{expert}/lr" in line for line in run.metrics() if "student/loss" in line]
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
