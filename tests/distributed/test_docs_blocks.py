@@ -143,7 +143,7 @@ def test_the_blocks_of_a_page(function, ranks):
 
 
 def test_no_page_of_the_library_is_left_out():
-    """The blocks of ``run.md`` and ``experts.md`` are diffusers', on a checkpoint of the reader's."""
+    """The blocks of ``run.md``, ``experts.md`` and ``hunyuan.md`` are diffusers', on a checkpoint of the reader's."""
     with_blocks = {page.stem for page in (ROOT / "docs").rglob("*.md") if "```python" in page.read_text()}
-    assert with_blocks - {"run", "experts"} == set(PAGES)
-    assert "fsdp_cp" not in "".join(_blocks("run") + _blocks("methods/experts"))
+    assert with_blocks - {"run", "experts", "hunyuan"} == set(PAGES)
+    assert "fsdp_cp" not in "".join(_blocks("run") + _blocks("methods/experts") + _blocks("hunyuan"))

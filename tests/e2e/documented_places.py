@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from models.families import wan_frames
+from models.families.hunyuan import Hunyuan
 from tests.e2e.documented import taken_apart
 from tests.e2e.forked import run_forked
 from tests.e2e.launch import ROOT, environment
@@ -86,6 +87,7 @@ def make_places(root: Path) -> Places:
     (folder / "transformer_2").symlink_to("transformer")
     (folder / "model_index.json").write_text('{"boundary_ratio": 0.875}')
     _write_hollow_ltx(found.root / "ckpt" / "LTX-Video")
+    _write_hollow_hunyuan(found.root / "ckpt" / "HunyuanVideo-1.5")
     return found
 
 
@@ -112,12 +114,35 @@ def _write_hollow_ltx(folder: Path) -> None:
     _write_hollow_parts(folder, transformer, vae, text)
 
 
+def _write_hollow_hunyuan(folder: Path) -> None:
+    """HunyuanVideo 1.5, of text."""
+    from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
+
+    settings = {key: value for key, value in Hunyuan.text_encoder.items() if key != "architectures"}
+    with torch.device("meta"):
+        transformer, vae = HunyuanVideo15Transformer3DModel(), AutoencoderKLHunyuanVideo15()
+        text = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**settings))
+        glyphs = T5EncoderModel(
+            T5Config(vocab_size=1510, d_model=1472, d_ff=3584, d_kv=64, num_layers=12, num_heads=6)
+        )  # fmt: skip
+    text.config.architectures, glyphs.config.architectures = ["Qwen2_5_VLTextModel"], ["T5EncoderModel"]
+    _write_hollow_parts(folder, transformer, vae, text)
+    _write_hollow_part(folder / "text_encoder_2", glyphs)
+    (folder / "tokenizer_2").mkdir()
+
+
 def _write_hollow_parts(folder: Path, transformer, vae, text) -> None:
     for part, model in (("transformer", transformer), ("vae", vae), ("text_encoder", text)):
-        (folder / part).mkdir(parents=True)
-        (model.config.save_pretrained if part == "text_encoder" else model.save_config)(folder / part)
-        _write_hollow_shards(folder / part, {name: list(tensor.shape) for name, tensor in model.state_dict().items()})
+        _write_hollow_part(folder / part, model)
     (folder / "tokenizer").mkdir()
+
+
+def _write_hollow_part(folder: Path, model) -> None:
+    """A model of diffusers, or of transformers."""
+    folder.mkdir(parents=True)
+    (model.save_config if hasattr(model, "save_config") else model.config.save_pretrained)(folder)
+    _write_hollow_shards(folder, {name: list(tensor.shape) for name, tensor in model.state_dict().items()})
 
 
 def _write_hollow_clip(folder: Path) -> None:

@@ -64,7 +64,7 @@ TYPING: dict[str, list[tuple[str, str]]] = {
         ("cluster=foo", "there is no cluster=foo; use any or h200 or h200x8"),
         ("cluster=h20x8x2", "did you mean h20x8x4?"),
         ("cluster=null", "cluster=null names no file of configs/cluster; use any"),
-        ("model=foo", "there is no model=foo; use any or ltx_video_13b"),
+        ("model=foo", "there is no model=foo; use any or hunyuan_video1_5 or ltx_video_13b"),
         ("model=wan2_1_t2v_1.3b", "model=wan2_1_t2v_1.3b names no file of configs/model; use any"),
         ("+model=any", "model is chosen without a sign before it; use model=any"),
         ("recipe=wan", "recipe comes with other groups and is not chosen itself; choose by experiment="),

@@ -21,7 +21,7 @@ from fsdp_cp.mesh import build_mesh
 from models import export
 from models.load import build_role
 from models.role_plan import plan_role
-from tests.e2e.launch import train
+from tests.e2e.launch import ROOT, train
 from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
 from tests.tiny_pipeline import render_clips
 
@@ -130,6 +130,22 @@ def test_a_plain_pipeline_makes_what_our_sampler_does(of_text):
         frames = torch.from_numpy(decoded)[0]
         assert frames.shape == pixels[i].shape == (9, 48, 80, 3)
         assert (frames * 255 - pixels[i].float()).abs().max() < 1.01
+
+
+def test_the_block_of_its_page(of_text):
+    """As it stands, but for folders and sizes."""
+    base, run_dir = of_text
+    code = (ROOT / "docs" / "hunyuan.md").read_text().split("```python\n")[1].split("```")[0]
+    for written, here in (
+        ("/ckpt/HunyuanVideo-1.5", str(base)),
+        ("RUN/", f"{run_dir}/"),
+        ("num_frames=121, height=480, width=848", "num_frames=9, height=48, width=80"),
+    ):
+        assert written in code
+        code = code.replace(written, here)
+    names: dict = {}
+    exec(compile(code, "docs/hunyuan.md", "exec"), names)
+    assert names["video"].frames[0].shape == (9, 48, 80, 3)
 
 
 def test_the_export_of_a_checkpoint_is_that_of_the_run(of_text, tmp_path):

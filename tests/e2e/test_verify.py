@@ -37,12 +37,15 @@ def test_both_experts_of_a_pipeline(tmp_path, capsys):
     assert "transformer_2: proj_out.bias holds numbers that are not finite" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_ltx_by_its_name(capsys):
+@pytest.mark.parametrize(
+    ("family", "examples"),
+    [pytest.param("ltx", 4, marks=pytest.mark.slow), pytest.param("hunyuan15", 4, marks=pytest.mark.long)],
+)
+def test_a_family_by_its_name(capsys, family, examples):
     """All its examples, up to two ranks, with captions of two lengths, of text and of a first frame."""
-    assert verify.main(["ltx", "--ranks", "2"]) == 0
+    assert verify.main([family, "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| 1 x 2 | 45 | on |") == 4 and printed.strip().endswith("all within 1e-05")
+    assert printed.count("| 1 x 2 | 45 | on |") == examples and printed.strip().endswith("all within 1e-05")
 
 
 @pytest.mark.parametrize(
