@@ -175,30 +175,56 @@ def test_every_rank_runs_the_same_expert_in_every_forward(pools, folder):
     assert crossed > 5, "rollouts cross the boundary"
 
 
+def _gathered(network):
+    """Bytes of a network's parameters that are whole on this rank."""
+    return sum(
+        p._unsharded_param.untyped_storage().size()
+        for module in fsdp_modules(network.module)
+        for group in param_groups(module)
+        for p in group.fsdp_params
+        if hasattr(p, "_unsharded_param")
+    )
+
+
 def _held(folder):
-    """Bytes of full parameters and gradients alive behind a backward of a step, of each expert of the student."""
-    setup = Setup(dp_shard=2, cp=2, steps=1, method=METHODS["dmd2"], boundaries=BOUNDARIES)
+    """Of each expert of the student, whether it holds whole parameters or gradients behind a step; and in mid-step,
+    where a block of any network runs forward or gets its gradient, which networks hold whole parameters."""
+    setup = Setup(dp_shard=2, cp=2, steps=2, method=METHODS["dmd2"], boundaries=BOUNDARIES)
     trainer = make_trainer(setup, folder, make_config(setup, folder))
+    networks = {(name, i): of for name, role in trainer.method.roles.items() for i, of in enumerate(role.networks)}
+    seen = []
+
+    def note(running, direction):
+        seen.append((direction, running, [key for key, network in networks.items() if _gathered(network)]))
+
+    for key, network in networks.items():
+        for block in network.module.blocks:
+
+            def forward(_block, _args, output, key=key):
+                note(key, "forward")
+                if output.requires_grad:
+                    output.register_hook(lambda _gradient: note(key, "backward"))
+
+            block.register_forward_hook(forward, prepend=True)  # before FSDP frees them
     data = trainer._steps_of_data()
-    trainer._train_step(data)
+    for _ in range(setup.steps):  # of the fake score, and of the student
+        trainer._train_step(data)
     trained = [i for i in (0, 1) if trainer.updates[f"student.{('high', 'low')[i]}"]]
-    role = trainer.roles["student"]
-    found = []
-    for network in role.networks:
-        sizes = [
-            p._unsharded_param.untyped_storage().size()
-            for module in fsdp_modules(network.module)
-            for group in param_groups(module)
-            for p in group.fsdp_params
-            if hasattr(p, "_unsharded_param")
-        ]
-        found.append((sum(sizes), any(p.grad is not None for p in network.module.parameters())))
-    return trained, found
+    held = [
+        (_gathered(network), any(p.grad is not None for p in network.module.parameters()))
+        for network in trainer.roles["student"].networks
+    ]
+    return trained, held, seen
 
 
-def test_an_expert_takes_its_shard_alone_between_steps(pools, folder):
-    for trained, held in pools[4].run(_held, folder):
+def test_an_expert_that_does_not_run_takes_its_shard_alone(pools, folder):
+    """Between steps, and in the midst of two that run experts of all three roles."""
+    for trained, held, seen in pools[4].run(_held, folder):
         assert len(trained) == 1 and held == [(0, False), (0, False)]
+        assert {direction for direction, *_ in seen} == {"forward", "backward"}
+        assert {running[0] for _, running, _ in seen} == {"teacher", "student", "fake"}
+        for direction, running, gathered in seen:
+            assert gathered == [running] if direction == "forward" else set(gathered) <= {running}
 
 
 @pytest.mark.parametrize(
