@@ -1,0 +1,205 @@
+"""HunyuanVideo 1.5's VAE, text encoders and image encoder against diffusers' own pipelines (0.42)."""
+
+import inspect
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+from safetensors.torch import load_file, save_file
+
+from distill.data.captions import Captions
+from distill.data.choose_encoders import choose_encoders
+from distill.data.clips import ClipFormat
+from distill.data.first_frame import FrameAndFeatures, cache_parts
+from distill.data.hunyuan_encoders import GLYPH_TOKENS, PIPELINE_TOKENS, HunyuanVideoCodec
+from fsdp_cp.errors import UserError
+from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+CLIP = ClipFormat(num_frames=9, height=32, width=48, fps=24.0)
+QUOTES = 'a sign “开放” & a door that says "OPEN  24h", "OPEN  24h"'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny_hunyuan_pipeline(tmp_path_factory.mktemp("hunyuan"), image=True)
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder):
+    return HunyuanVideo15ImageToVideoPipeline.from_pretrained(folder)
+
+
+def change(file, **settings):
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_sizes(folder, pipeline):
+    found = choose_encoders(folder)
+    texts = {"text": (60, 32), "text_mask": (60,), "glyphs": (GLYPH_TOKENS, 24), "glyph_mask": (GLYPH_TOKENS,)}
+    assert found.latent_shape(CLIP) == (8, 3, 2, 3)
+    assert found.condition_shapes(CLIP, 60, None) == texts
+    image = found.inspect_image("data.encoders=x")
+    assert isinstance(image, FrameAndFeatures) and cache_parts(image) == ("first_frame", "image_embeds")
+    assert found.condition_shapes(CLIP, 60, image) == texts | {"first_frame": (8, 1, 2, 3), "image_embeds": (9, 20)}
+    assert (found.temporal, found.spatial) == (pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial)
+
+
+@pytest.mark.parametrize("kind", [HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline])
+def test_what_is_taken_of_the_pipelines_is_what_they_hand_on(kind, folder):
+    """Their instances hold the template's system part, what is cut off and the lengths; ours takes the defaults."""
+    parts = {"image_encoder": None, "feature_extractor": None} if kind is HunyuanVideo15Pipeline else {}
+    made = kind.from_pretrained(folder, **parts)
+    given = {
+        name: parameter.default
+        for name, parameter in inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters.items()
+    }
+    assert given["system_message"] == made.system_message
+    assert given["crop_start"] == made.prompt_template_encode_start_idx
+    assert (made.tokenizer_max_length, made.tokenizer_2_max_length) == (PIPELINE_TOKENS, GLYPH_TOKENS)
+
+
+@pytest.mark.parametrize("caption", ["a red square", "", QUOTES, "x" * 200, '"' + "y" * 400 + '"'])
+@pytest.mark.parametrize("tokens", [60, PIPELINE_TOKENS])
+def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, caplog, caption, tokens):
+    encoders = choose_encoders(folder)
+    texts = encoders.text_encoder(max_tokens=tokens, **CPU).embeddings(caption)
+    given = encoders.text_tensors(texts, tokens)
+    pipeline.tokenizer_max_length = tokens
+    with torch.no_grad():
+        theirs, mask, glyphs, glyph_mask = pipeline.encode_prompt(caption)
+    pipeline.tokenizer_max_length = PIPELINE_TOKENS
+    assert torch.equal(given["text_mask"], mask[0].bool()) and given["text_mask"].any()
+    assert torch.equal(given["glyph_mask"], glyph_mask[0].bool()) and given["glyph_mask"].any() == ('"' in caption)
+    for name, whole, counts in (("text", theirs, mask), ("glyphs", glyphs, glyph_mask)):
+        counts = counts[0].bool()
+        assert torch.allclose(given[name][counts], whole[0][counts], atol=1e-5)
+        assert not given[name][~counts].any()
+    least, most, width = encoders.text_sizes(tokens)["glyphs"]
+    assert least <= len(texts["glyphs"]) <= most and texts["glyphs"].shape[1] == width
+    assert ("caption cut at" in caplog.text) == (given["text_mask"].sum() == tokens)
+
+
+def test_pixels_are_those_of_the_pipeline(folder, pipeline):
+    codec = choose_encoders(folder).codec(tiling=False, **CPU)
+    assert isinstance(codec, HunyuanVideoCodec)
+    vae, video = pipeline.vae, torch.rand(3, 9, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        theirs = vae.encode(video[None]).latent_dist.mode() * vae.config.scaling_factor
+        pixels = vae.decode(theirs / vae.config.scaling_factor).sample
+    latents = codec.encode(video)
+    assert latents.shape == (8, 3, 2, 3) and torch.allclose(latents, theirs[0], atol=1e-5)
+    assert vae.config.scaling_factor != 1
+    ours = codec.decode(torch.stack([latents, latents]))
+    levels = pixels[0].clamp(-1, 1).add(1).mul(127.5).permute(1, 2, 3, 0)
+    assert ours.shape == (2, 9, 32, 48, 3) and torch.equal(ours[0], ours[1])
+    assert (ours[0].float() - levels).abs().max() < 0.51 and levels.std() > 1
+    tiled = choose_encoders(folder).codec(device=torch.device("cpu"), dtype=torch.bfloat16, tiling=True)
+    assert tiled.vae.use_tiling and tiled.vae.dtype == torch.bfloat16 and torch.equal(tiled.std, codec.std)
+
+
+def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, caplog):
+    """Another second encoder alone is another cache; a damaged file of a quotation is named and made again."""
+    file = tmp_path / "captions.csv"
+    file.write_text('caption\n"a red square"\n"a sign that says ""OPEN"""\n')
+
+    def data(encoders):
+        sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
+        return Captions(path=file, encoders=encoders, cache=tmp_path / "cache", **sizes)
+
+    first = data(folder)
+    plain, quoting = first[0], first[1]
+    assert plain["glyph_mask"].sum() == 0 and quoting["glyph_mask"].sum() == 14
+    condition = first.condition(['a sign that says "OPEN"'])
+    assert condition.null.tensors["glyph_mask"].sum() == 0 and condition.null.tensors["text_mask"].any()
+    written = {part: sorted((tmp_path / "cache" / part).iterdir()) for part in ("text", "glyphs")}
+    assert {part: len(files) for part, files in written.items()} == {"text": 3, "glyphs": 3}, "and the empty caption"
+
+    damaged = written["glyphs"][0]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-3] if len(whole) > 200 else whole[:-1])
+    caplog.clear()
+    again = data(folder)
+    assert damaged.name in caplog.text and damaged.read_bytes() == whole
+    assert torch.equal(again[1]["glyphs"], quoting["glyphs"])
+
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    weights = next((other / "text_encoder_2").glob("*.safetensors"))
+    tensors = {name: 2 * tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    second = data(other)
+    assert second.fingerprint != first.fingerprint
+    assert torch.equal(second[1]["text"], quoting["text"]) and not torch.equal(second[1]["glyphs"], quoting["glyphs"])
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "message"),
+    [
+        ("vae", {"latent_channels": "8"}, "latent_channels='8', which no VAE of HunyuanVideo 1.5 has"),
+        ("vae", {"scaling_factor": 0}, "scaling_factor=0, which no VAE of HunyuanVideo 1.5 has"),
+        ("vae", {"spatial_compression_ratio": 0}, "spatial_compression_ratio=0, which no VAE"),
+        ("text_encoder", {"architectures": ["T5EncoderModel"]}, "text_encoder/ holds T5EncoderModel; use Qwen2_5_VL"),
+        ("text_encoder", {"hidden_size": None}, "hidden_size=None"),
+        ("text_encoder_2", {"architectures": ["UMT5EncoderModel"]}, "text_encoder_2/ holds UMT5EncoderModel; use T5"),
+        ("text_encoder_2", {"d_model": 0}, "text_encoder_2/config.json has d_model=0"),
+        ("transformer", {"patch_size": "1"}, "transformer/config.json has patches of [1, '1']"),
+    ],
+)
+def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings, message):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    change(copied / part / "config.json", **settings)
+    with pytest.raises(UserError) as error:
+        choose_encoders(copied)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("text_encoder_2", "has no text_encoder_2/; give a HunyuanVideo 1.5 pipeline folder"),
+        ("tokenizer_2", "has no tokenizer_2/; give a HunyuanVideo 1.5 pipeline folder"),
+        ("image_encoder", "has no image_encoder/, which data.image=first_frame needs"),
+        ("feature_extractor", "has no feature_extractor/, which data.image=first_frame needs"),
+    ],
+)
+def test_a_part_that_is_not_there_is_named(folder, tmp_path, missing, message):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(copied / missing)
+    with pytest.raises(UserError) as error:
+        choose_encoders(copied).inspect_image(f"data.encoders={copied}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(None, "tokenizer/ has no chat template"), ("<user>", "leaves no token of the caption 'a cat' behind")],
+)
+def test_a_tokenizer_without_the_template_is_refused(folder, tmp_path, template, message):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "tokenizer" / "chat_template.jinja").unlink()
+    if template is not None:
+        (copied / "tokenizer" / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=message):
+        choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_frames": 8}, "num_frames=8 does not fit the VAE, which joins 4 frames after the first"),
+        ({"height": 40}, "data.height=40 is not a multiple of 16"),
+    ],
+)
+def test_clips_that_the_vae_would_cut_are_refused(folder, sizes, message):
+    given = {name: getattr(CLIP, name) for name in ("num_frames", "height", "width", "fps")}
+    with pytest.raises(UserError, match=message):
+        choose_encoders(folder).latent_shape(ClipFormat(**given | sizes))
+
+
+def test_the_token_number_of_the_pipelines_is_said_where_another_is_taken(folder):
+    assert choose_encoders(folder).remarks(PIPELINE_TOKENS) == []
+    (remark,) = choose_encoders(folder).remarks(60)
+    assert remark.startswith("data.max_text_tokens=60: HunyuanVideo15Pipeline cuts captions at 1000")
