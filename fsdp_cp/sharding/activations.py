@@ -118,16 +118,15 @@ def compile_forward(module: nn.Module) -> None:
     limit: dict[str, Any] = (
         {"recompile_limit": MOST_GRAPHS} if "recompile_limit" in signature(torch.compile).parameters else {}
     )
+    # Loops over a transposed sequence, as a patch embedding's, that inductor fuses side by side for a CPU give wrong
+    # gradients without a word (torch 2.13: off by 4 to 9 % behind a modulated norm and a feed-forward, where the
+    # forward is right).
+    options = {"cpp.max_horizontal_fusion_size": 1}
     uncompiled = module.forward
-    compiled = torch.compile(uncompiled, fullgraph=True, **limit)
+    compiled = torch.compile(uncompiled, fullgraph=True, options=options, **limit)
 
     def forward(*args, **kwargs):
-        if inside_dual_level():
-            return uncompiled(*args, **kwargs)
-        # A transposed sequence, as a patch embedding's, gives it wrong gradients without a word (torch 2.13 on a CPU:
-        # off by 4 % behind a modulated norm and a feed-forward, where the forward is right).
-        args, kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
-        return compiled(*args, **kwargs)
+        return (uncompiled if inside_dual_level() else compiled)(*args, **kwargs)
 
     module.forward = forward
 
