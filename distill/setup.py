@@ -291,7 +291,8 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: 
         )
     for role in roles:
         size, dtype = role.family.head_dim(role.config), COMPUTE_DTYPE[role.sharding.precision]
+        masked = role.family.masked_attention
         try:
-            choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=False)
+            choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=masked)
         except ValueError as error:
             raise UserError(f"attention.{error}") from error

@@ -98,7 +98,7 @@ class EncodedData:
         checked = on_all_ranks(check)
         if any(found != checked[0] for found in checked):
             raise UserError(f"data.path={path} or data.encoders={encoders} differs between ranks; give the same")
-        for remark in self.encoders.remarks(max_text_tokens) if rank() == 0 else ():
+        for remark in self.encoders.remarks(clip, max_text_tokens, self._image) if rank() == 0 else ():
             logger.warning("%s", remark)
         self.condition_shapes = self.encoders.condition_shapes(clip, max_text_tokens, self._image)
         self.device, self.dtype = torch.device(device), dtype

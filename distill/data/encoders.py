@@ -91,8 +91,8 @@ class EncoderFolder:
         """
         return inspect_image(self.path, where)
 
-    def remarks(self, max_text_tokens: int) -> list[str]:
-        """What of the folder is guessed, or fits the number of tokens badly: warnings for the log."""
+    def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
+        """What of the folder is guessed, or fits clips, captions or images badly: warnings for the log."""
         return []
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> VideoCodec:
@@ -156,8 +156,8 @@ class EncoderFolder:
         return sorted(file for file in found if file.suffix in _IDENTITY and file.is_file())
 
 
-# Weights are safetensors only: a .bin is a pickle, and is never opened.
-_IDENTITY = {".json", ".safetensors", ".model", ".txt"}
+# Weights are safetensors only: a .bin is a pickle, and is never opened. A chat template is .jinja.
+_IDENTITY = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 
 
 def check_text_tokens(max_text_tokens: int) -> None:

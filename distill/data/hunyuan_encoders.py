@@ -33,12 +33,15 @@ from distill.data.pipeline_folder import (
 )
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
+from models.families.hunyuan import GLYPH_TOKENS
 
 logger = logging.getLogger(__name__)
 
 HUNYUAN_VAE_CLASS = "AutoencoderKLHunyuanVideo15"
-PIPELINE_TOKENS, GLYPH_TOKENS = 1000, 256
-"""``tokenizer_max_length`` and ``tokenizer_2_max_length`` of HunyuanVideo15Pipeline."""
+PIPELINE_TOKENS = 1000
+"""``tokenizer_max_length`` of HunyuanVideo15Pipeline."""
+TEMPLATE_TOKENS = 108
+"""Tokens of the chat template before the caption, which the pipelines cut off behind the encoder."""
 _TEXT_PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
@@ -48,14 +51,38 @@ class HunyuanEncoderFolder(EncoderFolder):
 
     glyph_width: int
     """D of what a caption quotes."""
+    task: str | None
+    """``task_type`` of the folder's transformer, ``t2v`` or ``i2v``, where it has one."""
+    target_size: int
+    """Of the folder's transformer: pixels of the side of a square, by which the image-to-video pipeline sizes clips."""
 
-    def remarks(self, max_text_tokens: int) -> list[str]:
-        if max_text_tokens == PIPELINE_TOKENS:
-            return []
-        return [
-            f"data.max_text_tokens={max_text_tokens}: HunyuanVideo15Pipeline cuts captions at {PIPELINE_TOKENS};"
-            " shorter ones are the same in both, and each token costs a network as one of the video"
-        ]
+    def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
+        found = []
+        if max_text_tokens != PIPELINE_TOKENS:
+            found.append(
+                f"data.max_text_tokens={max_text_tokens}: HunyuanVideo15Pipeline cuts captions at {PIPELINE_TOKENS};"
+                " shorter ones are the same in both, and each token costs a network as one of the video"
+            )
+        if self.task is not None and self.task != ("t2v" if image is None else "i2v"):
+            of = "text alone" if image is None else "first frames"
+            found.append(
+                f"data.encoders={self.path}: its transformer was trained for task_type={self.task}, and the data are of"
+                f" {of}; give the checkpoint for that, or change data.image"
+            )
+        if image is not None and (size := self.pipeline_size(clip)) != (clip.height, clip.width):
+            found.append(
+                f"data.height={clip.height} data.width={clip.width}: HunyuanVideo15ImageToVideoPipeline makes clips of"
+                f" {size[0]} x {size[1]} of such images, and takes no other size; use these to sample with it"
+            )
+        return found
+
+    def pipeline_size(self, clip: ClipFormat) -> tuple[int, int]:
+        """Height and width of what the image-to-video pipeline makes of an image of ``clip``'s size, in pixels."""
+        from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+        processor = HunyuanVideo15ImageProcessor(vae_scale_factor=self.spatial)
+        height, width = processor.calculate_default_height_width(clip.height, clip.width, self.target_size)
+        return int(height), int(width)
 
     def condition_shapes(
         self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
@@ -80,6 +107,11 @@ class HunyuanEncoderFolder(EncoderFolder):
 
     def text_parts(self) -> tuple[str, ...]:
         return _TEXT_PARTS
+
+    def text_key(self) -> dict[str, Any]:
+        """The template's system part, what of it is cut off, and which layer counts: diffusers' own."""
+        parameters = inspect.signature(_pipeline()._get_mllm_prompt_embeds).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not p.empty}
 
     def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
         return EncoderFolder.text_sizes(self, max_tokens) | {"glyphs": (0, GLYPH_TOKENS, self.glyph_width)}
@@ -113,6 +145,12 @@ def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[st
     for part in ("text_encoder_2", "tokenizer_2"):
         if not (folder / part).is_dir():
             raise UserError(f"{where} has no {part}/; give a HunyuanVideo 1.5 pipeline folder, which has one")
+    part_settings(folder, "tokenizer_2", where, "tokenizer_config.json")
+    if (
+        not (folder / "tokenizer" / "chat_template.jinja").is_file()
+        and part_settings(folder, "tokenizer", where, "tokenizer_config.json").get("chat_template") is None
+    ):
+        raise UserError(f"{where}: tokenizer/ has no chat template (chat_template.jinja); give the folder's own")
     second = part_settings(folder, "text_encoder_2", where)
     require_class(where, "text_encoder_2", second.get("architectures"), "T5EncoderModel")
     check_weight_files(folder / "text_encoder_2", where)
@@ -133,21 +171,27 @@ def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[st
         raise UserError(
             f"{where}: text_encoder/config.json has hidden_size={shown(text.get('hidden_size'))}; give the folder's own"
         )
-    patch = (1, 1, 1)
-    if (folder / "transformer" / "config.json").is_file():
-        transformer = part_settings(folder, "transformer", where)
-        sides = [transformer.get(key, 1) for key in ("patch_size_t", "patch_size")]
-        if not whole_numbers(sides, most=64):
-            raise UserError(f"{where}: transformer/config.json has patches of {shown(sides)}; give the folder's own")
-        patch = (sides[0], sides[1], sides[1])
+    there = (folder / "transformer" / "config.json").is_file()
+    transformer = part_settings(folder, "transformer", where) if there else {}
+    sides = [transformer.get(key, 1) for key in ("patch_size_t", "patch_size")]
+    if not whole_numbers(sides, most=64):
+        raise UserError(f"{where}: transformer/config.json has patches of {shown(sides)}; give the folder's own")
+    target, task = transformer.get("target_size", 640), transformer.get("task_type")
+    if not whole_numbers([target], most=65536) or task not in (None, "t2v", "i2v"):
+        raise UserError(
+            f"{where}: transformer/config.json has target_size={shown(target)}, task_type={shown(task)}; give the"
+            " folder's own"
+        )
     return HunyuanEncoderFolder(
         path=folder,
         channels=vae["latent_channels"],
         temporal=vae["temporal_compression_ratio"],
         spatial=vae["spatial_compression_ratio"],
-        patch=patch,
+        patch=(sides[0], sides[1], sides[1]),
         text_width=text["hidden_size"],
         glyph_width=text_width(second, where, "text_encoder_2"),
+        task=task,
+        target_size=target,
     )
 
 
@@ -189,8 +233,6 @@ class HunyuanTextEncoder(TextEncoder):
         from transformers import T5EncoderModel
 
         self.where = f"data.encoders={folder.path}"
-        if self.tokenizer.chat_template is None:
-            raise UserError(f"{self.where}: tokenizer/ has no chat template; give the folder's own")
         self.glyph_tokenizer = load_tokenizer(folder.path, "tokenizer_2")
         self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(device)
 
@@ -220,7 +262,10 @@ class HunyuanTextEncoder(TextEncoder):
         embeddings, mask = _pipeline()._get_byt5_prompt_embeds(
             self.glyph_tokenizer, self.glyph_model, caption, self.device, tokenizer_max_length=GLYPH_TOKENS
         )
-        return embeddings[0][mask[0].bool()].float().cpu()
+        found = embeddings[0][mask[0].bool()].float().cpu()
+        if len(found) == GLYPH_TOKENS:
+            logger.warning("what a caption quotes is cut at %d tokens: %.60s", GLYPH_TOKENS, caption)
+        return found
 
 
 def _pipeline() -> Any:

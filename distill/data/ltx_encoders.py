@@ -47,7 +47,7 @@ class LtxEncoderFolder(EncoderFolder):
         each a latent frame's length behind the one before; its text encoder does not see what fills a caption up."""
         return self.pipeline == CONDITION_PIPELINE
 
-    def remarks(self, max_text_tokens: int) -> list[str]:
+    def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
         found = []
         if self.pipeline not in (CONDITION_PIPELINE, PIPELINE, IMAGE_PIPELINE):
             has = f"names a {shown(self.pipeline)}" if self.pipeline else "has no model_index.json"

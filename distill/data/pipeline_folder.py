@@ -38,7 +38,7 @@ def part_settings(folder: Path, part: str, where: str, name: str = "config.json"
     for key, value in settings.items():
         most = _MAX_LAYERS if key in ("num_layers", "num_res_blocks", "num_decoder_layers") else MAX_NUMBER
         # Booleans are numbers too. A tokenizer's model_max_length is "no limit" as 1e30.
-        if part != "tokenizer" and isinstance(value, (int, float)) and not -most <= value <= most:
+        if not part.startswith("tokenizer") and isinstance(value, (int, float)) and not -most <= value <= most:
             raise UserError(f"{where}: {part}/{name} has {key}={shown(value)}, beyond {most}; give the folder's own")
     return settings
 

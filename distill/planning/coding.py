@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from distill.config import Config
-from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, HunyuanTextEncoder
+from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
+from distill.data.image_encoder import SIGLIP
 from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from distill.planning.watched import Shapes
@@ -37,7 +38,7 @@ def coding_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     if not isinstance(config.data, VideoFolderSettings):
         return {}
     text, vae, image = encoder_settings(config, shapes)
-    tokens, data = config.data.max_text_tokens, config.data
+    data = config.data
     dtype = VAE_PRECISIONS[data.vae_precision]
 
     def build() -> Any:
@@ -47,11 +48,7 @@ def coding_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             network.enable_tiling()
         return network
 
-    # Of an encoder whose last layer but two counts, all layers' outputs are there.
-    layers = {"output_hidden_states": True} if _is_qwen(text) else {}
-    peaks = {
-        "encode/captions": _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens), **layers))
-    }
+    peaks = {"encode/captions": _captions_peak(config, text)}
     if data.has_clips or data.image is not None:
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
@@ -59,12 +56,28 @@ def coding_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
         size = image["image_size"]
         peaks["encode/images"] = _peak(
             lambda: _image_encoder(image),
-            lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=True),
+            lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=not _is_siglip(image)),
         )
     if config.sample.at_end or config.sample.every:
         shape = (1, *latent_shape)
         peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
     return peaks
+
+
+def _captions_peak(config: Config, text: Mapping[str, Any]) -> Peak:
+    """Of a caption; HunyuanVideo's within its template, where all layers' outputs are there, since the last but two
+    counts, and a second encoder stands beside the first."""
+    tokens = config.data.max_text_tokens
+    if not _is_qwen(text):
+        return _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))
+    if config.data.encoders is None:
+        second = dict(family_of(config.student.family, "student").text_encoder_2)
+    else:
+        second = json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
+    return _peak(
+        lambda: nn.ModuleList([build_text_encoder(text), build_text_encoder(second)]),
+        lambda models: models[0](*_caption(tokens + TEMPLATE_TOKENS), output_hidden_states=True),
+    )
 
 
 def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -103,10 +116,14 @@ def _is_qwen(settings: Mapping[str, Any]) -> bool:
     return HunyuanTextEncoder.class_name in (settings.get("architectures") or ())
 
 
+def _is_siglip(settings: Mapping[str, Any]) -> bool:
+    return SIGLIP.classes[0] in (settings.get("architectures") or ())
+
+
 def _image_encoder(settings: Mapping[str, Any]) -> nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
-    if "SiglipVisionModel" in (settings.get("architectures") or ()):
+    if _is_siglip(settings):
         return SiglipVisionModel(SiglipVisionConfig(**settings))
     return CLIPVisionModel(CLIPVisionConfig(**settings))
 

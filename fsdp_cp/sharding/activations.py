@@ -121,7 +121,7 @@ def compile_forward(module: nn.Module) -> None:
     # Loops over a transposed sequence, as a patch embedding's, that inductor fuses side by side for a CPU give wrong
     # gradients without a word (torch 2.13: off by 4 to 9 % behind a modulated norm and a feed-forward, where the
     # forward is right).
-    options = {"cpp.max_horizontal_fusion_size": 1}
+    options: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 1}
     uncompiled = module.forward
     compiled = torch.compile(uncompiled, fullgraph=True, options=options, **limit)
 

@@ -89,6 +89,9 @@ class Family(ABC):
         """Modules of the blocks whose linear layers stay as they are under ``ROLE.fp8``: those of their modulation."""
         return []
 
+    masked_attention: ClassVar[bool] = False
+    """Does the attention between a network's own tokens take a mask of keys? Not every kernel does."""
+
     def never_trained(self, network: nn.Module) -> list[str]:
         """Names of parameters that no gradient ever reaches; they are frozen."""
         return []
@@ -207,6 +210,9 @@ class Family(ABC):
 
     text_encoder: ClassVar[Mapping[str, Any]] = {}
     """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
+
+    text_encoder_2: ClassVar[Mapping[str, Any]] = {}
+    """The same of a second one that is loaded beside it; empty where there is none."""
 
     vae: ClassVar[Mapping[str, Any]] = {}
     """The same of their VAE; empty for Wan 2.1's class with its own defaults."""

@@ -58,6 +58,7 @@ class Hunyuan(DiffusersFamily):
     class_name = "HunyuanVideo15Transformer3DModel"
     transformer = HunyuanVideo15Transformer3DModel
     label = "HunyuanVideo 1.5"
+    masked_attention = True
     published = {
         # The defaults of diffusers' class, with which its conversion script builds all of 480p and 720p.
         "hunyuan_video1_5": {
@@ -72,6 +73,11 @@ class Hunyuan(DiffusersFamily):
         "tie_word_embeddings": False,
     }  # fmt: skip
     """Qwen2.5-VL 7B's text model, 7.1e9 parameters."""
+    text_encoder_2 = {
+        "architectures": ["T5EncoderModel"], "vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584,
+        "num_layers": 12, "num_heads": 6, "feed_forward_proj": "gated-gelu",
+    }  # fmt: skip
+    """byT5 small's with tokens of fonts and colours, .22e9 parameters."""
     vae = {"_class_name": "AutoencoderKLHunyuanVideo15"}
     image_encoder = {
         "architectures": ["SiglipVisionModel"], "hidden_size": 1152, "intermediate_size": 4304,

@@ -43,8 +43,10 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
     else:
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         chosen = [name for name, module in linear.items() if id(module) in inside]
-    never = set(family.never_trained(network))  # nor would an adapter on it ever get a gradient
-    chosen = [name for name in chosen if f"{name}.weight" not in never]
+    unread = unread_layers(network, family)  # nor would an adapter on one ever get a gradient
+    if chosen and unread.issuperset(chosen):
+        raise UserError(f"{where}targets: nothing reads what {chosen[0]} makes, so it never trains; leave it out")
+    chosen = [name for name in chosen if name not in unread]
     for name in chosen:
         size = min(linear[name].in_features, linear[name].out_features)
         if settings.rank > size:
@@ -56,7 +58,14 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
     return chosen
 
 
-def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequence[str], where: str) -> list[str]:
+def unread_layers(network: nn.Module, family: Family) -> set[str]:
+    """Names of the layers of the plain ``network`` that no gradient ever reaches."""
+    return {name.rpartition(".")[0] for name in family.never_trained(network)}
+
+
+def trained_modules(
+    network: nn.Module, family: Family, settings: LoraSettings, targets: Sequence[str], where: str
+) -> list[str]:
     """Names of the modules that the role trains whole: the linear layers and norms in those that match.
 
     Not the larger modules themselves: a copy of one would be another network's part, which is not split over ranks, not
@@ -64,14 +73,16 @@ def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequenc
 
     Args:
         network: plain, on any device.
+        family: its family.
         settings: of the role.
         targets: from :func:`target_layers`.
         where: the settings' prefix in a message.
 
     Raises:
         UserError: a pattern that matches no module with parameters, or a bare parameter; a module that has adapters,
-            too, or that is neither a linear layer nor a norm.
+            too, that is neither a linear layer nor a norm, or that no gradient ever reaches.
     """
+    unread = unread_layers(network, family)
     modules = {
         name: module for name, module in network.named_modules() if name and any(True for _ in module.parameters())
     }
@@ -96,6 +107,8 @@ def trained_modules(network: nn.Module, settings: LoraSettings, targets: Sequenc
     chosen = [name for name in modules if name in found]
     for name in chosen:
         module = modules[name]
+        if name in unread:
+            raise UserError(f"{where}train: nothing reads what {name} makes, so it never trains; leave it out")
         if not isinstance(module, nn.Linear) and any(parameter.ndim > 1 for parameter in module.parameters()):
             inner, _ = next(module.named_parameters(recurse=False))
             raise UserError(

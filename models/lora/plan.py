@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
-from models.lora.inject import adapter_shapes, inject, target_layers, trained_modules
+from models.lora.inject import adapter_shapes, inject, target_layers, trained_modules, unread_layers
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
 from models.names import owner
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 
@@ -105,6 +108,10 @@ def plan_lora(
     settings.check(where)
     if saved is not None:
         found = inspect_adapters(saved, network, family, f"{role}.checkpoint")
+        unread = found.tensors.keys() & unread_layers(network, family)
+        if unread:
+            logger.info("%s: %d adapters left out, of layers whose output nothing reads", saved, len(unread))
+            found = replace(found, tensors={name: of for name, of in found.tensors.items() if name not in unread})
         if settings.rank not in (0, found.rank):
             raise UserError(
                 f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
@@ -118,5 +125,5 @@ def plan_lora(
             f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
             f" {len(found.tensors)} others; leave it out"
         )
-    train = trained_modules(network, settings, targets, where)
+    train = trained_modules(network, family, settings, targets, where)
     return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=found)

@@ -132,20 +132,56 @@ def test_a_plain_pipeline_makes_what_our_sampler_does(of_text):
         assert (frames * 255 - pixels[i].float()).abs().max() < 1.01
 
 
-def test_the_block_of_its_page(of_text):
-    """As it stands, but for folders and sizes."""
-    base, run_dir = of_text
-    code = (ROOT / "docs" / "hunyuan.md").read_text().split("```python\n")[1].split("```")[0]
+def run_block(number, base, run_dir):
+    """What a block of the page names, as it stands, but for folders and sizes."""
+    code = (ROOT / "docs" / "hunyuan.md").read_text().split("```python\n")[1 + number].split("```")[0]
     for written, here in (
         ("/ckpt/HunyuanVideo-1.5", str(base)),
         ("RUN/", f"{run_dir}/"),
         ("num_frames=121, height=480, width=848", "num_frames=9, height=48, width=80"),
     ):
-        assert written in code
         code = code.replace(written, here)
+    assert "480" not in code and "/ckpt" not in code
     names: dict = {}
     exec(compile(code, "docs/hunyuan.md", "exec"), names)
-    assert names["video"].frames[0].shape == (9, 48, 80, 3)
+    return names
+
+
+def test_the_block_of_its_page(of_text):
+    assert run_block(0, *of_text)["video"].frames[0].shape == (9, 48, 80, 3)
+
+
+def test_adapters_are_loaded_as_its_page_says(of_text, clips, tmp_path):
+    """By diffusers into the base; they say what the merged export does, and something."""
+    base, _ = of_text
+    lora = [f"{role}.lora.rank=2" for role in ("student", "fake")]
+    train(
+        2,
+        *words(base, clips),
+        "adapters=lora",
+        *lora,
+        "method.fake_updates_per_student_update=1",
+        f"run_dir={tmp_path}",
+    )
+    loaded = run_block(1, base, tmp_path)["transformer"].eval()
+    merged, before = (
+        HunyuanVideo15Transformer3DModel.from_pretrained(folder).eval()
+        for folder in (tmp_path / "export" / "student", base / "transformer")
+    )
+    texts = {"encoder_hidden_states": torch.randn(1, 5, 32), "encoder_hidden_states_2": torch.randn(1, 4, 24)}
+    masks = {"encoder_attention_mask": torch.ones(1, 5), "encoder_attention_mask_2": torch.ones(1, 4)}
+    with torch.no_grad():
+        found, wanted, without = (
+            network(
+                hidden_states=torch.cat([NOISE[:1], torch.zeros(1, CHANNELS + 1, 3, 3, 5)], dim=1),
+                timestep=torch.tensor([625.0]),
+                image_embeds=torch.zeros(1, 3, 20),
+                **texts,
+                **masks,
+            ).sample
+            for network in (loaded, merged, before)
+        )
+    assert off(found, wanted) < 1e-5 < 1e-4 < off(without, wanted)
 
 
 def test_the_export_of_a_checkpoint_is_that_of_the_run(of_text, tmp_path):

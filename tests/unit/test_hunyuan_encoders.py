@@ -80,6 +80,7 @@ def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, capl
     least, most, width = encoders.text_sizes(tokens)["glyphs"]
     assert least <= len(texts["glyphs"]) <= most and texts["glyphs"].shape[1] == width
     assert ("caption cut at" in caplog.text) == (given["text_mask"].sum() == tokens)
+    assert ("quotes is cut at 256" in caplog.text) == ("yyy" in caption)
 
 
 def test_pixels_are_those_of_the_pipeline(folder, pipeline):
@@ -146,6 +147,7 @@ def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, ca
         ("text_encoder_2", {"architectures": ["UMT5EncoderModel"]}, "text_encoder_2/ holds UMT5EncoderModel; use T5"),
         ("text_encoder_2", {"d_model": 0}, "text_encoder_2/config.json has d_model=0"),
         ("transformer", {"patch_size": "1"}, "transformer/config.json has patches of [1, '1']"),
+        ("transformer", {"task_type": "v2v"}, "transformer/config.json has target_size=64, task_type='v2v'"),
     ],
 )
 def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings, message):
@@ -173,16 +175,24 @@ def test_a_part_that_is_not_there_is_named(folder, tmp_path, missing, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [(None, "tokenizer/ has no chat template"), ("<user>", "leaves no token of the caption 'a cat' behind")],
-)
-def test_a_tokenizer_without_the_template_is_refused(folder, tmp_path, template, message):
+def test_tokenizers_that_cannot_serve_are_refused_before_clips_are_encoded(folder, tmp_path):
     copied = shutil.copytree(folder, tmp_path / "copy")
-    (copied / "tokenizer" / "chat_template.jinja").unlink()
-    if template is not None:
-        (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match=message):
+    template, second = copied / "tokenizer" / "chat_template.jinja", copied / "tokenizer_2" / "tokenizer_config.json"
+    written = template.read_text()
+    template.unlink()
+    with pytest.raises(UserError, match="tokenizer/ has no chat template"):
+        choose_encoders(copied)
+    change(copied / "tokenizer" / "tokenizer_config.json", chat_template=written)
+    choose_encoders(copied)
+    second.unlink()
+    with pytest.raises(UserError, match="has no tokenizer_2/tokenizer_config.json"):
+        choose_encoders(copied)
+
+
+def test_a_template_that_leaves_nothing_of_a_caption_is_refused(folder, tmp_path):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "tokenizer" / "chat_template.jinja").write_text("<user>")
+    with pytest.raises(UserError, match="leaves no token of the caption 'a cat' behind"):
         choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
 
 
@@ -199,7 +209,36 @@ def test_clips_that_the_vae_would_cut_are_refused(folder, sizes, message):
         choose_encoders(folder).latent_shape(ClipFormat(**given | sizes))
 
 
-def test_the_token_number_of_the_pipelines_is_said_where_another_is_taken(folder):
-    assert choose_encoders(folder).remarks(PIPELINE_TOKENS) == []
-    (remark,) = choose_encoders(folder).remarks(60)
+def test_what_fits_the_pipelines_badly_is_said(folder, tmp_path):
+    """Another number of tokens, the other task's checkpoint, and images of a size that the pipeline changes."""
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    change(copied / "transformer" / "config.json", task_type="t2v", target_size=640)
+    found = choose_encoders(copied)
+    image = found.inspect_image("data.encoders=x")
+    assert found.remarks(CLIP, PIPELINE_TOKENS, None) == []
+    (remark,) = found.remarks(CLIP, 60, None)
     assert remark.startswith("data.max_text_tokens=60: HunyuanVideo15Pipeline cuts captions at 1000")
+    fits = ClipFormat(num_frames=9, height=480, width=848, fps=24.0)
+    (remark,) = found.remarks(fits, PIPELINE_TOKENS, image)
+    assert "task_type=t2v, and the data are of first frames" in remark
+    change(copied / "transformer" / "config.json", task_type="i2v")
+    found = choose_encoders(copied)
+    assert found.remarks(fits, PIPELINE_TOKENS, image) == []
+    (remark,) = found.remarks(ClipFormat(num_frames=9, height=480, width=832, fps=24.0), PIPELINE_TOKENS, image)
+    assert "makes clips of 480 x 816 of such images" in remark
+    (remark,) = found.remarks(CLIP, PIPELINE_TOKENS, None)
+    assert "task_type=i2v, and the data are of text alone" in remark
+
+
+def test_a_changed_chat_template_is_another_cache(folder, tmp_path):
+    (tmp_path / "captions.txt").write_text("a red square\n")
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    template = copied / "tokenizer" / "chat_template.jinja"
+
+    def first():
+        sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
+        return Captions(path=tmp_path / "captions.txt", encoders=copied, cache=tmp_path / "cache", **sizes)[0]["text"]
+
+    before = first()
+    template.write_text(template.read_text().replace("<end>", "<end><end>"))
+    assert not torch.equal(first(), before)

@@ -1,5 +1,7 @@
 """The HunyuanVideo 1.5 family in one process: operations, its pipeline's times, what it refuses, plans."""
 
+import logging
+import re
 from types import SimpleNamespace
 
 import diffusers
@@ -11,11 +13,13 @@ from diffusers import (
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from distill import setup
 from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.planning import coding, depth
@@ -23,11 +27,15 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.fake_world import fake_tensors
+from fsdp_cp.sharding.settings import ShardSettings
 from models.condition import Condition
 from models.families.hunyuan import Hunyuan
 from models.families.hunyuan_forward import OwnForward, own_rotary_tables
-from models.families.registry import family_of
+from models.families.registry import FAMILIES, family_of
+from models.lora.plan import plan_lora
+from models.lora.settings import LoraSettings
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
+from tests.oracles.tiny_wan import ARCHITECTURE as WAN_ARCHITECTURE
 from tests.unit.test_flops import _Counted
 
 HUNYUAN = Hunyuan()
@@ -231,12 +239,68 @@ def test_published_sizes_are_planned_without_weights():
 
 
 def test_its_encoders_are_planned():
+    """The caption's two together, within the template of 108 tokens."""
     with torch.device("meta"):
+        glyphs = coding.build_text_encoder(HUNYUAN.text_encoder_2)
         text = coding.build_text_encoder(HUNYUAN.text_encoder | {"num_hidden_layers": 1})
         vae, image = coding.build_vae(HUNYUAN.vae), coding._image_encoder(HUNYUAN.image_encoder)
+    assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
     assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16
 
 
 def test_it_is_chosen_by_its_name():
     assert family_of("hunyuan15", "student").class_name == "HunyuanVideo15Transformer3DModel"
+
+
+LAST = ARCHITECTURE["num_layers"] - 1
+UNREAD = [
+    f"transformer_blocks.{LAST}.{name}" for name in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
+]
+
+
+def test_adapters_of_layers_that_nothing_reads_are_left_out_of_a_file(tmp_path, caplog):
+    """Others train all linear layers of the blocks; what these three say reaches no output."""
+    network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE)
+    linear = [
+        name
+        for name, module in network.named_modules()
+        if name.startswith("transformer_blocks.") and isinstance(module, torch.nn.Linear)
+    ]
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    tensors = {}
+    for name in linear:
+        out, into = network.get_submodule(name).weight.shape
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(2, into)
+        tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(out, 2)
+    save_file(tensors, file)
+    with caplog.at_level(logging.INFO):
+        plan = plan_lora(network, HUNYUAN, LoraSettings(rank=2), "student", file)
+    assert "3 adapters left out, of layers whose output nothing reads" in caplog.text
+    assert set(plan.targets) == set(linear) - set(UNREAD) == plan.saved.read().keys()
+    assert set(plan_lora(network, HUNYUAN, LoraSettings(rank=2), "student").targets) == set(plan.targets)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"targets": [f"transformer_blocks.{LAST}.ff_context.*"]}, f"targets: nothing reads what {UNREAD[1]} makes"),
+        ({"train": [UNREAD[0]]}, f"train: nothing reads what {UNREAD[0]} makes, so it never trains"),
+    ],
+)
+def test_what_would_never_train_is_refused(settings, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        plan_lora(
+            HunyuanVideo15Transformer3DModel(**ARCHITECTURE), HUNYUAN, LoraSettings(rank=2, **settings), "student"
+        )
+
+
+def test_a_kernel_is_asked_for_masks_before_anything_is_loaded(monkeypatch):
+    """Its attention always has one, which flash kernels do not take."""
+    asked = []
+    monkeypatch.setattr(setup, "choose_kernel", lambda *_, masked, **__: asked.append(masked))
+    for family, architecture in ((HUNYUAN, ARCHITECTURE), (FAMILIES["wan"], WAN_ARCHITECTURE)):
+        role = SimpleNamespace(family=family, config=architecture, sharding=ShardSettings())
+        config = SimpleNamespace(attention=SimpleNamespace(backend="auto", head_groups=1))
+        setup._check_attention(config, [role], 4, torch.device("cpu"))
+    assert asked == [True, False]

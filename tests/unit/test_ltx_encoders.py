@@ -73,16 +73,16 @@ def test_text_is_that_of_the_pipeline_where_it_counts(request, which, tokens):
 
 
 def test_what_is_guessed_of_a_folder_is_said(folder, later, tmp_path):
-    assert choose_encoders(folder).remarks(128) == choose_encoders(later).remarks(40) == []
-    (remark,) = choose_encoders(folder).remarks(40)
+    assert choose_encoders(folder).remarks(CLIP, 128, None) == choose_encoders(later).remarks(CLIP, 40, None) == []
+    (remark,) = choose_encoders(folder).remarks(CLIP, 40, None)
     assert remark.startswith("data.max_text_tokens=40, but LTXPipeline fills captions up to 128")
     alone = tmp_path / "alone"
     shutil.copytree(folder, alone)
     (alone / "model_index.json").unlink()
-    (remark,) = choose_encoders(alone).remarks(128)
+    (remark,) = choose_encoders(alone).remarks(CLIP, 128, None)
     assert "has no model_index.json: it is taken for an LTXPipeline" in remark
     (alone / "model_index.json").write_text('{"_class_name": "LTXLatentUpsamplePipeline"}')
-    (remark,) = choose_encoders(alone).remarks(128)
+    (remark,) = choose_encoders(alone).remarks(CLIP, 128, None)
     assert "names a LTXLatentUpsamplePipeline" in remark or "names a 'LTXLatentUpsamplePipeline'" in remark
 
 
@@ -92,7 +92,7 @@ def test_an_image_is_the_first_frame_of_any_of_its_pipelines(folder, pipeline):
     before = index.read_text()
     index.write_text(json.dumps(json.loads(before) | {"_class_name": pipeline}))
     found = choose_encoders(folder)
-    assert not found.remarks(128 if pipeline != "LTXConditionPipeline" else 256)
+    assert not found.remarks(CLIP, 128 if pipeline != "LTXConditionPipeline" else 256, None)
     image = found.inspect_image("data.encoders=x")
     clip = ClipFormat(num_frames=17, height=64, width=96, fps=24.0)
     assert image == FirstFrame() and found.condition_shapes(clip, 128, image)["first_frame"] == (8, 1, 2, 3)
