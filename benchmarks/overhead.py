@@ -6,7 +6,8 @@ three must come to the same losses and norms. Then rank 0 of 8 with collectives 
 as Wan 1.3B (30 blocks) and 14B (40), and so narrow that what is left is the host's work: Python, FSDP2's bookkeeping,
 the calls of operators.
 
-Times are CPU time of the process (it waits for nobody), medians of rounds in which every way takes a turn.
+Times are CPU time of the process (it waits for nobody), medians of rounds in which every way takes a turn; ratios are
+medians of the rounds' own, since a busy machine slows a whole round down.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.arguments import at_least_1
 from distill.config import OptimizerSettings
@@ -36,6 +39,7 @@ from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
 from models.condition import text_condition
+from models.families import wan_attention
 from models.families.wan import Wan
 from models.load import build_role
 from models.role_plan import plan_role
@@ -141,6 +145,20 @@ class Ours:
         return float(loss.detach()), norm
 
 
+class TorchsAttention(Ours):
+    """The same, but that torch's attention is called where ours is: what our attention costs is the difference."""
+
+    def step(self, clock: Clock) -> tuple[float, float]:
+        """As :meth:`Plain.step`."""
+        names = ("context_parallel_attention", "cross_attention")
+        with mock.patch.multiple(wan_attention, **dict.fromkeys(names, _torchs_attention)):
+            return super().step(clock)
+
+
+def _torchs_attention(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
 Way = Plain | Ours
 
 
@@ -212,6 +230,7 @@ def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, 
                 BY_HAND: ByHand(deepcopy(network), data, init_device_mesh("cpu", (WORLD,))),
             }
             ways |= {f"{OURS}, {label}": Ours(network, data, mesh) for label, mesh in meshes.items()}
+            ways[f"{OURS}, 8 x 1, torch's attention"] = TorchsAttention(network, data, meshes["8 x 1"])
             found[blocks], _ = timed(ways, rounds)
             if profiled and blocks == depths[-1]:
                 print(difference(ways[f"{OURS}, 8 x 1"], ways[BY_HAND]))
@@ -222,7 +241,7 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
     """Functions of which a step of ``ours`` spends most beyond ``by_hand``'s, in themselves; by cProfile."""
     spent: list[dict] = []
     for way in (ours, by_hand):
-        profile = cProfile.Profile()
+        profile = cProfile.Profile(time.process_time)
         profile.enable()
         for _ in range(steps):
             way.step(lambda part: None)
@@ -249,18 +268,23 @@ def medians(parts: dict[str, list[float]]) -> dict[str, float]:
     return {part: statistics.median(values) for part, values in parts.items()} | {"step": statistics.median(whole)}
 
 
+def paired(times: list[float], others: list[float]) -> float:
+    """Median of the ratios, each of one round."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+
+
 def table(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: ms of each part, and the step as a ratio to the first way's and to the second's."""
+    """Markdown: ms of each part, and the step as a ratio to the first way's and to the second's of the same round."""
     found = {name: medians(parts) for name, parts in seconds.items()}
-    plain, by_hand = found[PLAIN]["step"], found[BY_HAND]["step"]
+    steps = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
     lines = [
         f"| | {' | '.join(f'{part}, ms' for part in PARTS)} | step, ms | / plain | / by hand |",
         "|" + "---|" * (len(PARTS) + 4),
     ]
     for name, of in found.items():
         parts = " | ".join(f"{1e3 * of[part]:.1f}" for part in PARTS)
-        ratios = f"{of['step'] / plain:.3f} | {of['step'] / by_hand:.3f}"
-        lines.append(f"| {name} | {parts} | {1e3 * of['step']:.1f} | {ratios} |")
+        to = [f"{paired(steps[name], steps[other]):.3f}" for other in (PLAIN, BY_HAND)]
+        lines.append(f"| {name} | {parts} | {1e3 * of['step']:.1f} | {' | '.join(to)} |")
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
-"""The process groups of a mesh: which axes have one of their own, and what makes NCCL build them at once."""
+"""The process groups of a mesh: which axes have one of their own, of what priority, and what makes NCCL build them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,17 +11,43 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def of_their_own(axes: Mapping[str, int]) -> dict[int | str, Any] | None:
-    """``backend_override`` of ``init_device_mesh``: groups of their own for those of ``axes`` that span the world.
+def context_overrides(*, ring: int, ulysses: int, own_groups: bool) -> dict[int | str, Any] | None:
+    """``backend_override`` of ``init_device_mesh`` for the axes that split a sample's tokens; ``None`` for none.
 
-    The others have their own as it is, or one rank and no use for a group.
+    With ``own_groups`` an axis that spans the world gets a group of its own. The others have their own as it is, or
+    one rank and no use for a group.
+
+    A ring's own group, of more than one rank, sends on a stream of high priority where its backend is NCCL: its hops
+    are to run beside an attention kernel, whose blocks are in line for every SM before them. Without ``own_groups`` a
+    ring that spans the world has the default group, which is what its caller made it: FSDP's gathers go over it too,
+    and nothing is said about its stream here.
 
     Args:
-        axes: names and sizes of axes of the mesh.
+        ring, ulysses: sizes of these axes.
+        own_groups: as in :func:`fsdp_cp.mesh.resolve_mesh`.
     """
     world = dist.get_world_size()
     backend = str(dist.get_backend_config())  # of every device that the default group serves
-    return {axis: backend for axis, size in axes.items() if size == world > 1} or None
+    sizes = {"ring": ring, "ulysses": ulysses}
+    found: dict[int | str, Any] = {axis: backend for axis, size in sizes.items() if own_groups and size == world > 1}
+    if 1 < ring < world or "ring" in found:
+        options = high_priority(backend)
+        if options is not None:
+            found["ring"] = (backend, options)
+    return found or None
+
+
+def high_priority(backend: str) -> Any:
+    """Options that give a group's NCCL communicator a CUDA stream of high priority; ``None`` for another backend.
+
+    ``ProcessGroupNCCL`` is public, though a torch without CUDA has none (2.13).
+
+    Args:
+        backend: ``"cuda:nccl"``, ``"cpu:gloo,cuda:nccl"`` and so on.
+    """
+    if "nccl" not in backend:
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:

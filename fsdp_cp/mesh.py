@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_cp.communicators import connect, connect_once, of_their_own
+from fsdp_cp.communicators import connect, connect_once, context_overrides
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.timeouts import inherited_timeout
 
@@ -79,6 +79,7 @@ def resolve_mesh(
         ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. Where both are set, their product is ``cp``.
         own_groups: give ``ring`` and ``ulysses`` process groups of their own where they span the world. DeviceMesh
             hands out the default group there, so that their exchanges and FSDP's gathers queue behind each other.
+            On CUDA a ring's own group, this one or that of a smaller ring, sends on a stream of high priority.
         heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` where
             no attention is split, or any number of heads would do (``ulysses`` is ``cp`` then).
         sharded: is any network sharded? ``False`` where all of them have ``strategy="no_shard"``: replicas alone will
@@ -388,7 +389,7 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
     device_type = _checked_device_type(device_type)
     axes = ("dp_replicate", "dp_shard", "ring", "ulysses")
     sizes = tuple(getattr(shape, axis) for axis in axes)
-    own = of_their_own({"ring": shape.ring, "ulysses": shape.ulysses} if shape.own_groups else {})
+    own = context_overrides(ring=shape.ring, ulysses=shape.ulysses, own_groups=shape.own_groups)
     with inherited_timeout():
         root = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=own)
         world = _flattened(root, axes, "world")

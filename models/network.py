@@ -77,12 +77,12 @@ class Network:
 
     def _owned(self) -> Iterator[tuple[_Place, nn.Parameter]]:
         """Each parameter once, as :meth:`torch.nn.Module.named_parameters` gives them."""
-        seen: set[nn.Parameter] = set()
+        seen: set[int] = set()  # ids: a tensor's own hash is a call of Python
         for place in self._places:
             # As named_parameters itself does: getattr takes three times as long.
             parameter = place.holder._parameters[place.attribute]
-            if parameter is not None and parameter not in seen:
-                seen.add(parameter)
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
                 yield place, parameter
 
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:

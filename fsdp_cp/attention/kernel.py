@@ -60,6 +60,13 @@ class Kernel(ABC):
             Gradients of ``q``, ``k`` and ``v``.
         """
 
+    def beside_messages(self) -> Kernel:
+        """The kernel to take where messages are in flight meanwhile, as in a ring of several ranks.
+
+        The same numbers; a kernel that would hold every SM leaves some to what sends them.
+        """
+        return self
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums over chunks, log-sum-exps and their merging are kept in: fp32, or fp64 for fp64."""

@@ -8,7 +8,7 @@ in rank order, each rank's padded to the same length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ class Chunk:
     padded: int
     """Length of the buffer."""
 
-    @property
+    @cached_property  # a chunk is asked a dozen times in each attention
     def size(self) -> int:
         return sum(stop - start for start, stop in self.positions)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         return self.size == self.padded
 
@@ -107,6 +107,13 @@ class Layout:
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         """What the queries of one ring rank see of the keys of another; empty if nothing."""
         return _tiles(self, query_rank, key_rank)
+
+    def alone(self, ring_rank: int) -> bool:
+        """Is there nothing to merge: one tile of all the rank's queries and keys, in a ring of one?"""
+        if self.ring > 1:
+            return False
+        tiles = self.tiles(ring_rank, ring_rank)
+        return len(tiles) == 1 and tiles[0].queries == (0, self.chunk(ring_rank).size)
 
     def keys_travel(self, chunk: int, hop: int) -> bool:
         """Does the ``hop``-th hop (from 0) of ``chunk``'s K and V around the ring reach anyone who looks at them?"""

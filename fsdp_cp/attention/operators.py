@@ -54,7 +54,7 @@ def ring_attention(
     """:func:`fsdp_cp.attention.ring.ring_forward`; ``segments`` and so on are :class:`Layout`'s, with 0 for no
     ``causal_block``."""
     place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
-    out, lse = ring_forward(q, k, v, mask, scale, place, _kernel(q, mask, backend))
+    out, lse = ring_forward(q, k, v, mask, scale, place, _kernel(q, mask, backend, ring))
     return out.contiguous(), lse.contiguous()
 
 
@@ -87,7 +87,7 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`fsdp_cp.attention.ring.ring_backward`."""
     place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
-    grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, place, _kernel(q, mask, backend))
+    grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, place, _kernel(q, mask, backend, ring))
     dq, dk, dv = (x.contiguous() for x in grads)
     # Views of one buffer, which a kernel may return, would be refused as aliases.
     if len({x.untyped_storage()._cdata for x in (dq, dk, dv)}) < 3:
@@ -100,8 +100,9 @@ def _(grad_out, q, k, v, out, lse, mask, *_settings):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _kernel(q: Tensor, mask: Tensor | None, backend: str) -> Kernel:
-    return choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
+def _kernel(q: Tensor, mask: Tensor | None, backend: str, ring: int) -> Kernel:
+    kernel = choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
+    return kernel.beside_messages() if ring > 1 else kernel
 
 
 def _keep_for_backward(ctx, inputs, output):

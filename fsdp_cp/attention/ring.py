@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdp_cp.attention.failures import Failure, communication
 from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
-from fsdp_cp.attention.layout import Layout, Tile
+from fsdp_cp.attention.layout import Chunk, Layout, Tile
 from fsdp_cp.attention.reference import Dual, attention_dual
 
 T = TypeVar("T", Tensor, Tensor | None)
@@ -204,6 +204,11 @@ def ring_forward(
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
+    if layout.alone(me):
+        keys_own = layout.key_chunk(me)
+        seen_by_all = None if mask is None else keys_own.select(mask)
+        out, lse = _attend(kernel, own.take(q), keys_own.take(k), keys_own.take(v), seen_by_all, scale)
+        return own.put(out), _put_rows(own, lse)
 
     def attend(merged: _Merged | None, chunk: int, tensors: Sequence[Tensor]) -> None:
         assert merged is not None, "nothing has failed"
@@ -221,7 +226,17 @@ def ring_forward(
             del tensors  # or three chunks are held while the next one comes in
     assert merged is not None
     out, lse = merged.result()
-    return own.put(out), own.put(lse.transpose(1, 2)).transpose(1, 2)
+    return own.put(out), _put_rows(own, lse)
+
+
+def _put_rows(own: Chunk, lse: Tensor) -> Tensor:
+    """:meth:`Chunk.put` of ``(B, H, S)``."""
+    return lse if own.is_whole else own.put(lse.transpose(1, 2)).transpose(1, 2)
+
+
+def _take_rows(own: Chunk, lse: Tensor) -> Tensor:
+    """:meth:`Chunk.take` of ``(B, H, S)``."""
+    return lse if own.is_whole else own.take(lse.transpose(1, 2)).transpose(1, 2)
 
 
 def ring_backward(
@@ -246,7 +261,7 @@ def ring_backward(
     sums = accumulation_dtype(q.dtype)
 
     def prepare() -> tuple[list[Tensor], Tensor]:
-        rows, lse_own = [own.take(x) for x in (grad_out, q, out)], own.take(lse.transpose(1, 2)).transpose(1, 2)
+        rows, lse_own = [own.take(x) for x in (grad_out, q, out)], _take_rows(own, lse)
         if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
             lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
         return rows, lse_own
@@ -260,11 +275,14 @@ def ring_backward(
         return kernel.backward(g, qc, k_tile, v_tile, o, lse_own[:, :, slice(*tile.queries)], tile_mask, scale)
 
     prepared: tuple[list[Tensor], Tensor] | None
-    tiles = layout.tiles(me, me)
-    if size == 1 and len(tiles) == 1 and tiles[0].queries == (0, own.size):
+    if layout.alone(me):
         # nothing to sum: the kernel's gradients as they are
-        prepared, keys_own = prepare(), layout.key_chunk(me)
-        dq_own, dk_own, dv_own = tile_grads(tiles[0], (keys_own.take(k), keys_own.take(v)), me)
+        (g_own, q_own, out_own), lse_rows = prepare()
+        keys_own = layout.key_chunk(me)
+        seen_by_all = None if mask is None else keys_own.select(mask)
+        dq_own, dk_own, dv_own = kernel.backward(
+            g_own, q_own, keys_own.take(k), keys_own.take(v), out_own, lse_rows, seen_by_all, scale
+        )
         return own.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
 
     def no_grad_yet() -> Tensor:

@@ -10,11 +10,14 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.attention import context_parallel_attention, cross_attention, operators
+from fsdp_cp.attention.cuda_kernels import SM_MARGIN, FlashAttention3
+from fsdp_cp.attention.foreign import Foreign
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, errors, make_inputs, on_ranks, oracle, plain_attention
+from tests.oracles.attention_kernels import attend, attend_backward
 
 DIM, HEADS, TOKENS, TEXT = 24, 4, 17, 5
 
@@ -369,3 +372,31 @@ def test_a_ring_of_16_is_as_precise_as_one_kernel(dtype):
     merged = errors(run_ranks(16, _low_precision, ring, timeout=400)[0], truth, ring)
     for name, error in merged.items():
         assert error <= 1.3 * single[name], (name, error, single[name])
+
+
+def _margins(case):
+    """Attention with a stand-in for FlashAttention 3, and the SMs that it was told to leave free."""
+    margins = []
+
+    def forward(q, k, v, softmax_scale, sm_margin=0):
+        margins.append(sm_margin)
+        return attend(q, k, v, None, softmax_scale)
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, sm_margin=0):
+        margins.append(sm_margin)
+        grads = attend_backward(dout, q, k, v, out, softmax_lse, None, softmax_scale)
+        for written, grad in zip((dq, dk, dv), grads, strict=True):
+            written.copy_(grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlashAttention3, "functions", lambda self: Foreign(None, forward, backward))
+        patch.setattr(operators, "choose_kernel", lambda *a, **b: FlashAttention3())
+        return on_ranks(case), margins
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), (3, 1)])
+def test_flash_attention_3_leaves_sms_to_the_messages_of_a_ring(pools, ring, ulysses):
+    case = Case(ring=ring, ulysses=ulysses, tokens=(17,))
+    for ours, margins in pools[case.world].run(_margins, case):
+        assert max(errors(ours, oracle(case), case).values()) < 1e-12
+        assert margins == [SM_MARGIN if ring > 1 else 0] * 2 * ring

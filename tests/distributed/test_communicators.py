@@ -1,17 +1,21 @@
 """Which process groups a step talks over: none of one rank, and groups of their own where they are asked for."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from distill.trainer import Trainer
-from fsdp_cp.communicators import first_collectives, groups_of
+from fsdp_cp import communicators
+from fsdp_cp.communicators import first_collectives, groups_of, high_priority
 from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import full_tensor
+from fsdp_cp.timeouts import timeout_of
 from tests.oracles import sharded_run
 from tests.oracles.runs import Setup, make_config
 
@@ -109,6 +113,58 @@ def test_which_axes_have_the_default_group(pools, sizes, apart):
         assert degrees == same
         assert after == (before if apart is None else before | {apart: False})
         assert after["fsdp"] and (apart is None or before[apart])
+
+
+# ---------------------------------------------------------------- the ring's stream
+
+
+def _groups_with_options(sizes):
+    """Descriptions of the groups that a mesh makes, with what was asked for; and whether the mesh is the plain one."""
+    plain = build_mesh(**sizes)
+    made = []
+
+    def recorded(*args, pg_options=None, group_desc=None, **kwargs):
+        made.append((group_desc, pg_options is not None))
+        return dist.new_group(*args, pg_options=pg_options, group_desc=group_desc, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # In place of NCCL's, which a torch without CUDA has not; gloo takes them and reads nothing.
+        patch.setattr(communicators, "high_priority", lambda backend: dist.ProcessGroupGloo._Options())
+        patch.setattr(device_mesh, "new_group", recorded)
+        mesh = build_mesh(**sizes)
+    for name in ("world", "fsdp", "dp", "cp", "ring", "ulysses"):
+        ours, theirs = (getattr(x, name).get_group() for x in (mesh, plain))
+        assert dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(theirs), name
+        assert (ours is dist.group.WORLD) == (theirs is dist.group.WORLD), name
+        assert timeout_of(ours) == timeout_of(theirs), name
+    return {desc for desc, given in made if given}, {desc for desc, given in made if not given}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has_one"),
+    [
+        ({"cp": 2, "ring": 2}, True),
+        ({"cp": 4, "ring": 2}, True),
+        ({"cp": 4, "ring": 4}, False),  # the default group, which is as its caller made it
+        ({"cp": 4, "ring": 4, "own_groups": True}, True),
+        ({"cp": 4, "own_groups": True}, False),
+        ({"cp": 2}, False),
+        ({"cp": 1}, False),
+    ],
+    ids=str,
+)
+def test_a_ring_of_its_own_has_a_stream_of_high_priority_and_nothing_else(pools, sizes, has_one):
+    for prioritised, others in pools[4].run(_groups_with_options, sizes):
+        assert prioritised == ({"mesh_ring"} if has_one else set())
+        assert "mesh_ring" not in others or not has_one
+
+
+def test_only_nccl_has_such_a_stream(monkeypatch):
+    assert [high_priority(backend) for backend in ("cpu:gloo,cuda:gloo", "cpu:gloo", "fake")] == [None] * 3
+    options = SimpleNamespace(Options=lambda **given: given)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    for backend in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
+        assert high_priority(backend) == {"is_high_priority_stream": True}
 
 
 def _trace(setup, folder, own_groups):

@@ -99,3 +99,14 @@ def test_true_tokens_of_each_chunk(tokens, ring, ulysses, sizes):
     layout = Layout((tokens,), (tokens,), ulysses=ulysses, ring=ring)
     assert [layout.chunk(rank).size for rank in range(ring)] == sizes
     assert len({layout.chunk(rank).padded for rank in range(ring)}) == 1
+
+
+@pytest.mark.parametrize("block", [None, 1, 4, 11, 12, 13, 30])
+@pytest.mark.parametrize("ulysses", [1, 3])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_alone_means_that_every_query_sees_every_key_at_once(block, ulysses, ring):
+    layout = Layout((12,), (12,), ulysses=ulysses, ring=ring, causal_block=block)
+    assert layout.alone(0) == (ring == 1 and (block is None or block >= 12))
+    if layout.alone(0):
+        (tile,) = layout.tiles(0, 0)
+        assert tile.queries == tile.keys == (0, 12), "what the attention of a ring of one takes without looking"

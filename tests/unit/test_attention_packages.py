@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fsdp_cp.attention import foreign
-from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS
+from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, SM_MARGIN
+from fsdp_cp.attention.kernels import all_kernels
 from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
@@ -96,17 +97,18 @@ PACKAGES = {
         _function("b", "dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal", _flash_write),
     ),
     "hopper 2025-04": lambda: (
-        _function("f", f"{_HOPPER_2025}, window_size=(-1, -1), attention_chunk=0, softcap=0.0", _short),
-        _function("b", f"{_HOPPER_2025_BACKWARD}, window_size=(-1, -1), softcap=0.0, deterministic=False",
+        _function("f", f"{_HOPPER_2025}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, sm_margin=0", _short),
+        _function("b", f"{_HOPPER_2025_BACKWARD}, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0",
                   _flash_write),
     ),
     "hopper 2025-11": lambda: (
         _operator("f3", f"{_QKV}, Tensor? k_new=None, Tensor? out_=None, int? max_seqlen_q=None, float? "
                   "softmax_scale=None, bool causal=False, int window_size_left=-1, int window_size_right=-1, int "
-                  "attention_chunk=0, float softcap=0.0", "(Tensor, Tensor, Tensor, Tensor)", (), _short),
+                  "attention_chunk=0, float softcap=0.0, int sm_margin=0", "(Tensor, Tensor, Tensor, Tensor)", (),
+                  _short),
         _operator("b3", f"{_ROWS}, Tensor? cu_seqlens_q=None, {_GRADS.format('=None')}, float? softmax_scale=None, "
                   "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, float softcap=0.0, bool "
-                  "deterministic=False", "Tensor", ("dq", "dk", "dv"), _softmax_d),
+                  "deterministic=False, int sm_margin=0", "Tensor", ("dq", "dk", "dv"), _softmax_d),
     ),
 }  # fmt: skip
 
@@ -141,6 +143,28 @@ def test_flash_attention_packages(install, package):
     assert kernel.unavailable((9, 0), 128) is None
     for case in ("plain", "grouped", "strided", "broadcast"):
         check_kernel(kernel, "cpu", torch.float32, 2e-5, False, **CASES[case])
+
+
+@pytest.mark.parametrize("arguments", ["", ", sm_margin=0"])
+def test_beside_messages_flash_attention_3_leaves_sms_free(install, arguments):
+    margins = []
+
+    def recorded(body):
+        return lambda given: (margins.append(given.pop("sm_margin", "none asked for")), body(given))[1]
+
+    forward = _function("f", f"q, k, v, softmax_scale, causal{arguments}", recorded(_long(7)))
+    backward = _function("b", f"dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal{arguments}",
+                         recorded(_flash_write))  # fmt: skip
+    kernel = _install_flash(install, "hopper", forward, backward)
+    plain, beside = (check_kernel(x, "cpu", torch.float32, 2e-5, False) for x in (kernel, kernel.beside_messages()))
+    assert plain == beside, "the same numbers"
+    wanted = [0] * 4 + [SM_MARGIN] * 4 if arguments else ["none asked for"] * 8  # two chunks, forward and backward
+    assert margins == wanted and SM_MARGIN % 2 == 0, "an odd number of SMs holds no whole clusters"
+
+
+def test_the_other_kernels_are_the_same_beside_messages():
+    others = [kernel for kernel in all_kernels().values() if kernel.name != "flash_attn_3"]
+    assert len(others) == 7 and all(kernel.beside_messages() is kernel for kernel in others)
 
 
 def _te_forward(given):
