@@ -65,8 +65,7 @@ def setup_of(method, dp_shard=1, cp=1, **changes):
         ("dmd2", 2, 2),
         *(pytest.param("dmd2", *sizes, marks=slow) for sizes in ((1, 1), (2, 1), (1, 2), (1, 4))),
         pytest.param("dmd2, GAN", 1, 2, marks=slow),
-        ("rcm", 1, 2),
-        pytest.param("rcm", 1, 1, marks=slow),
+        *(pytest.param("rcm", 1, cp, marks=slow) for cp in (1, 2)),
         *(pytest.param("flow_matching", 1, cp, marks=slow) for cp in (1, 2)),
         pytest.param("meanflow", 1, 2, marks=slow),
     ],
@@ -111,7 +110,8 @@ def test_however_it_is_sharded(pools, checkpoints, oracle, changes):
     assert difference.largest < 1e-5, difference
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=slow)], ids=str)
+@slow
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=long)], ids=str)
 def test_adapters(pools, checkpoints, oracle, sizes):
     """On every linear layer of the blocks but those behind the last one's texts."""
     adapters = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}

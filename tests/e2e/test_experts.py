@@ -248,7 +248,7 @@ def test_a_file_of_adapters_is_of_one_expert(adapted, tmp_path, capfd):
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
 
 
-@pytest.fixture(scope="module", params=["low", "high"])
+@pytest.fixture(scope="module", params=["low", pytest.param("high", marks=pytest.mark.slow)])
 def alone(request, tmp_path_factory):
     """A run that trains one of the student's experts."""
     pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))

@@ -317,8 +317,15 @@ class _BehindAConvolution(_Modulated):
         return super().forward(self.conv(x.transpose(1, 2)).transpose(1, 2), attended, modulation)
 
 
-@pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "transposed"),
+    [
+        (_Modulated, True),
+        pytest.param(_Modulated, False, marks=pytest.mark.long),
+        pytest.param(_BehindAConvolution, True, marks=pytest.mark.slow),
+        pytest.param(_BehindAConvolution, False, marks=pytest.mark.long),
+    ],
+)
 def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind, transposed):
     """torch 2.13's own are off by 4 to 9 %, where the argument is transposed or the unit does it inside."""
     torch.manual_seed(0)
