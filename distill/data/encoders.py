@@ -8,7 +8,6 @@ Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from distill.data.image_encoder import ImageEncoderFolder
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
     check_weight_files,
+    class_defaults,
     load_part,
     part_settings,
     require_class,
@@ -212,7 +212,7 @@ def inspect_wan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
     Raises: ``UserError`` for settings that no Wan VAE has.
     """
     if any(name not in vae for name in _VAE_SETTINGS):
-        vae = _vae_defaults() | vae
+        vae = class_defaults("AutoencoderKLWan") | vae
     config = f"{where}: vae/config.json"
     _check_vae(vae, config)
     for name in ("latents_mean", "latents_std"):
@@ -258,14 +258,6 @@ def _check_vae(vae: dict[str, Any], config: str) -> None:
     ):
         if not fits or key == "temperal_downsample" and len(stages) > 8:
             raise UserError(f"{config} has {key}={shown(vae[key])}, which no Wan VAE has; give the folder's own")
-
-
-def _vae_defaults() -> dict[str, Any]:
-    """Constructor defaults of the VAE class, for the settings that a folder leaves out."""
-    from diffusers import AutoencoderKLWan
-
-    parameters = inspect.signature(AutoencoderKLWan.__init__).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 class VideoCodec:

@@ -25,6 +25,7 @@ from distill.data.image_encoder import SIGLIP, inspect_image_encoder
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
     check_weight_files,
+    class_defaults,
     load_part,
     part_settings,
     require_class,
@@ -154,7 +155,7 @@ def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[st
     second = part_settings(folder, "text_encoder_2", where)
     require_class(where, "text_encoder_2", second.get("architectures"), "T5EncoderModel")
     check_weight_files(folder / "text_encoder_2", where)
-    vae = _vae_defaults() | vae
+    vae = class_defaults("AutoencoderKLHunyuanVideo15") | vae
     config = f"{where}: vae/config.json"
     scaling = vae["scaling_factor"]
     for key, fits in (
@@ -193,14 +194,6 @@ def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[st
         task=task,
         target_size=target,
     )
-
-
-def _vae_defaults() -> dict[str, Any]:
-    """Constructor defaults of the VAE class, for the settings that a folder leaves out."""
-    from diffusers import AutoencoderKLHunyuanVideo15
-
-    parameters = inspect.signature(AutoencoderKLHunyuanVideo15.__init__).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 class HunyuanVideoCodec(VideoCodec):

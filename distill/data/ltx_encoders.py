@@ -10,7 +10,6 @@ Shape legend: C latent channels, t h w latent frames and sides, T H W pixels, L 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from distill.data.clips import ClipFormat
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
 from distill.data.first_frame import FirstFrame, ImageInput
-from distill.data.pipeline_folder import load_part, part_settings, shown, whole_numbers
+from distill.data.pipeline_folder import class_defaults, load_part, part_settings, shown, whole_numbers
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 
@@ -110,7 +109,7 @@ def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
 
     Raises: ``UserError`` for settings that no LTX VAE has, and patches of more than one latent.
     """
-    vae = _vae_defaults() | vae
+    vae = class_defaults("AutoencoderKLLTXVideo") | vae
     config = f"{where}: vae/config.json"
     scaling = vae["spatio_temporal_scaling"]
     ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
@@ -147,14 +146,6 @@ def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
         text_width=text_width(text, where),
         pipeline=pipeline,
     )
-
-
-def _vae_defaults() -> dict[str, Any]:
-    """Constructor defaults of the VAE class, for the settings that a folder leaves out."""
-    from diffusers import AutoencoderKLLTXVideo
-
-    parameters = inspect.signature(AutoencoderKLLTXVideo.__init__).parameters.values()
-    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 class LtxVideoCodec(VideoCodec):

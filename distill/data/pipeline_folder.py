@@ -5,6 +5,7 @@ Nothing is unpickled, fetched or run from a folder.
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def part_settings(folder: Path, part: str, where: str, name: str = "config.json"
         if not part.startswith("tokenizer") and isinstance(value, (int, float)) and not -most <= value <= most:
             raise UserError(f"{where}: {part}/{name} has {key}={shown(value)}, beyond {most}; give the folder's own")
     return settings
+
+
+def class_defaults(name: str) -> dict[str, Any]:
+    """What the constructor of diffusers' class ``name`` takes for the settings that a folder leaves out."""
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 _MAX_LAYERS, MAX_NUMBER = 1024, 2**24

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
-from models.families.base import Family, Shape
+from models.families.base import Family, LatentShape, Shape
 
 
 class DiffusersFamily(Family):
@@ -71,6 +71,31 @@ class DiffusersFamily(Family):
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
+
+    def check_text_width(self, width: int, condition: Mapping[str, Shape], setting: str) -> None:
+        """Raises ``UserError`` unless the data's captions have embeddings of ``width``."""
+        given = condition["text"][1]
+        if given != width:
+            raise UserError(
+                f"{setting} takes text embeddings of size {width}, but the data's have {given};"
+                " use a checkpoint made for this text encoder, or other data.encoders"
+            )
+
+    def check_channels(self, config: Mapping[str, Any], latent_shape: LatentShape, setting: str) -> None:
+        """Raises ``UserError`` unless the data's latents have as many channels as the network's."""
+        if self.latent_channels(config) != latent_shape[0]:
+            raise UserError(
+                f"{setting} takes latents of {self.latent_channels(config)} channels, but the data's have"
+                f" {latent_shape[0]}; use a checkpoint made for this VAE, or other data.encoders"
+            )
+
+    def check_patch(self, key: str, size: int, patch: int, setting: str) -> None:
+        """Raises ``UserError`` unless ``patch`` divides the ``size`` latent positions that ``key`` gives."""
+        if size % patch:
+            raise UserError(
+                f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
+                f" use a {key} that gives {size - size % patch or patch}"
+            )
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Random values of the modulation tables, which diffusers draws in constructors; see ``initialise``."""

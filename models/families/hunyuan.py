@@ -175,27 +175,13 @@ class Hunyuan(DiffusersFamily):
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
-        channels, *sizes = latent_shape
-        if self.latent_channels(config) != channels:
-            raise UserError(
-                f"{setting} takes latents of {self.latent_channels(config)} channels, but the data's have {channels};"
-                " use a checkpoint made for this VAE, or other data.encoders"
-            )
-        text_tokens, text_dim = condition["text"]
-        if config["text_embed_dim"] != text_dim:
-            raise UserError(
-                f"{setting} takes text embeddings of size {config['text_embed_dim']}, but the data's have {text_dim};"
-                " use a checkpoint made for this text encoder, or other data.encoders"
-            )
-        for key, size, patch in zip(
-            ("data.num_frames", "data.height", "data.width"), sizes, self.patch_size(config), strict=True
-        ):
-            if size % patch:
-                raise UserError(
-                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
-                    f" use a {key} that gives {size - size % patch or patch}"
-                )
-        needed = self.condition_shapes(config, latent_shape, text_tokens)
+        _, *sizes = latent_shape
+        self.check_channels(config, latent_shape, setting)
+        self.check_text_width(config["text_embed_dim"], condition, setting)
+        keys = ("data.num_frames", "data.height", "data.width")
+        for key, size, patch in zip(keys, sizes, self.patch_size(config), strict=True):
+            self.check_patch(key, size, patch, setting)
+        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
         of_image = {FIRST_FRAME, "image_embeds", "image_latents"} & condition.keys()
         if of_image:
             needed |= self.optional_shapes(config, latent_shape)

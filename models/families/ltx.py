@@ -146,18 +146,9 @@ class LTX(DiffusersFamily):
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
-        text_tokens, text_dim = condition["text"]
-        if config["caption_channels"] != text_dim:
-            raise UserError(
-                f"{setting} takes text embeddings of size {config['caption_channels']}, but the data's have {text_dim};"
-                " use a checkpoint made for this text encoder, or other data.encoders"
-            )
-        if self.latent_channels(config) != latent_shape[0]:
-            raise UserError(
-                f"{setting} takes latents of {self.latent_channels(config)} channels, but the data's have"
-                f" {latent_shape[0]}; use a checkpoint made for this VAE, or other data.encoders"
-            )
-        needed = self.condition_shapes(config, latent_shape, text_tokens)
+        self.check_text_width(config["caption_channels"], condition, setting)
+        self.check_channels(config, latent_shape, setting)
+        needed = self.condition_shapes(config, latent_shape, condition["text"][0])
         for name, shape in needed.items():
             if condition.get(name) != shape:
                 raise UserError(

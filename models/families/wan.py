@@ -226,12 +226,8 @@ class Wan(DiffusersFamily):
                 among them), text embeddings of another size, an image for a text-to-video Wan, or none for the other.
                 A text-to-video Wan may be given a first frame.
         """
-        text_tokens, text_dim = condition["text"]
-        if config["text_dim"] != text_dim:
-            raise UserError(
-                f"{setting} takes text embeddings of size {config['text_dim']}, but the data's have {text_dim};"
-                " use a checkpoint made for this text encoder, or other data.encoders"
-            )
+        text_tokens, _ = condition["text"]
+        self.check_text_width(config["text_dim"], condition, setting)
         channels, *sizes = latent_shape
         outgoing = self.latent_channels(config)
         wanted = outgoing if takes_image(config) else config["in_channels"]
@@ -293,11 +289,7 @@ class Wan(DiffusersFamily):
                     f"{key} gives {size} latent positions, but {setting} has rope_max_seq_len={positions} in patches of"
                     f" {patch}; use at most {most} latent positions ({key}={most} without a VAE, {with_vae} with Wan's)"
                 )
-            if size % patch:
-                raise UserError(
-                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
-                    f" use a {key} that gives {size - size % patch or patch}"
-                )
+            self.check_patch(key, size, patch, setting)
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_features(config) else 0)
