@@ -130,6 +130,8 @@ def _write_hollow_hunyuan(folder: Path) -> None:
     _write_hollow_parts(folder, transformer, vae, text)
     _write_hollow_part(folder / "text_encoder_2", glyphs)
     (folder / "tokenizer_2").mkdir()
+    (folder / "tokenizer_2" / "tokenizer_config.json").write_text("{}")
+    (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages[1]['content'] }}")
 
 
 def _write_hollow_parts(folder: Path, transformer, vae, text) -> None:
