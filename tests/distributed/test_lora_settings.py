@@ -41,7 +41,7 @@ def test_patterns(network):
     settings = LoraSettings(rank=2, targets=targets, train=["*norm*", "proj_out"])
     found = target_layers(network, Wan(), settings, "")
     assert len(found) == 3 * ARCHITECTURE["num_layers"] + 1
-    whole = trained_modules(network, settings, found, "")
+    whole = trained_modules(network, Wan(), settings, found, "")
     assert "proj_out" in whole and "blocks.0.attn1.norm_q" in whole and "blocks.2.norm2" in whole
     assert all(any(True for _ in network.get_submodule(name).parameters()) for name in whole)
 
@@ -49,7 +49,7 @@ def test_patterns(network):
 def test_of_a_larger_module_its_layers_are_trained(network):
     """A copy of the whole would hold another role's copy inside of it, and a time embedder that is not kept in fp32."""
     settings = LoraSettings(rank=2, train=["condition_embedder", "blocks.0.attn1.norm_q"])
-    whole = trained_modules(network, settings, [], "")
+    whole = trained_modules(network, Wan(), settings, [], "")
     layers = ("time_embedder.linear_1", "time_embedder.linear_2", "time_proj", "text_embedder.linear_1")
     assert whole == [f"condition_embedder.{name}" for name in (*layers, "text_embedder.linear_2")] + whole[-1:]
     assert whole[-1] == "blocks.0.attn1.norm_q"
@@ -93,7 +93,7 @@ def test_what_no_adapters_can_be(network, settings, message):
     with pytest.raises(UserError, match=message):
         lora.check("student.lora.")
         targets = target_layers(network, Wan(), lora, "student.lora.")
-        trained_modules(network, lora, targets, "student.lora.")
+        trained_modules(network, Wan(), lora, targets, "student.lora.")
 
 
 WORDS = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "student.lora.rank=4", "fake.lora.rank=4")
