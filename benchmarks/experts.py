@@ -1,9 +1,10 @@
 """Do two experts distil? ``python -m benchmarks.experts``: DMD2 with an expert each, beside one network for all times.
 
 The teacher is the shipped one as two experts with a boundary at t = .875, each trained further on its own side.
-Students of it by the recipe ``experiment=quickstart_dmd2``: student and fake score with an expert on either side, and
-both as one network, from the shipped one; three seeds each, the same steps. One process a run, as many runs at a time
-as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in minutes that it works.
+Students of it by the recipe ``experiment=quickstart_dmd2``: student and fake score as one network each, from the
+shipped one; and with an expert on either side, in twice the steps, so that each network has as many updates. Three
+seeds each, one process a run, as many runs at a time as there are cores. Started again it goes on where it was stopped;
+``--quick`` shows in minutes that it works.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from models.checkpoint_files import EXPERT_FOLDERS
 SHIPPED = ROOT / "assets" / "quickstart_teacher" / "transformer"
 BOUNDARY = 0.875
 """Wan 2.2's, of text to video. The recipe's step list has two times on either side."""
+STEPS = 5000
+"""Of the students with two experts: twice the recipe's, since each step updates one expert alone."""
 EXPERTS, ONE = "an expert on either side", "one network"
 TEACHER_STEPS = (*STUDENT_STEPS, FULL)
 MOST_WORSE = 3.0
@@ -85,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             for seed in range(args.seeds)
         ]
-        for name, folder, more in ((EXPERTS, "experts", ()), (ONE, "one", one))
+        for name, folder, more in ((EXPERTS, "experts", (f"steps={STEPS}",)), (ONE, "one", one))
     }
     train_all([run for seed in zip(*kinds.values(), strict=True) for run in seed], args.workers)
     torch.set_num_threads(args.workers)
