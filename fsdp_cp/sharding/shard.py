@@ -244,11 +244,14 @@ def _configure(model: ShardedModule, settings: ShardSettings, where: DeviceMesh)
     shard_size = where.size(where.ndim - 1)
     # With one shard torch (2.11 to 2.13) divides by the factor twice: in place of the reduce-scatter, and after it.
     factor = 1 / settings.gradient_scale if shard_size > 1 else settings.gradient_scale**-0.5
+    # On one rank alone there is no average to turn off, and torch would divide by 1 into a temporary of all gradients.
+    divides = where.size() > 1 or factor != 1
     if settings.separate_reduce_group:  # before its buffers are asked for below
         _newer(model, "set_separate_reduce_scatter_group", "separate_reduce_group=false")()
     for module in fsdp_modules(model):
         # Neither setter is recursive: on the root alone, the blocks would still average, without any error.
-        module.set_gradient_divide_factor(factor)
+        if divides:
+            module.set_gradient_divide_factor(factor)
         module.set_force_sum_reduction_for_comms(True)
         if settings.communication_buffers == "process_group":
             module.set_allocate_memory_from_process_group_for_comm(True)

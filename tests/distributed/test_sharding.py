@@ -6,6 +6,7 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.errors import UserError
@@ -18,12 +19,12 @@ from models.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 
-def _role(mesh, *, precision="fp32", trainable=True, seed=0, checkpointing=False):
+def _role(mesh, *, precision="fp32", trainable=True, seed=0, checkpointing=False, scale=1.0):
     plan = plan_role(
         "student",
         checkpoint=None,
         architecture=dict(ARCHITECTURE),
-        sharding=ShardSettings(activation_checkpointing=checkpointing),
+        sharding=ShardSettings(activation_checkpointing=checkpointing, gradient_scale=scale),
     )
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
@@ -107,6 +108,38 @@ def _sum_on_every_unit():
 def test_gradients_are_summed_on_every_unit(pools):
     for settings in pools[2].run(_sum_on_every_unit):
         assert settings == [(1.0, True)] * (ARCHITECTURE["num_layers"] + 1)
+
+
+def _temporaries_alone():
+    """Of a backward on one rank, without a scale and with one: the largest division, and the gradients."""
+    found = []
+    for scale in (1.0, 4.0):
+        role = _role(build_mesh(dp_shard=1, cp=1), scale=scale)
+        x, t, condition = _inputs()
+        loss = role.velocity(x, t, condition).square().mean()
+        with _Divisions() as seen:
+            loss.backward()
+        found.append((seen.largest, [p.grad.to_local().clone() for p in role.parameters() if p.grad is not None]))
+    return found
+
+
+class _Divisions(TorchDispatchMode):
+    """The most elements that a division by a number takes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            self.largest = max(self.largest, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_rank_alone_divides_no_gradients(pools):
+    """By 1, into a temporary of a unit's gradients, as torch does for any factor; by another one it must."""
+    ((plain, gradients), (divided, scaled)) = pools[1].run(_temporaries_alone)[0]
+    assert plain < 1000 < divided
+    for gradient, other in zip(gradients, scaled, strict=True):
+        assert torch.equal(4 * gradient, other)
 
 
 def _order_records():
