@@ -20,7 +20,7 @@ from fsdp_cp.attention.arguments import check_arguments, check_split_arguments, 
 from fsdp_cp.attention.failures import Failure, StopRecomputation, raise_in_backward
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
-from fsdp_cp.attention.operators import attend, keep_failure_of_backward, make_ring
+from fsdp_cp.attention.operators import attend_in_ring, keep_failure_of_backward, make_ring
 from fsdp_cp.attention.ring import ring_dual
 from fsdp_cp.attention.ulysses import (
     finish_exchange,
@@ -239,12 +239,12 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
     # Kernels read a head's row as contiguous, and would read the wrong memory otherwise.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
-    def attend_once(x: Sequence[Tensor]) -> tuple[Tensor]:
+    def attend(x: Sequence[Tensor]) -> tuple[Tensor]:
         block = layout.causal_block or 0
         sizes = (list(layout.segments), list(layout.keys), block, layout.ulysses, layout.ring)
-        return (attend(*x, mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend),)
+        return (attend_in_ring(*x, mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend),)
 
-    return _exchanged((q, k, v), attend_once, 1, groups, head_groups)[0]
+    return _exchanged((q, k, v), attend, 1, groups, head_groups)[0]
 
 
 def _exchanged(

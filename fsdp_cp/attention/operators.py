@@ -4,8 +4,8 @@ Opaque, so that handles, buffers in flight and the choice of a kernel stay out o
 a selective-checkpointing policy can name it. Its arguments are tensors, numbers and the name of a process group. It has
 no forward-mode derivative: :mod:`fsdp_cp.attention` takes tangents another way, before they get here.
 
-A call of an operator written in Python costs the host more than a small kernel does. So :func:`attend` calls it where
-somebody looks at operators, and where nobody does, the same two functions as an ``autograd.Function``.
+A call of an operator written in Python costs the host more than a small kernel does. So :func:`attend_in_ring` calls
+it where somebody looks at operators, and where nobody does, the same two functions as an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -41,13 +41,7 @@ def _layout(segments: list[int], keys: list[int], causal_block: int, ulysses: in
     return Layout(tuple(segments), tuple(keys), ulysses=ulysses, ring=ring, causal_block=causal_block or None)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *settings,
-) -> Tensor:
+def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *settings) -> Tensor:
     """The output of :func:`ring_attention`, whose arguments these are: by the operator where it is looked at."""
     if _looked_at(q, k, v):
         return ring_attention(q, k, v, mask, *settings)[0]
