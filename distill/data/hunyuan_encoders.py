@@ -33,6 +33,7 @@ from distill.data.pipeline_folder import (
     whole_numbers,
 )
 from fsdp_cp.errors import UserError
+from models.checkpoint_files import one_line
 from models.condition import FIRST_FRAME
 from models.families.hunyuan import GLYPH_TOKENS
 
@@ -178,7 +179,12 @@ def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[st
     if not whole_numbers(sides, most=64):
         raise UserError(f"{where}: transformer/config.json has patches of {shown(sides)}; give the folder's own")
     target, task = transformer.get("target_size", 640), transformer.get("task_type")
-    if not whole_numbers([target], most=65536) or task not in (None, "t2v", "i2v"):
+    # Below a latent the pipeline's sizes of images are none.
+    if (
+        not whole_numbers([target], most=65536)
+        or target < vae["spatial_compression_ratio"]
+        or task not in (None, "t2v", "i2v")
+    ):
         raise UserError(
             f"{where}: transformer/config.json has target_size={shown(target)}, task_type={shown(task)}; give the"
             " folder's own"
@@ -225,7 +231,7 @@ class HunyuanTextEncoder(TextEncoder):
         super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
         from transformers import T5EncoderModel
 
-        self.where = f"data.encoders={folder.path}"
+        self.where, self.template = f"data.encoders={folder.path}", folder.text_key()
         self.glyph_tokenizer = load_tokenizer(folder.path, "tokenizer_2")
         self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(device)
 
@@ -237,6 +243,8 @@ class HunyuanTextEncoder(TextEncoder):
     def encode(self, caption: str) -> torch.Tensor:
         """The caption's tokens within the pipelines' chat template, without those of the system's part: fp32 (tokens,
         D) on the CPU, of the last layer but two."""
+        whole = self._within_template(caption)
+        self._check_words(whole, self.model, "tokenizer", "text_encoder")
         embeddings, mask = _pipeline()._get_mllm_prompt_embeds(
             self.model, self.tokenizer, caption, self.device, tokenizer_max_length=self.max_tokens
         )
@@ -246,19 +254,54 @@ class HunyuanTextEncoder(TextEncoder):
                 f"{self.where}: the chat template of tokenizer/ leaves no token of the caption {caption[:60]!r} behind"
                 " the system's part; give the folder's own"
             )
-        if len(found) == self.max_tokens:
-            logger.warning("caption cut at data.max_text_tokens=%d tokens: %.60s", self.max_tokens, caption)
+        length = len(whole) - self.template["crop_start"]
+        if length > self.max_tokens:
+            logger.warning(
+                "caption cut from %d to data.max_text_tokens=%d tokens: %.60s", length, self.max_tokens, caption
+            )
         return found
+
+    def _within_template(self, caption: str) -> list[int]:
+        """Tokens of the whole chat, the system's part in front, as the pipelines make them before they cut them."""
+        chat = _pipeline_module().format_text_input([caption], self.template["system_message"])
+        try:
+            made = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
+        except Exception as error:  # of Jinja, and whatever a template raises
+            raise UserError(
+                f"{self.where}: the chat template of tokenizer/ cannot be used ({one_line(error)}); give the folder's"
+                " own"
+            ) from error
+        return made["input_ids"][0]
+
+    def _check_words(self, tokens: list[int], model: Any, tokenizer: str, encoder: str) -> None:
+        words = model.get_input_embeddings().num_embeddings
+        if max(tokens, default=0) >= words:  # on a GPU an assertion of the device, which names nothing
+            raise UserError(
+                f"{self.where}: {tokenizer}/ has words that {encoder}/ of {words} words does not know; give the"
+                f" {tokenizer}/ that belongs to it"
+            )
 
     @torch.no_grad()
     def _glyphs(self, caption: str) -> torch.Tensor:
+        quoted = _pipeline_module().extract_glyph_texts(caption)
+        whole = [] if quoted is None else self.glyph_tokenizer(quoted, add_special_tokens=True)["input_ids"]
+        self._check_words(whole, self.glyph_model, "tokenizer_2", "text_encoder_2")
         embeddings, mask = _pipeline()._get_byt5_prompt_embeds(
             self.glyph_tokenizer, self.glyph_model, caption, self.device, tokenizer_max_length=GLYPH_TOKENS
         )
         found = embeddings[0][mask[0].bool()].float().cpu()
-        if len(found) == GLYPH_TOKENS:
-            logger.warning("what a caption quotes is cut at %d tokens: %.60s", GLYPH_TOKENS, caption)
+        if len(whole) > GLYPH_TOKENS:
+            logger.warning(
+                "what a caption quotes is cut from %d to %d tokens: %.60s", len(whole), GLYPH_TOKENS, caption
+            )
         return found
+
+
+def _pipeline_module() -> Any:
+    """Whose functions (diffusers 0.42) put a caption into a chat, and find what it quotes."""
+    from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
+
+    return pipeline_hunyuan_video1_5
 
 
 def _pipeline() -> Any:

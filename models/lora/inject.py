@@ -5,6 +5,7 @@ An adapter has the name of its role. Which one a forward runs is settled in :mod
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -17,6 +18,8 @@ from fsdp_cp.errors import UserError
 from models.families.base import Family
 from models.lora.settings import LoraSettings
 
+logger = logging.getLogger(__name__)
+
 
 def target_layers(network: nn.Module, family: Family, settings: LoraSettings, where: str) -> list[str]:
     """Names of the linear layers that get adapters.
@@ -28,8 +31,8 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
         where: the settings' prefix in a message, e.g. ``"student.lora."``.
 
     Raises:
-        UserError: patterns that match nothing, or that match modules without one linear layer among them; a rank above
-            a layer's size.
+        UserError: patterns that match nothing, modules without one linear layer among them, or only layers that no
+            gradient ever reaches; a rank above a layer's size.
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     if settings.targets:
@@ -44,9 +47,9 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
         inside = {id(module) for block in family.blocks(network) for module in block.modules()}
         chosen = [name for name, module in linear.items() if id(module) in inside]
     unread = unread_layers(network, family)  # nor would an adapter on one ever get a gradient
-    if chosen and unread.issuperset(chosen):
-        raise UserError(f"{where}targets: nothing reads what {chosen[0]} makes, so it never trains; leave it out")
-    chosen = [name for name in chosen if name not in unread]
+    for pattern in settings.targets:
+        refuse_unread([name for name in chosen if fnmatchcase(name, pattern)], unread, f"{where}targets", pattern)
+    chosen = read_alone(chosen, unread, f"{where}targets")
     for name in chosen:
         size = min(linear[name].in_features, linear[name].out_features)
         if settings.rank > size:
@@ -61,6 +64,20 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
 def unread_layers(network: nn.Module, family: Family) -> set[str]:
     """Names of the layers of the plain ``network`` that no gradient ever reaches."""
     return {name.rpartition(".")[0] for name in family.never_trained(network)}
+
+
+def refuse_unread(matching: Sequence[str], unread: set[str], setting: str, pattern: str) -> None:
+    """Raise ``UserError`` where all that ``pattern`` matches is ``unread``: it asks for what never trains."""
+    if matching and unread.issuperset(matching):
+        raise UserError(f"{setting}: nothing reads what {matching[0]} makes, so it never trains; leave {pattern!r} out")
+
+
+def read_alone(names: Sequence[str], unread: set[str], setting: str) -> list[str]:
+    """``names`` without the ``unread`` ones; says which those are."""
+    left_out = [name for name in names if name in unread]
+    if left_out:
+        logger.info("%s: %s left out: nothing reads what they make", setting, ", ".join(left_out))
+    return [name for name in names if name not in unread]
 
 
 def trained_modules(
@@ -80,7 +97,7 @@ def trained_modules(
 
     Raises:
         UserError: a pattern that matches no module with parameters, or a bare parameter; a module that has adapters,
-            too, that is neither a linear layer nor a norm, or that no gradient ever reaches.
+            too, or that is neither a linear layer nor a norm; a pattern of which no gradient ever reaches anything.
     """
     unread = unread_layers(network, family)
     modules = {
@@ -98,17 +115,17 @@ def trained_modules(
             bare = [name for name, _ in network.named_parameters() if fnmatchcase(name, pattern)]
             why = f"matches {bare[0]}, a parameter, and a role can train modules alone" if bare else "matches no module"
             raise UserError(f"{where}train: {pattern!r} {why}; names are as {next(reversed(modules))}")
-        for name in matching:
-            found += [
-                f"{name}.{inner}" if inner else name
-                for inner, module in modules[name].named_modules()
-                if any(True for _ in module.parameters(recurse=False))
-            ]
-    chosen = [name for name in modules if name in found]
+        inside = [
+            f"{name}.{inner}" if inner else name
+            for name in matching
+            for inner, module in modules[name].named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+        refuse_unread(inside, unread, f"{where}train", pattern)
+        found += inside
+    chosen = read_alone([name for name in modules if name in found], unread, f"{where}train")
     for name in chosen:
         module = modules[name]
-        if name in unread:
-            raise UserError(f"{where}train: nothing reads what {name} makes, so it never trains; leave it out")
         if not isinstance(module, nn.Linear) and any(parameter.ndim > 1 for parameter in module.parameters()):
             inner, _ = next(module.named_parameters(recurse=False))
             raise UserError(

@@ -111,6 +111,11 @@ def plan_lora(
         unread = found.tensors.keys() & unread_layers(network, family)
         if unread:
             logger.info("%s: %d adapters left out, of layers whose output nothing reads", saved, len(unread))
+            if unread == found.tensors.keys():
+                raise UserError(
+                    f"{role}.checkpoint={saved.parent}: its adapters are of layers whose output nothing reads, so they"
+                    " change nothing; give others, or the base alone"
+                )
             found = replace(found, tensors={name: of for name, of in found.tensors.items() if name not in unread})
         if settings.rank not in (0, found.rank):
             raise UserError(

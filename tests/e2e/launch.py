@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from fsdp_cp.launch import outside_of_torchrun
@@ -46,11 +47,28 @@ def losses(run_dir: Path) -> list[dict[str, float]]:
 
 
 def kill_all(marker: str) -> None:
-    """SIGKILL every process with ``marker`` in its command line: torchrun's workers do not die with it."""
+    """SIGKILL every process with ``marker`` in its command line: torchrun's workers do not die with it.
+
+    Returns when they are dead, or the locks that they held could still be theirs.
+    """
+    killed = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
+            if marker in words and int(entry.name) != os.getpid():
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed.append(entry)
+        except OSError:  # it has ended by itself
             continue
-        if marker in words and int(entry.name) != os.getpid():
-            os.kill(int(entry.name), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while any(_alive(entry) for entry in killed):
+        assert time.monotonic() < deadline, "a killed process is still there"
+        time.sleep(0.02)
+
+
+def _alive(process: Path) -> bool:
+    """Is the process of this folder of ``/proc`` there, and no zombie, which holds nothing more?"""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

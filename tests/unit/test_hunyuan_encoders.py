@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from distill.data.captions import Captions
 from distill.data.choose_encoders import choose_encoders
@@ -79,8 +80,47 @@ def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, capl
         assert not given[name][~counts].any()
     least, most, width = encoders.text_sizes(tokens)["glyphs"]
     assert least <= len(texts["glyphs"]) <= most and texts["glyphs"].shape[1] == width
-    assert ("caption cut at" in caplog.text) == (given["text_mask"].sum() == tokens)
-    assert ("quotes is cut at 256" in caplog.text) == ("yyy" in caption)
+    assert ("caption cut from" in caplog.text) == (caption[-9:] in ("x" * 9, "y" * 8 + '"') and tokens == 60)
+    assert ("quotes is cut from 410 to 256" in caplog.text) == ("yyy" in caption)
+
+
+def test_a_caption_of_just_as_many_tokens_is_not_cut(folder, caplog):
+    encoders = choose_encoders(folder)
+    length = len(encoders.text_encoder(max_tokens=60, **CPU).embeddings("a red square")["text"])
+    for tokens, message in (
+        (length, ""),
+        (length - 1, f"caption cut from {length} to data.max_text_tokens={length - 1}"),
+    ):
+        caplog.clear()
+        assert len(encoders.text_encoder(max_tokens=tokens, **CPU).embeddings("a red square")["text"]) == tokens
+        assert (message in caplog.text) and ("cut" in caplog.text) == bool(message)
+    for letters, cut in ((246, False), (247, True)):  # ten more are those around it
+        caplog.clear()
+        found = encoders.text_encoder(max_tokens=400, **CPU).embeddings('"' + "y" * letters + '"')
+        assert len(found["glyphs"]) == GLYPH_TOKENS
+        assert ("quotes is cut from 257 to 256" in caplog.text) == cut
+
+
+@pytest.mark.parametrize(("tokenizer", "encoder"), [("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")])
+def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, tokenizer, encoder):
+    """With words beyond the embeddings, which a GPU meets with an assertion that names nothing."""
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    words = AutoTokenizer.from_pretrained(copied / tokenizer)
+    words.add_tokens([f"zzz{i}" for i in range(2000)])
+    words.save_pretrained(copied / tokenizer)
+    texts = choose_encoders(copied).text_encoder(max_tokens=60, **CPU)
+    with pytest.raises(UserError, match=f"{tokenizer}/ has words that {encoder}/ of .* words does not know") as error:
+        texts.embeddings('a "zzz1999"')
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", ["{% for x %}", "{{ raise_exception('no') }}", "{{ messages[7].content }}"])
+def test_a_template_that_cannot_be_used_is_refused_in_one_line(folder, tmp_path, template):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "tokenizer" / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="the chat template of tokenizer/ cannot be used") as error:
+        choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
+    assert "\n" not in str(error.value)
 
 
 def test_pixels_are_those_of_the_pipeline(folder, pipeline):

@@ -281,9 +281,31 @@ def test_adapters_of_layers_that_nothing_reads_are_left_out_of_a_file(tmp_path, 
     assert set(plan_lora(network, HUNYUAN, LoraSettings(rank=2), "student").targets) == set(plan.targets)
 
 
+def test_of_a_wildcard_the_layers_that_nothing_reads_are_left_out_by_name(caplog):
+    network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE)
+    settings = LoraSettings(rank=2, targets=["*.attn.to_add_out"], train=["transformer_blocks.*.ff_context.net.2"])
+    with caplog.at_level(logging.INFO):
+        plan = plan_lora(network, HUNYUAN, settings, "student")
+    assert plan.targets == tuple(f"transformer_blocks.{i}.attn.to_add_out" for i in range(LAST))
+    assert plan.train == tuple(f"transformer_blocks.{i}.ff_context.net.2" for i in range(LAST))
+    for setting, name in (("targets", UNREAD[0]), ("train", UNREAD[2])):
+        assert f"student.lora.{setting}: {name} left out: nothing reads what they make" in caplog.text
+
+
+def test_a_file_of_adapters_that_change_nothing_is_refused(tmp_path):
+    network = HunyuanVideo15Transformer3DModel(**ARCHITECTURE)
+    out, into = network.get_submodule(UNREAD[0]).weight.shape
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    pair = {"lora_A": torch.randn(2, into), "lora_B": torch.randn(out, 2)}
+    save_file({f"transformer.{UNREAD[0]}.{name}.weight": x for name, x in pair.items()}, file)
+    with pytest.raises(UserError, match="its adapters are of layers whose output nothing reads"):
+        plan_lora(network, HUNYUAN, LoraSettings(rank=2), "student", file)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"targets": ["*.attn.to_q", UNREAD[0]]}, f"targets: nothing reads what {UNREAD[0]} makes"),
         ({"targets": [f"transformer_blocks.{LAST}.ff_context.*"]}, f"targets: nothing reads what {UNREAD[1]} makes"),
         ({"train": [UNREAD[0]]}, f"train: nothing reads what {UNREAD[0]} makes, so it never trains"),
     ],
