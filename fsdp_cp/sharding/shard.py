@@ -20,6 +20,7 @@ from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
 from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
 from fsdp_cp.sharding.guards import allow_inference_mode, explain_dtypes, refuse_double_backward
+from fsdp_cp.sharding.one_rank import compute_in_place
 from fsdp_cp.sharding.pool import pool_of
 from fsdp_cp.sharding.pooled import pool_buffers
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
@@ -93,6 +94,8 @@ def shard_module(
     _configure(root, settings, where)
     if settings.communication_buffers == "pooled":
         _pool(root, mesh, where)
+    if where.size() == 1:
+        compute_in_place(root)
     _prefetch(root, cast(list[ShardedModule], units), settings)
     root._shard_settings = settings
     remember_units(root)

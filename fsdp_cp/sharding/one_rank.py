@@ -1,0 +1,153 @@
+"""One rank alone holds every parameter whole: computed with where it lies, its gradients taken as they come.
+
+FSDP2 copies there too: each shard into a full parameter, and each gradient into the input and then the output of a
+reduction that has nothing to add. On a CPU that is a quarter of a step (``python -m benchmarks.overhead``), and it is
+memory for a unit's weights and gradients. Its private classes ``FSDPParam`` and ``FSDPParamGroup`` (torch 2.13) are
+taught otherwise here, and here alone; hooks, states and DTensors stay torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, param_groups
+
+SINCE = (2, 13)
+"""The torch whose classes these are; an older one copies, with the same results."""
+
+
+def compute_in_place(root: ShardedModule) -> None:
+    """Let every unit of ``root``, which one rank holds alone, go without the copies of a gather and of a reduction.
+
+    Results are the same to the last bit. Left to torch: what is offloaded to the CPU, gathers itself (fp8) or is a
+    part of a larger storage; gradients that are divided, or summed over replicas.
+    """
+    if torch.__version__ < SINCE:  # type: ignore[operator]  # it compares itself with tuples too
+        return
+    for unit in fsdp_modules(root):
+        for group in param_groups(unit):
+            group.__class__ = _Group
+            for parameter in group.fsdp_params:
+                parameter.__class__ = _Parameter
+
+
+class _Parameter(FSDPParam):
+    _in_place = False
+    """Is the full parameter the shard's own memory?"""
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+        """Memory of the full parameter: the shard's own if it can be. FSDP2 then "copies" a tensor onto itself."""
+        in_place = self._can_be_in_place()
+        if in_place and self.is_in_place():
+            return
+        if in_place:
+            self.all_gather_outputs = [self._sharded_param_data]
+        elif self._in_place:  # weights were loaded by assignment, as parts of a larger storage
+            self.all_gather_outputs = []
+        changes, self._in_place = in_place or self._in_place, in_place
+        super().init_all_gather_outputs(*args, **kwargs)
+        if changes and hasattr(self, "_unsharded_param"):
+            # Not a new one: gradients that wait for the last micro-batch hang on it.
+            (full,) = self.all_gather_outputs
+            self._unsharded_param.data = full.as_strided(self._orig_size, self._contiguous_orig_stride, 0)
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What FSDP2 copies into the full parameter. A cast goes there at once, without a tensor of its own."""
+        shard = self._sharded_param_data
+        if self.param_dtype in (None, shard.dtype) or not self._is_plain():
+            return super().all_gather_inputs
+        self.init_all_gather_outputs([shard.numel()], [self.param_dtype], 1, self.device)
+        (full,) = self.all_gather_outputs
+        alloc_storage(full)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(full):
+            full.copy_(shard)
+        return [full]
+
+    def free_unsharded_param(self) -> None:
+        """Not in place: that would be the weights themselves."""
+        if not self._in_place:
+            super().free_unsharded_param()
+
+    def is_in_place(self) -> bool:
+        """Is there a full parameter, and is it the shard's own memory, still?"""
+        return self._in_place and self.all_gather_outputs[0] is self._sharded_param_data
+
+    def _is_plain(self) -> bool:
+        shard = self._sharded_local_tensor
+        gathers_itself = hasattr(shard, "fsdp_pre_all_gather")
+        of_parts = is_traceable_wrapper_subclass(shard)  # a fake tensor, of the planner, is none
+        return not (self.offload_to_cpu or self.is_dtensor or gathers_itself or of_parts)
+
+    def _can_be_in_place(self) -> bool:
+        shard = self._sharded_param_data
+        # FSDP2 would resize a storage that is larger than the parameter.
+        fills_its_storage = shard.storage_offset() == 0 and shard.untyped_storage().nbytes() == shard.nbytes
+        return self.param_dtype in (None, shard.dtype) and self._is_plain() and fills_its_storage
+
+
+class _Group(FSDPParamGroup):
+    def wait_for_unshard(self) -> None:
+        """Nothing to wait for where every full parameter is in place already: of 27 in a block each call counts."""
+        if self._all_gather_result is not None and all(
+            p.is_in_place() for p in cast(list[_Parameter], self.fsdp_params)
+        ):
+            self._to_unsharded()
+            self._all_gather_result = None
+            return
+        super().wait_for_unshard()
+
+    def post_backward(self, *unused: Any) -> None:
+        """Make the sharded gradients of the full ones, which FSDP2 finds none of then."""
+        if (
+            self.reduce_grads
+            and self.gradient_divide_factor is None
+            and not self.reduce_scatter_unused_params
+            and not self._is_hsdp
+            and self._all_reduce_hook is None
+        ):
+            with torch.no_grad():
+                for parameter in self.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param") and not parameter.offload_to_cpu:
+                        self._take_gradient(parameter)
+        super().post_backward(*unused)
+
+    def _take_gradient(self, parameter: FSDPParam) -> None:
+        parameter.accumulate_unsharded_grad_if_needed()
+        if parameter.unsharded_accumulated_grad is not None:
+            gradient = parameter.unsharded_accumulated_grad_data
+            parameter.unsharded_accumulated_grad = None
+        elif parameter.unsharded_param.grad is not None:
+            gradient = parameter.unsharded_grad_data
+            parameter.unsharded_param.grad = None
+        else:
+            return
+        gradient = gradient.to(self._reduce_dtype or gradient.dtype).to(self._orig_dtype or gradient.dtype)
+        gradient = _alone(gradient).view(parameter.sharded_size)
+        shard = parameter.sharded_param
+        if shard.grad is not None:
+            cast(DTensor, shard.grad)._local_tensor.add_(gradient)
+        else:
+            shard.grad = parameter.to_sharded_dtensor(gradient)
+        for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(shard)
+
+
+def _alone(gradient: Tensor) -> Tensor:
+    """``gradient``, contiguous and in memory that no other tensor has: clipping scales each one in place.
+
+    Autograd hands out views of one tensor as the gradients of several parameters (of ``a`` and ``b`` for
+    ``a.view(-1) + b``). ``torch._C._storage_Use_Count`` is private (torch 2.13): the tensor, and Python's handle.
+    """
+    storage = gradient.untyped_storage()
+    owners = torch._C._storage_Use_Count(storage._cdata)
+    if owners > 2 or storage.nbytes() != gradient.nbytes or not gradient.is_contiguous():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient
