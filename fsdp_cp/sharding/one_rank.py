@@ -129,8 +129,10 @@ class _Group(FSDPParamGroup):
             parameter.unsharded_param.grad = None
         else:
             return
-        gradient = gradient.to(self._reduce_dtype or gradient.dtype).to(self._orig_dtype or gradient.dtype)
-        gradient = _alone(gradient).view(parameter.sharded_size)
+        for dtype in (self._reduce_dtype, self._orig_dtype):
+            if dtype is not None and dtype != gradient.dtype:
+                gradient = gradient.to(dtype)
+        gradient = _alone(gradient)
         shard = parameter.sharded_param
         if shard.grad is not None:
             cast(DTensor, shard.grad)._local_tensor.add_(gradient)
