@@ -27,7 +27,7 @@ from distill.setup import RunPlan
 from fsdp_cp.fake_world import fake_world
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.phases import phase, phase_now
-from fsdp_cp.measure.sharding_memory import gathered_outputs
+from fsdp_cp.measure.sharding_memory import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
@@ -186,7 +186,7 @@ def run_steps(
         with ExitStack() as stack:
             for role in {id(role.network): role for role in method.roles.values()}.values():
                 # without a first forward there is nothing to watch
-                if any(True for _ in gathered_outputs([role.network])):
+                if has_run(role.network):
                     stack.enter_context(WatchedSharding(role, storages))
             storages.reset_peaks()
             resting = {label: size for label, size in storages.by.items() if size}

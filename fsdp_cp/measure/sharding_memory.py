@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_cp.measure.memory import resizes_reported
 from fsdp_cp.reduce import local_shard
+from fsdp_cp.sharding.one_rank import is_in_place, watch_gradients
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 
 KINDS = ("gathered", "staging", "full_gradients", "reduce_inputs", "shard_gradients")
@@ -53,12 +54,28 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def gathered_outputs(networks: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """The tensors that become full parameters, and are resized to 0 between uses (private, torch 2.11 to 2.13)."""
+    """The tensors that become full parameters, and are resized to 0 between uses (private, torch 2.11 to 2.13).
+
+    None of a parameter that one rank holds alone and computes with where it lies.
+    """
+    for parameter in _fsdp_params(networks):
+        yield from _gathered_outputs(parameter)
+
+
+def _gathered_outputs(parameter: Any) -> list[Tensor]:
+    return [] if is_in_place(parameter) else parameter.all_gather_outputs
+
+
+def _fsdp_params(networks: Iterable[nn.Module]) -> Iterator[Any]:
     for network in networks:
         for unit in fsdp_modules(network):
             for group in param_groups(unit):
-                for parameter in group.fsdp_params:
-                    yield from parameter.all_gather_outputs
+                yield from group.fsdp_params
+
+
+def has_run(network: nn.Module) -> bool:
+    """Has any unit of it run a forward? FSDP2 makes what :class:`ShardingMemory` watches in the first."""
+    return any(parameter.all_gather_outputs for parameter in _fsdp_params([network]))
 
 
 class ShardingMemory:
@@ -142,7 +159,7 @@ class ShardingMemory:
             raise RuntimeError(f"{group!r} has not run yet; run one forward before measuring")
         handles = []
         for parameter in group.fsdp_params:
-            for output in parameter.all_gather_outputs:
+            for output in _gathered_outputs(parameter):
                 storage = output.untyped_storage()
                 self._gathered[storage._cdata] = storage.nbytes()
                 self.bytes["gathered"] += storage.nbytes()
@@ -157,17 +174,19 @@ class ShardingMemory:
             parameter.to_accumulated_grad_if_needed = self._casting(parameter)
         gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
         inputs_and_outputs = _alternately("reduce_inputs", "shard_gradients")
+        unwatch = watch_gradients(group, lambda parameter: self._add("shard_gradients", parameter.sharded_param.grad))
         gather.allocate = self._watching(gather.allocate, lambda: "staging")
         reduce.allocate = self._watching(reduce.allocate, lambda: next(inputs_and_outputs))
         try:
             yield
         finally:
+            unwatch()
             del gather.allocate, reduce.allocate  # the methods of their classes again
             for handle in handles:
                 handle.remove()
             for parameter in group.fsdp_params:
                 del parameter.to_accumulated_grad_if_needed
-                for output in parameter.all_gather_outputs:
+                for output in _gathered_outputs(parameter):
                     self.bytes["gathered"] -= self._gathered.pop(output.untyped_storage()._cdata, 0)
 
     def _watching(self, allocate: Callable[..., Tensor], kind: Callable[[], str]) -> Callable[..., Tensor]:
@@ -199,6 +218,11 @@ class ShardingMemory:
                 self._watched[key] = (kind, storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key)))
                 self.bytes[kind] += storage.nbytes()
                 self._reduce_inputs += kind == "reduce_inputs"
+                self._note_peak()
+            elif (before := self._watched[key])[0] == "full_gradients" != kind:  # on one rank it becomes the shard's
+                self._watched[key] = (kind, *before[1:])
+                self.bytes[before[0]] -= before[1]
+                self.bytes[kind] += before[1]
                 self._note_peak()
 
     def _forget(self, key: int) -> None:

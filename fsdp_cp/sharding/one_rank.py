@@ -8,6 +8,7 @@ taught otherwise here, and here alone; hooks, states and DTensors stay torch's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,29 @@ def compute_in_place(root: ShardedModule) -> None:
             group.__class__ = _Group
             for parameter in group.fsdp_params:
                 parameter.__class__ = _Parameter
+
+
+def is_in_place(parameter: FSDPParam) -> bool:
+    """Is the full parameter the shard's own memory, and so nothing that a rank holds beside its shards?"""
+    return isinstance(parameter, _Parameter) and parameter.is_in_place()
+
+
+def watch_gradients(group: FSDPParamGroup, seen: Callable[[FSDPParam], None]) -> Callable[[], None]:
+    """Call ``seen`` with each parameter of ``group`` that has got a sharded gradient here, without a reduction.
+
+    Returns:
+        Ends it.
+    """
+    if not isinstance(group, _Group):
+        return lambda: None
+    take = group.take_gradient
+
+    def watched(parameter: FSDPParam) -> None:
+        take(parameter)
+        seen(parameter)
+
+    vars(group)["take_gradient"] = watched
+    return lambda: vars(group).pop("take_gradient", None)
 
 
 class _Parameter(FSDPParam):
@@ -116,10 +140,11 @@ class _Group(FSDPParamGroup):
             with torch.no_grad():
                 for parameter in self.fsdp_params:
                     if hasattr(parameter, "_unsharded_param") and not parameter.offload_to_cpu:
-                        self._take_gradient(parameter)
+                        self.take_gradient(parameter)
         super().post_backward(*unused)
 
-    def _take_gradient(self, parameter: FSDPParam) -> None:
+    def take_gradient(self, parameter: FSDPParam) -> None:
+        """Let the full gradient be that of the shard, or a part of it."""
         parameter.accumulate_unsharded_grad_if_needed()
         if parameter.unsharded_accumulated_grad is not None:
             gradient = parameter.unsharded_accumulated_grad_data

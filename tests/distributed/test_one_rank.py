@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_cp import build_mesh, microbatch, shard_module
+from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes
 from fsdp_cp.reduce import scale_grads
 from fsdp_cp.sharding import shard
 from fsdp_cp.sharding.state import fsdp_modules, param_groups, reshard
@@ -195,3 +196,33 @@ def _assigned():
 
 def test_weights_that_are_loaded_by_assignment(pools):
     assert pools[1].run(_assigned) == [(True, True, True, True, {True})]
+
+
+def _held(precision):
+    """Bytes at most by kind in a step of two micro-batches, what is left of them, and what the shards take."""
+    model = _model(precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    x = torch.randn(2, TOKENS, 5, dtype=dtype)
+    model(x)  # FSDP2 makes what is watched
+    with ShardingMemory(model) as memory:
+        for i in range(2):
+            with microbatch(model, is_first=i == 0, is_last=i == 1):
+                model(x).float().square().mean().backward()
+        left = dict(memory.bytes)
+    largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    return dict(memory.peak), left, shard_bytes(model), largest
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_held_beside_the_shards(pools, precision):
+    ((most, left, shards, largest),) = pools[1].run(_held, precision)
+    assert left == dict.fromkeys(left, 0) | {"shard_gradients": shards.gradients}
+    assert shards.gradients == shards.parameters
+    assert most["staging"] == most["reduce_inputs"] == 0
+    if precision == "fp32":
+        assert most["gathered"] == 0
+    else:
+        assert most["gathered"] >= 2 * largest
+    # Of the second micro-batch gradients of a unit are beside those of the shards for a moment.
+    assert 0 < most["full_gradients"] < shards.parameters
+    assert shards.gradients <= most["shard_gradients"] <= shards.gradients + 4 * largest

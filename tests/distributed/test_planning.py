@@ -142,6 +142,18 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
+def test_one_rank_gathers_nothing():
+    """It computes with its shards where they lie: they are parameters in every phase, and gradients are gradients."""
+    found = simulate(*_planned(1, ("mesh.cp=1",)))
+    resting = {role: found.resting[role, "parameters"] for role in ROLES}
+    assert all(resting.values())
+    for name, peak in found.peaks.items():
+        assert not any(peak.by.get((role, "gathered")) for role in ROLES), name
+        assert {role: peak.by[role, "parameters"] for role in ROLES} == resting, name
+    for role in ("student", "fake"):
+        assert found.peaks[f"{role}/clip"].by[role, "gradients"] == found.resting["student", "ema"], "of one size"
+
+
 @pytest.mark.long
 def test_recomputation_through_a_frozen_fake_score_counts():
     """The student's gradient passes the checkpointed fake score's forward for the GAN, which no step of it trains."""
