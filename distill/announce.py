@@ -62,11 +62,12 @@ def announce(trainer: TrainingState) -> None:
     if advice is not None:
         log.warning(advice)
     log.info(
-        "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps; %d clips; output in %s",
+        "batch %d = %d micro-batches of %d on %d data-parallel ranks%s; %d steps; %d clips; output in %s",
         trainer.config.batch_size,
         trainer.batching.accumulation,
         trainer.batching.micro_batch_size,
         trainer.mesh.dp_size,
+        f", in {trainer.batching.parts} parts that draw their experts each" if trainer.batching.parts > 1 else "",
         trainer.config.steps,
         len(trainer.training_data),
         trainer.run_dir,

@@ -22,8 +22,8 @@ class Losses(NamedTuple):
     """This rank's share of each loss's mean over the global batch, by name, in fp64."""
     weights: dict[str, float]
     """By name."""
-    networks: dict[str, int]
-    """Of the role's networks the one that each loss trained, by name."""
+    networks: set[int]
+    """Of the role's networks those that were trained."""
 
 
 def accumulate_gradients(
@@ -48,11 +48,13 @@ def accumulate_gradients(
     roots = [each.network for each in method.roles.values()]
     streams = [random(i) for i in range(len(micro_batches))]
     # The closures do the work: listing the losses, to know which backward of a network is its last, runs nothing early.
-    each = [method.losses(step, batch, draws) for batch, draws in zip(micro_batches, streams, strict=True)]
+    each = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
     work = list(chain.from_iterable(each))
-    trains = method.networks(step, streams[0]) if role.boundaries else {}
-    of_network = [trains[loss.name] if trains else 0 for loss in work]
-    losses = Losses({}, {}, {})
+    of_network = [0 for _ in work]
+    if role.boundaries:
+        trains = [method.networks(step, draws) for draws in streams]
+        of_network = [of[loss.name] for part, of in zip(each, trains, strict=True) for loss in part]
+    losses = Losses({}, {}, set(of_network))
     with phase(f"{name}/gradients", roots), ExitStack() as frozen:
         frozen.enter_context(role.training(set(of_network)))
         for other in method.frozen_roles(step):
@@ -65,6 +67,5 @@ def accumulate_gradients(
                 with phase(f"{name}/{loss.name}/backward"):
                     (loss.weight * share * value).backward()
             losses.weights[loss.name] = loss.weight
-            losses.networks[loss.name] = index
             losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
     return losses

@@ -259,6 +259,11 @@ def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePla
     """
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
     method.check_experts(config.method, boundaries, config.student.experts)
+    if config.expert_draws > 1 and not boundaries:
+        raise UserError(
+            f"expert_draws={config.expert_draws} is for roles of two experts, and no role of this run has them; leave"
+            " it out"
+        )
     second = getattr(config.method, "guidance_scale_2", None)
     if second is not None and "teacher" not in boundaries:
         raise UserError(

@@ -207,6 +207,7 @@ class Trainer(TrainingState):
                 seed=self.config.seed,
                 step=self.step,
                 positions=self.batching.positions(i),
+                part=self.batching.part(i),
                 device=self.device,
                 ahead=self.draws,
             )
@@ -216,7 +217,7 @@ class Trainer(TrainingState):
         losses = {name: float(value) for name, value in found.sums.items()}
         role = self.roles[self.method.trained_role(self.step)]
         names = dict(zip(role.trained_experts, role.trained_names, strict=True))
-        parts = [names[index] for index in sorted(set(found.networks.values()))]
+        parts = [names[index] for index in sorted(found.networks)]
         return sum(found.weights[name] * value for name, value in losses.items()), losses, parts
 
     def _log_norms(self, name: str, parts: Sequence[str]) -> None:

@@ -69,7 +69,11 @@ class TrainingState:
         method.student_average = self._student_average
         self.training_data = method.training_data(data)
         self.batching = Batching(
-            global_size=config.batch_size, micro_batch_size=micro_batch_size, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+            global_size=config.batch_size,
+            micro_batch_size=micro_batch_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            parts=config.expert_draws,
         )
         # Moved once: with each micro-batch it would be a copy that the GPU waits for.
         self.null, self.empty = (
@@ -100,7 +104,7 @@ class TrainingState:
         self.norms: NormsLog | None = None
         self.unlogged: dict[str, float | None] = {}
         """The latest metrics of every role since the last logged step, which may have been another role's."""
-        self.planned_updates = planned_updates(method, config.seed, config.steps, self.trained)
+        self.planned_updates = planned_updates(method, config, self.trained)
         self.evaluator = Evaluator(
             config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
         )
@@ -142,14 +146,15 @@ class TrainingState:
             self.evaluator.write_samples(self.step, self.log)
 
 
-def planned_updates(method: Method, seed: int, steps: int, trained: Collection[str]) -> dict[str, int]:
+def planned_updates(method: Method, config: Config, trained: Collection[str]) -> dict[str, int]:
     """How many of a run's steps train each of ``trained`` (:attr:`TrainingState.trained`): of experts, by the draws."""
     counts: Counter[str] = Counter()
-    for step in range(steps):
+    for step in range(config.steps):
         role = method.roles[method.trained_role(step)]
         networks = {0}
         if role.boundaries:
-            networks = set(method.networks(step, StepRandom(seed=seed, step=step, positions=())).values())
+            parts = (StepRandom(seed=config.seed, step=step, positions=(), part=i) for i in range(config.expert_draws))
+            networks = {index for draws in parts for index in method.networks(step, draws).values()}
         names = dict(zip(role.trained_experts, role.trained_names, strict=True)) if role.boundaries else {0: role.name}
         counts.update(names[index] for index in networks)
     return {name: counts[name] for name in trained}

@@ -29,7 +29,7 @@ def stream(*key: int | str) -> torch.Generator:
 
 
 _NO_SAMPLE = -1
-"""A position that no sample has."""
+"""A position that no sample has, nor has one below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,16 @@ class StepRandom:
     positions: Sequence[int]
     """Positions of the samples in the global batch, one per sample of the micro-batch."""
     device: torch.device | str = "cpu"
+    part: int = 0
+    """Of the batch's parts, each of which draws for itself what its samples share, the one that these are of."""
     ahead: DrawsAhead | None = None
     """Makes the draws, where they are to be made before they are asked for."""
 
     @property
     def shared(self) -> StepRandom:
-        """The streams of one sample that is none of the batch's, on the CPU: the same numbers on every rank."""
-        return replace(self, positions=(_NO_SAMPLE,), device="cpu", ahead=None)
+        """The streams of one sample that is none of the batch's, on the CPU: the same numbers on every rank, others in
+        each of the batch's parts."""
+        return replace(self, positions=(_NO_SAMPLE - self.part,), device="cpu", ahead=None)
 
     def normal(self, purpose: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Standard normal, ``(samples, *shape)``."""
@@ -67,11 +70,12 @@ class StepRandom:
         return drawn.to(self.device, non_blocking=drawn.is_pinned())
 
     def shared_integer(self, purpose: str, low: int, high: int) -> int:
-        """Uniform in ``low`` to ``high`` inclusive; one for the step, the same on every rank.
+        """Uniform in ``low`` to ``high`` inclusive; one for the part of the batch, the same on every rank.
 
         Whatever decides how many forward passes run must come from here: ranks that disagree would deadlock.
         """
-        return int(torch.randint(low, high + 1, (), generator=stream(self.seed, purpose, self.step)))
+        part = ("part", self.part) if self.part else ()  # the first one's draw is that of a batch that is not parted
+        return int(torch.randint(low, high + 1, (), generator=stream(self.seed, purpose, self.step, *part)))
 
 
 class Draw(NamedTuple):

@@ -248,13 +248,24 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
             f"batch_size={config.batch_size} is not a multiple of the {dp_size} data-parallel ranks;"
             f" use batch_size={max(1, config.batch_size // dp_size) * dp_size}"
         )
-    local = config.batch_size // dp_size
-    micro = config.micro_batch_size if config.micro_batch_size is not None else local
-    if micro < 1 or local % micro:
-        near = sorted((d for d in range(1, local + 1) if local % d == 0), key=lambda d: abs(d - micro))[:8]
-        fitting = ", ".join(map(str, sorted(near)))
+    local, draws = config.batch_size // dp_size, config.expert_draws
+    if draws < 1 or local % draws:
         raise UserError(
-            f"micro_batch_size={micro} does not divide batch_size / data-parallel ranks ="
-            f" {config.batch_size} / {dp_size} = {local}; use {fitting}"
+            f"expert_draws={draws} does not divide batch_size / data-parallel ranks ="
+            f" {config.batch_size} / {dp_size} = {local}; use {_divisors(local, draws)}"
+        )
+    part = local // draws
+    micro = config.micro_batch_size if config.micro_batch_size is not None else part
+    if micro < 1 or part % micro:
+        by, value = (" / expert_draws", f" / {draws}") if draws > 1 else ("", "")
+        raise UserError(
+            f"micro_batch_size={micro} does not divide batch_size / data-parallel ranks{by} ="
+            f" {config.batch_size} / {dp_size}{value} = {part}; use {_divisors(part, micro)}"
         )
     return micro
+
+
+def _divisors(of: int, near: int) -> str:
+    """At most eight, in words: the nearest ones."""
+    fitting = sorted((d for d in range(1, of + 1) if of % d == 0), key=lambda d: abs(d - near))[:8]
+    return ", ".join(map(str, sorted(fitting)))

@@ -250,7 +250,10 @@ class Config:
     batch_size: int = MISSING
     """Samples per step over all ranks."""
     micro_batch_size: int | None = None
-    """Samples per data-parallel rank and forward; null for one forward a step."""
+    """Samples per data-parallel rank and forward; null for one forward a step, or one of each ``expert_draws``."""
+    expert_draws: int = 1
+    """Parts of a batch, each of which draws the experts that it runs; of roles of two experts (Wan 2.2 A14B) alone
+    (docs/methods/experts.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

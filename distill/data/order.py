@@ -20,9 +20,11 @@ class Batching:
     micro_batch_size: int
     dp_rank: int
     dp_size: int
+    parts: int = 1
+    """Of the batch, neighbours in it: the same samples on every mesh. Each is of whole micro-batches."""
 
     def __post_init__(self) -> None:
-        assert self.global_size % (self.micro_batch_size * self.dp_size) == 0
+        assert self.global_size % (self.micro_batch_size * self.dp_size * self.parts) == 0
 
     @property
     def accumulation(self) -> int:
@@ -33,6 +35,10 @@ class Batching:
         """Positions in the global batch of this rank's ``micro_batch``-th micro-batch."""
         first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
         return list(range(first, first + self.micro_batch_size))
+
+    def part(self, micro_batch: int) -> int:
+        """The part that the ``micro_batch``-th micro-batch is of, on every rank."""
+        return micro_batch * self.parts // self.accumulation
 
 
 @lru_cache(maxsize=2)

@@ -123,7 +123,8 @@ class Method(ABC):
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         """Of a trained role of experts, which of its networks each loss of ``step`` trains, by the loss's name.
 
-        By what all ranks share alone (:attr:`StepRandom.shared`), and the same for each of a step's micro-batches.
+        By what all ranks share alone (:attr:`StepRandom.shared`), and the same for each micro-batch of a part of the
+        batch.
         """
         return {}
 

@@ -1,10 +1,11 @@
-"""Random times where networks are experts of ranges of them: one range for all samples of a step.
+"""Random times where networks are experts of ranges of them: one range for all samples of a part of a step's batch.
 
-A forward runs one network, the same on every rank, so a step's times must lie in one range of every role that is
-evaluated at them. Which range it is one more draw of the method's own says, whose stream all ranks share; samples draw
-again from their own streams until they are inside. A range comes up as often as the method draws from it, and inside it
-times are distributed as the method has them: over the steps their distribution is unchanged. That of one step is not,
-and a gradient varies more from step to step than with each sample's own range (docs/methods/experts.md).
+A forward runs one network, the same on every rank, so the times of a part (``expert_draws``; all of the batch is one by
+default) must lie in one range of every role that is evaluated at them. Which range it is one more draw of the method's
+own says, whose stream all ranks share; samples draw again from their own streams until they are inside. A range comes
+up as often as the method draws from it, and inside it times are distributed as the method has them: over the steps
+their distribution is unchanged. That of one part is not, and a gradient varies more from step to step than with each
+sample's own range (docs/methods/experts.md).
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def draw_times(
 
 
 def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> int:
-    """The network of ``role``, which trains, that serves the last of the step's times."""
+    """The network of ``role``, which trains, that serves the last of the times that belong together."""
     return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.boundaries else 0
 
 
 def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
-    """The draw that decides the step's ranges: the same on every rank and in every micro-batch.
+    """The draw that decides the ranges of a part of the batch: the same on every rank and in each of its micro-batches.
 
     Raises:
         UserError: where ``trains`` has an expert alone at whose times the method draws none.

@@ -109,6 +109,25 @@ def test_accumulation(pools, folder, micro_batch_size):
     _compare(pools, folder, setup)
 
 
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("dmd2", {"dp_shard": 2, "cp": 2}),
+        pytest.param("dmd2", {"batch_size": 8, "micro_batch_size": 2}, marks=slow),
+        ("rcm", {"cp": 2, "micro_batch_size": 2}),
+        pytest.param("dmd2, GAN", {"dp_shard": 2, "changes": {"all": {"strategy": "optim"}}}, marks=slow),
+        pytest.param("flow_matching", {"dp_shard": 2, "batch_size": 8, "expert_draws": 4}, marks=slow),
+        pytest.param("scm", {"dp_replicate": 2, "cp": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_parts_of_a_batch_that_draw_for_themselves(pools, folder, method, sizes):
+    sizes = {"expert_draws": 2} | sizes
+    trace = _compare(pools, folder, Setup(**sizes, steps=8, method=METHODS[method], boundaries=BOUNDARIES))
+    both = [len(step) == 3 for step in _trained(trace)]
+    assert any(both), "the parts of a step drew different experts"
+
+
 def test_adapters_of_both_experts_with_a_gan(pools, tmp_path):
     """The student's step passes the fake score of one expert and trains the other: nothing may stay in the first.
 

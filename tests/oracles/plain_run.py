@@ -126,20 +126,21 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
     trace = Trace()
     for step in range(setup.steps):
         size = setup.batch_size
-        indices = [clip_at(config.seed, len(data), step * size + i) for i in range(size)]
-        batch = Batch(
-            latents=data.latents[indices],
-            condition=Condition({name: value[indices] for name, value in data.tensors.items()}, data.null, data.empty),
-        )
         name = method.trained_role(step)
         parameters = _trained(roles[name])
         total = 0.0
         for role in roles.values():  # another role's loss may have gone through it
             role.network.zero_grad()
-        for loss in method.losses(step, batch, StepRandom(seed=config.seed, step=step, positions=range(size))):
-            value = loss.weight * loss.closure()
-            value.backward()
-            total += value.item()
+        for part in range(setup.expert_draws):
+            positions = [i for i in range(size) if i * setup.expert_draws // size == part]
+            indices = [clip_at(config.seed, len(data), step * size + i) for i in positions]
+            given = {key: value[indices] for key, value in data.tensors.items()}
+            batch = Batch(latents=data.latents[indices], condition=Condition(given, data.null, data.empty))
+            draws = StepRandom(seed=config.seed, step=step, positions=positions, part=part)
+            for loss in method.losses(step, batch, draws):
+                value = loss.weight * loss.closure() / setup.expert_draws
+                value.backward()
+                total += value.item()
         trace.roles.append(name)
         trace.losses.append(total)
         trace.gradients.append({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})

@@ -53,6 +53,7 @@ class Setup:
     """Adapters on the teacher's network, by role."""
     boundaries: dict[str, float] = field(default_factory=dict)
     """Of roles that are two experts."""
+    expert_draws: int = 1
 
     @property
     def world_size(self) -> int:
@@ -95,6 +96,7 @@ def make_config(setup: Setup, folder: Path) -> Config:
     return Config(
         steps=setup.steps,
         batch_size=setup.batch_size,
+        expert_draws=setup.expert_draws,
         seed=3,
         run_dir=str(folder / "run"),
         method=setup.method,

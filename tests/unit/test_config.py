@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config, RoleSettings, compose_config, load_config
 from distill.config.checks import check, micro_batch_size
+from distill.data.order import Batching
 from distill.config.errors import CONFIGS
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.methods import METHODS
@@ -340,6 +341,32 @@ def test_values_that_mean_none_are_allowed(good, setting, value):
 )
 def test_micro_batch_size(good, batch, micro, dp, expected):
     assert micro_batch_size(replace(good, batch_size=batch, micro_batch_size=micro), dp) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "draws", "dp", "expected"), [(8, None, 2, 1, 4), (8, 2, 2, 1, 2), (16, 1, 4, 4, 1)]
+)
+def test_parts_of_a_batch_are_of_whole_micro_batches(good, batch, micro, draws, dp, expected):
+    config = replace(good, batch_size=batch, micro_batch_size=micro, expert_draws=draws)
+    assert micro_batch_size(config, dp) == expected
+    batching = Batching(global_size=batch, micro_batch_size=expected, dp_rank=dp - 1, dp_size=dp, parts=draws)
+    for i in range(batching.accumulation):
+        assert {p * draws // batch for p in batching.positions(i)} == {batching.part(i)}, "the same on every mesh"
+
+
+@pytest.mark.parametrize(
+    ("micro", "draws", "dp", "message"),
+    [
+        (None, 3, 1, "expert_draws=3 does not divide batch_size / data-parallel ranks = 8 / 1 = 8; use 1, 2, 4, 8"),
+        (None, 0, 2, "expert_draws=0 does not divide batch_size / data-parallel ranks = 8 / 2 = 4; use 1, 2, 4"),
+        (4, 4, 1, "micro_batch_size=4 does not divide batch_size / data-parallel ranks / expert_draws = 8 / 1 / 4 = 2;"
+         " use 1, 2"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_divide_are_refused(good, micro, draws, dp, message):
+    with pytest.raises(UserError) as caught:
+        micro_batch_size(replace(good, batch_size=8, micro_batch_size=micro, expert_draws=draws), dp)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 One sample of each step is taken: those of one step share a range, so pooled they are not independent.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,38 @@ def test_a_step_has_one_range_whoever_holds_its_samples(settings):
                 assert [part[i].at for part in of_ranks] == [times.at] * 2, "the same on every rank"
                 assert torch.equal(of_ranks[0][i].t, times.t[[0, 3]]) and torch.equal(of_ranks[1][i].t, times.t[[5]])
         assert several, "not always the first"
+
+
+def test_parts_of_a_batch_draw_for_themselves():
+    """The first as a batch that is not parted; all with the method's own distribution, and one mean varies less."""
+    method = build_method(FlowMatchingSettings(), {})
+    student = role("student", 0.5)
+    parts, own, means = {i: [] for i in range(4)}, [], {1: [], 4: []}
+    for step in range(1500):
+        drawn = {
+            i: draw_times(
+                method._draw, replace(random(step, *range(4 * i, 4 * i + 4)), part=i), "x", torch.float64, [(student,)]
+            )[0].t
+            for i in parts
+        }
+        (whole,) = draw_times(method._draw, random(step, *range(16)), "x", torch.float64, [(student,)])
+        torch.testing.assert_close(drawn[0], whole.t[:4])
+        for i, t in drawn.items():
+            parts[i].append(float(t[step % 4]))
+        own.append(float(method._draw(random(step, 99), "y", torch.float64)[0]))
+        means[1].append(float(whole.t.mean()))
+        means[4].append(float(torch.cat([*drawn.values()]).mean()))
+    for found in parts.values():
+        assert stats.ks_2samp(found, own).pvalue > 1e-3
+    high = torch.tensor([parts[i] for i in parts]) >= 0.5
+    assert abs(torch.corrcoef(high.double()).fill_diagonal_(0)).max() < 0.1, "independent of each other"
+    # That of the ranges' own means falls with the parts; that of the samples in a range is of 16 either way.
+    t = torch.tensor(own)
+    ranges = [t[t >= 0.5], t[t < 0.5]]
+    between = sum(len(of) / len(t) * (of.mean() - t.mean()) ** 2 for of in ranges).item()
+    within = sum(len(of) / len(t) * of.var() for of in ranges).item()
+    for n, of in means.items():
+        assert torch.tensor(of).var().item() == pytest.approx(between / n + within / 16, rel=0.15), n
 
 
 def test_scores_are_compared_in_the_common_refinement():
