@@ -75,7 +75,7 @@ def usage(config: Config, chosen: str = "") -> str:
     """
     lines = [*_HEAD, *_groups(), "", f"Values are those of {chosen or 'experiment=quickstart (the default)'}."]
     own = [(key, *rest) for key, *rest in _described(Config, "", config, _short) if "." not in key.partition("=")[0]]
-    lines += _in_lines(own)
+    lines += _in_lines([row for row in own if not row[0].startswith("expert_draws=")])  # below, with experts
     for name in ("mesh", "method", "data"):
         settings = getattr(config, name)
         lines += ["", f"{name}.*" + (f" of {name}={settings.name}:" if name != "mesh" else ":")]
@@ -85,7 +85,9 @@ def usage(config: Config, chosen: str = "") -> str:
     lines += ["", f"ROLE.* of {', '.join(ROLES)}, as teacher.checkpoint, and how each is sharded (docs/sharding.md):"]
     lines += _in_lines([row for row in roles if row[2] not in shards])
     rest = [key.removeprefix("ROLE.") for key, _, name in roles if name in shards]
-    lines += _in_paragraph("ROLE.", [*rest, f"experts={config.student.experts} (student's)"])
+    lines += _in_paragraph(
+        "ROLE.", [*rest, f"experts={config.student.experts} (student's; expert_draws={config.expert_draws})"]
+    )
     lines += ["", "What else there is; --help all says what each is:"]
     rates = {name: getattr(config.optim, name) for name in TRAINED}
     lines += _in_paragraph("optim.ROLE.", [key.removeprefix("ROLE.") for key, *_ in _shared("ROLE", rates)])

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from distill.config import Config, RoleSettings, compose_config, load_config
 from distill.config.checks import check, micro_batch_size
-from distill.data.order import Batching
 from distill.config.errors import CONFIGS
 from distill.data import MovingShapesSettings, VideoFolderSettings
+from distill.data.order import Batching
 from distill.methods import METHODS
 from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
