@@ -54,7 +54,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
     # There torch casts each tensor as a whole first, to new memory, which takes three times as long as the rest.
-    pieces = [x.reshape(-1).split(_CAST_AT_A_TIME) for x in tensors]
+    pieces = [x.reshape(-1).split(_CAST_AT_A_TIME) if x.numel() > _CAST_AT_A_TIME else (x,) for x in tensors]
     squares = torch.stack(torch._foreach_norm([piece for each in pieces for piece in each], 2, dtype=torch.float64))
     return torch.stack([x.sum() for x in squares.square().split([len(each) for each in pieces])])
 

@@ -32,6 +32,14 @@ def test_squared_norms_of_mixed_dtypes_and_of_slices():
     assert torch.equal(squared_norms(given), alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_norms_of_large_tensors(dtype):
+    """Of which the CPU casts a piece at a time: whole pieces, and a rest."""
+    given = [torch.randn(256, 256).to(dtype), torch.randn(3, 7), torch.randn(32769).to(dtype)[1:], torch.randn(100_003)]
+    alone = torch.stack([x.double().square().sum() for x in given])
+    torch.testing.assert_close(squared_norms(given), alone, rtol=1e-13, atol=0)
+
+
 def test_squared_norms_beyond_the_range_of_fp32():
     assert squared_norms([torch.full((4,), 3e38)]).tolist() == [pytest.approx(4 * float(torch.tensor(3e38)) ** 2)]
 
