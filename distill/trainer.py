@@ -19,7 +19,7 @@ from tqdm import tqdm
 from distill.announce import announce
 from distill.data.order import MicroBatchSampler
 from distill.finish import finish
-from distill.gradients import accumulate_gradients
+from distill.gradients import Losses, accumulate_gradients
 from distill.hang_advice import reports_hangs, shorten_timeout
 from distill.methods import Batch
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
@@ -156,7 +156,7 @@ class Trainer(TrainingState):
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
                 micro_batches = next(data)
-            total, losses, parts = self._accumulate_gradients(micro_batches)
+            found, parts = self._accumulate_gradients(micro_batches)
             self._log_norms(name, parts)
             with phase(f"{name}/clip"):
                 norm = grad_norm(chain.from_iterable(self.trained[part].parameters() for part in parts))
@@ -164,6 +164,9 @@ class Trainer(TrainingState):
             rates = {part: learning_rate(settings, self.updates[part], self.planned_updates[part]) for part in parts}
             with phase(f"{name}/update"):
                 self._update(name, norm, rates)
+            # Not earlier: on CUDA the host waits here, and the norm and the update would be launched late.
+            losses = {name: float(value) for name, value in found.sums.items()}
+            total = sum(found.weights[name] * value for name, value in losses.items())
             # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
             names = sorted(losses)
             flops = float(sum(r.flops for r in self.method.roles.values()))
@@ -199,8 +202,8 @@ class Trainer(TrainingState):
             metrics[f"{name}/{key}"] = value / count if count else None
         return metrics
 
-    def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[float, dict[str, float], list[str]]:
-        """This rank's share of the total and of each loss, and of what trains what now has gradients."""
+    def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[Losses, list[str]]:
+        """This rank's share of the losses, and of what trains what now has gradients."""
 
         def random(i: int) -> StepRandom:
             return StepRandom(
@@ -214,11 +217,9 @@ class Trainer(TrainingState):
 
         share = self.batching.micro_batch_size / self.config.batch_size
         found = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
-        losses = {name: float(value) for name, value in found.sums.items()}
         role = self.roles[self.method.trained_role(self.step)]
         names = dict(zip(role.trained_experts, role.trained_names, strict=True))
-        parts = [names[index] for index in sorted(found.networks)]
-        return sum(found.weights[name] * value for name, value in losses.items()), losses, parts
+        return found, [names[index] for index in sorted(found.networks)]
 
     def _log_norms(self, name: str, parts: Sequence[str]) -> None:
         """A line of ``norms.jsonl`` at role ``name``'s first update of each ``log.norms_every`` steps, of each of its
