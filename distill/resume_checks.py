@@ -88,8 +88,9 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
                 f" {role.name}, not {said[1]}; use the same, or begin anew with another run_dir"
             )
         _check_adapters(role, state, checkpoint)
-    before, now = _flat(state["settings"]), _flat(run_settings(config))
-    # A new setting is at its default.
+    # Checkpoints of earlier versions have not all settings: a run had what is now the default.
+    before = {"expert_draws": Config.expert_draws} | _flat(state["settings"])
+    now = _flat(run_settings(config))
     changed = [key for key in sorted(now.keys() & before.keys()) if before[key] != now[key]]
     for key in changed:
         if state["step"] == config.steps and key.rpartition(".")[2] not in _SAME_RESULT:
@@ -150,7 +151,7 @@ _SAME_RESULT = {
 
 def run_settings(config: Config) -> dict[str, Any]:
     """The settings that change what a run computes, beside those that its checkpoint refuses to change."""
-    names = ("batch_size", "precision", "method", "optim", "data", "teacher", "student", "fake")
+    names = ("batch_size", "expert_draws", "precision", "method", "optim", "data", "teacher", "student", "fake")
     return {name: asdict(config)[name] for name in names}
 
 

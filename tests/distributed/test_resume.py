@@ -1,14 +1,15 @@
 """A stopped and resumed run is the run that was never stopped, on the same mesh bit by bit, on another to rounding."""
 
+import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from distill.config import EmaSettings
-from distill.resume_checks import check_resume
+from distill.config import Config, EmaSettings
+from distill.resume_checks import check_resume, run_settings
 from fsdp_cp.checkpoint import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.clips import RandomClips
@@ -111,10 +112,37 @@ def _mismatch(folder, run_dir):
     for name, value in (("seed", 99), ("steps", STOP - 1)):
         with pytest.raises(UserError, match=f"{name}={value}|{name}=3, not {value}"):
             check_resume(replace(config, **{name: value}), checkpoint)
+    # Nothing is left to be trained with it; of a version without this setting there was one draw.
+    with pytest.raises(UserError, match=r"expert_draws=2, but .* was made with 1: nothing would be trained"):
+        check_resume(replace(config, steps=STOP, expert_draws=2), checkpoint)
     # The run that wrote it had an average, this one has none.
     with pytest.raises(UserError, match="has student.ema.* in addition"):
         make_trainer(setup, folder, config, checkpoint)
     return True
+
+
+def test_a_checkpoint_from_before_a_setting_had_its_default(checkpoints, stopped, tmp_path):
+    earlier = step_folder(tmp_path, STOP)
+    shutil.copytree(step_folder(stopped / "checkpoints", STOP), earlier)
+    state = json.loads((earlier / "state.json").read_text())
+    del state["settings"]["expert_draws"]
+    (earlier / "state.json").write_text(json.dumps(state))
+    config = replace(make_config(Setup(cp=2), checkpoints), steps=STOP)
+    check_resume(
+        replace(config, student=replace(config.student, ema=EmaSettings(enabled=True, decay=0.7, start=1))), earlier
+    )
+    with pytest.raises(UserError, match=r"expert_draws=4, but .* was made with 1"):
+        check_resume(replace(config, expert_draws=4), earlier)
+
+
+def test_every_setting_is_known_to_change_a_run_or_not_to():
+    """One that changes it, and that no checkpoint names, would be changed on resume without a word."""
+    other = {"steps", "seed"}  # are compared for themselves
+    where = {"micro_batch_size", "device", "cuda_allocator", "mesh", "attention", "timeout"}
+    shown = {"run_dir", "dry_run", "plan", "world", "planning", "checkpoint", "log", "profile", "sample", "export"}
+    settings = set(run_settings(make_config(Setup(), Path())))
+    assert settings | other | where | shown == {field.name for field in fields(Config)}
+    assert not settings & (other | where | shown)
 
 
 def test_other_settings_are_refused(pools, checkpoints, stopped):
