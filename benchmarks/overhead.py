@@ -38,6 +38,7 @@ from fsdp_cp.fake_world import fake_world
 from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
+from fsdp_cp.tensor_lists import multiply_, squared_norms
 from models.condition import text_condition
 from models.families import wan_attention
 from models.families.wan import Wan
@@ -58,7 +59,7 @@ CLIP = 1e-3
 """Below any norm: every step is clipped."""
 SETTINGS = OptimizerSettings(lr=1e-4)
 PARTS = ("forward", "backward", "clip", "optimizer")
-PLAIN, BY_HAND, OURS = "plain module", "fully_shard by hand", "ours"
+PLAIN, BY_HAND, OURS, NOT_SHARDED = "plain module", "fully_shard by hand", "ours", "ours without FSDP"
 
 Data = tuple[Tensor, Tensor, Tensor]
 Clock = Callable[[str], None]
@@ -145,6 +146,32 @@ class Ours:
         return float(loss.detach()), norm
 
 
+class NotSharded(Plain):
+    """Ours without FSDP2: the same attention, norm and clipping over plain tensors, torch's AdamW."""
+
+    def __init__(self, network: nn.Module, data: Data, mesh: Mesh):
+        self.family = Wan()
+        self.family.parallelize(network, mesh)
+        super().__init__(network, data)
+
+    def step(self, clock: Clock) -> tuple[float, float]:
+        """As :meth:`Plain.step`."""
+        x, t, text = self.data
+        loss = self.family.outputs(self.network, x, t, text_condition(text))[0].square().mean()
+        clock("forward")
+        loss.backward()
+        clock("backward")
+        with torch.no_grad():
+            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            norm = float(squared_norms(grads).sum().sqrt())
+            multiply_(grads, CLIP / (norm + 1e-6))
+        clock("clip")
+        self.adamw.step()
+        self.adamw.zero_grad()
+        clock("optimizer")
+        return float(loss.detach()), norm
+
+
 class TorchsAttention(Ours):
     """The same, but that torch's attention is called where ours is: what our attention costs is the difference."""
 
@@ -196,10 +223,12 @@ def one_process(blocks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
         RuntimeError: the three ways come to other losses or norms.
     """
     network, data = network_of(COMPUTES, blocks), data_of(LARGE_LATENTS, LARGE_TEXT)
+    mesh = mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1))
     ways: dict[str, Way] = {
         PLAIN: Plain(deepcopy(network), data),
         BY_HAND: ByHand(deepcopy(network), data, init_device_mesh("cpu", (1,))),
-        OURS: Ours(network, data, mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1))),
+        OURS: Ours(network, data, mesh),
+        NOT_SHARDED: NotSharded(deepcopy(network), data, mesh),
     }
     seconds, results = timed(ways, rounds)
     wanted = torch.tensor(results[PLAIN], dtype=torch.float64)

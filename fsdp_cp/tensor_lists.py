@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_cp.fake_operators import is_fake
+
 _CAST_AT_A_TIME = 1 << 15
 """Elements; in fp64 they fit the second level's cache."""
 
@@ -51,7 +53,8 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         raise ValueError("squared_norms of no tensors has no device; leave the call out")
-    if tensors[0].device.type != "cpu":
+    # Nor of fake ones, of the planner: each piece is a call, and of 14B there are half a million.
+    if tensors[0].device.type != "cpu" or is_fake(tensors[0]):
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
     # There torch casts each tensor as a whole first, to new memory, which takes three times as long as the rest.
     pieces = [x.reshape(-1).split(_CAST_AT_A_TIME) if x.numel() > _CAST_AT_A_TIME else (x,) for x in tensors]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from fsdp_cp.sharding.one_rank import computes_in_place
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import settings_of
 from fsdp_cp.sharding.state import (
@@ -76,14 +77,15 @@ def _apply(root: ShardedModule, is_last: bool | None) -> None:
     """What the strategy does in a micro-batch; ``None`` outside of one: a backward there is a whole step."""
     settings, last = settings_of(root), is_last is not False
     reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")
-    keeps = settings.strategy in ("optim", "optim_grads") or settings.keep_gathered
+    stays = settings.strategy in ("optim", "optim_grads")
     root.set_is_last_backward(last)
     for unit in fsdp_modules(root):  # a recursive setter would walk over all modules, each
+        keeps = settings.keep_gathered or computes_in_place(unit)  # at no memory, where it does
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_requires_all_reduce(last, recurse=False)  # after the line above, which sets it too
-        unit.set_reshard_after_backward(last or not keeps, recurse=False)
-        if settings.keep_gathered:
-            unit.set_reshard_after_forward(is_last is None, recurse=False)
+        unit.set_reshard_after_backward(last or not (stays or keeps), recurse=False)
+        if not stays:
+            unit.set_reshard_after_forward(is_last is None or not keeps, recurse=False)
 
 
 def discard_step(model: nn.Module) -> None:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, param_groups
 
-SINCE = (2, 13)
-"""The torch whose classes these are; an older one copies, with the same results."""
+OF_TORCH = "2.13."
+"""Whose classes these are; any other copies, with the same results: its post-backward may do what is left out here."""
 
 
 def compute_in_place(root: ShardedModule) -> None:
@@ -30,7 +30,7 @@ def compute_in_place(root: ShardedModule) -> None:
     Results are the same to the last bit. Left to torch: what is offloaded to the CPU, gathers itself (fp8) or is a
     part of a larger storage; gradients that are divided, or summed over replicas.
     """
-    if torch.__version__ < SINCE:  # type: ignore[operator]  # it compares itself with tuples too
+    if not torch.__version__.startswith(OF_TORCH):
         return
     for unit in fsdp_modules(root):
         for group in param_groups(unit):
@@ -42,6 +42,11 @@ def compute_in_place(root: ShardedModule) -> None:
 def is_in_place(parameter: FSDPParam) -> bool:
     """Is the full parameter the shard's own memory, and so nothing that a rank holds beside its shards?"""
     return isinstance(parameter, _Parameter) and parameter.is_in_place()
+
+
+def computes_in_place(unit: ShardedModule) -> bool:
+    """Does ``unit`` hold nothing beside its shards while it is gathered? Not known before it was, once."""
+    return all(is_in_place(parameter) for group in param_groups(unit) for parameter in group.fsdp_params)
 
 
 def watch_gradients(group: FSDPParamGroup, seen: Callable[[FSDPParam], None]) -> Callable[[], None]:
@@ -76,11 +81,22 @@ class _Parameter(FSDPParam):
         elif self._in_place:  # weights were loaded by assignment, as parts of a larger storage
             self.all_gather_outputs = []
         changes, self._in_place = in_place or self._in_place, in_place
-        super().init_all_gather_outputs(*args, **kwargs)
-        if changes and hasattr(self, "_unsharded_param"):
-            # Not a new one: gradients that wait for the last micro-batch hang on it.
-            (full,) = self.all_gather_outputs
-            self._unsharded_param.data = full.as_strided(self._orig_size, self._contiguous_orig_stride, 0)
+        # Memory made in inference mode would be of no use to training for ever.
+        with torch.inference_mode(False), torch.no_grad():
+            super().init_all_gather_outputs(*args, **kwargs)
+            if changes and hasattr(self, "_unsharded_param"):
+                # Not a new one: gradients that wait for the last micro-batch hang on it.
+                (full,) = self.all_gather_outputs
+                self._unsharded_param.data = full.as_strided(self._orig_size, self._contiguous_orig_stride, 0)
+
+    def reset_sharded_param(self) -> None:
+        """Where the weights are others now, the full parameter's memory is at once: the old ones would stay till the
+        next forward, as much again."""
+        super().reset_sharded_param()
+        if self._in_place and not self.is_in_place():
+            shard = self._sharded_param_data
+            self.init_all_gather_outputs([shard.numel()], [shard.dtype], 1, self.device)
+            self.free_unsharded_param()
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
@@ -118,6 +134,29 @@ class _Parameter(FSDPParam):
 
 
 class _Group(FSDPParamGroup):
+    _versions: tuple[int, ...] = ()
+    """Of the weights, when they were gathered; of those in place."""
+
+    def _to_unsharded(self) -> None:
+        super()._to_unsharded()
+        self._versions = self._versions_now()
+
+    def pre_backward(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Raises:
+            RuntimeError: weights in place that changed while they were gathered. A copy would still have those that the
+                forward ran with; autograd, which refuses this of any other weights, doesn't see it through a shard.
+        """
+        if self.is_unsharded and self._versions != self._versions_now():
+            raise RuntimeError(
+                f"weights of {self._module_fqn or 'the root'} were changed between a forward and its backward, whose"
+                " gradients would be of neither; change them (optimizer, averages, loading) behind the backward"
+            )
+        super().pre_backward(*args, **kwargs)
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(p._sharded_local_tensor._version for p in self.fsdp_params if is_in_place(p))
+
     def wait_for_unshard(self) -> None:
         """Nothing to wait for where every full parameter is in place already: of 27 in a block each call counts."""
         if self._all_gather_result is not None and all(
@@ -138,9 +177,14 @@ class _Group(FSDPParamGroup):
             and self._all_reduce_hook is None
         ):
             with torch.no_grad():
-                for parameter in self.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param") and not parameter.offload_to_cpu:
-                        self.take_gradient(parameter)
+                found = [parameter for parameter in self.fsdp_params if _has_full_gradient(parameter)]
+                for parameter in found:
+                    self.take_gradient(parameter)
+            if found:
+                # As a reduction leaves it to the end of the last backward, without which a step is not closed.
+                event = self.device_handle.Event()
+                event.record()
+                self.comm_ctx._last_post_reduce_events[self.device_handle.current_stream()] = event
         super().post_backward(*unused)
 
     def take_gradient(self, parameter: FSDPParam) -> None:
@@ -149,15 +193,13 @@ class _Group(FSDPParamGroup):
         if parameter.unsharded_accumulated_grad is not None:
             gradient = parameter.unsharded_accumulated_grad_data
             parameter.unsharded_accumulated_grad = None
-        elif parameter.unsharded_param.grad is not None:
+        else:
             gradient = parameter.unsharded_grad_data
             parameter.unsharded_param.grad = None
-        else:
-            return
         for dtype in (self._reduce_dtype, self._orig_dtype):
             if dtype is not None and dtype != gradient.dtype:
                 gradient = gradient.to(dtype)
-        gradient = _alone(gradient)
+        gradient = _alone(gradient.detach())  # of a backward with create_graph it has a graph of its own
         shard = parameter.sharded_param
         if shard.grad is not None:
             cast(DTensor, shard.grad)._local_tensor.add_(gradient)
@@ -165,6 +207,12 @@ class _Group(FSDPParamGroup):
             shard.grad = parameter.to_sharded_dtensor(gradient)
         for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(shard)
+
+
+def _has_full_gradient(parameter: FSDPParam) -> bool:
+    if parameter.offload_to_cpu or not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
 
 
 def _alone(gradient: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes
 from fsdp_cp.reduce import scale_grads
-from fsdp_cp.sharding import shard
+from fsdp_cp.sharding import one_rank, shard
 from fsdp_cp.sharding.state import fsdp_modules, param_groups, reshard
 from tests.distributed.test_library import TOKENS, Transformer
 
@@ -196,6 +196,96 @@ def _assigned():
 
 def test_weights_that_are_loaded_by_assignment(pools):
     assert pools[1].run(_assigned) == [(True, True, True, True, {True})]
+
+
+def _validated_after_assignment():
+    """The first forward with weights that are parts of one storage runs in inference mode."""
+    model, x = _model(), torch.randn(2, TOKENS, 5)
+    model(x)
+    flat = torch.cat([p.to_local().flatten() for p in model.parameters()])
+    old = {p._sharded_param_data.untyped_storage().data_ptr() for p in _parameters(model)}
+    state, start = {}, 0
+    for name, p in model.state_dict().items():
+        part = flat[start : start + p.numel()].view(p.shape)
+        state[name] = torch.distributed.tensor.DTensor.from_local(part, p.device_mesh, p.placements)
+        start += p.numel()
+    model.load_state_dict(state, assign=True)
+    held = {x.untyped_storage().data_ptr() for p in _parameters(model) for x in p.all_gather_outputs if x.numel()}
+    held |= {p._unsharded_param.untyped_storage().data_ptr() for p in _parameters(model)}
+    with torch.inference_mode():
+        first = model(x).clone()
+    with microbatch(model, is_first=True, is_last=True):
+        second = model(x)
+        second.square().mean().backward()
+    return torch.equal(first, second), all(p.grad is not None for p in model.parameters()), not held & old
+
+
+def test_validation_after_an_assignment_spoils_nothing_and_old_weights_go_at_once(pools):
+    assert pools[1].run(_validated_after_assignment) == [(True, True, True)]
+
+
+def _changed_between(settings):
+    """Weights that change behind a forward: what its backward says, and what one behind another forward does."""
+    model, x = _model(**settings), torch.randn(2, TOKENS, 5)
+    model(x)  # from here on it is known that nothing is copied
+    reshard(model)
+
+    def change():
+        with torch.no_grad():
+            for p in _parameters(model):
+                p.sharded_param.to_local().mul_(2)
+
+    said = []
+    for late in (True, False):
+        try:
+            with microbatch(model, is_first=True, is_last=True):
+                if not late:
+                    change()
+                loss = model(x).square().mean()
+                if late:
+                    change()
+                loss.backward()
+        except RuntimeError as error:
+            said.append(str(error))
+        model.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "optim"}, {"strategy": "optim_grads"}, {"keep_gathered": True}])
+def test_weights_that_change_between_a_forward_and_its_backward_are_refused(pools, settings):
+    """FSDP2's copy would keep those of the forward, plain torch raises: in place neither happens by itself."""
+    (said,) = pools[1].run(_changed_between, settings)
+    assert len(said) == 1 and "were changed between a forward and its backward" in said[0]
+
+
+def _with_create_graph():
+    model, x = _model(strategy="optim"), torch.randn(2, TOKENS, 5)
+    with microbatch(model, is_first=True, is_last=False):
+        model(x).square().mean().backward(create_graph=True)
+    with microbatch(model, is_first=False, is_last=True):
+        model(x).square().mean().backward()
+    grads = [p.grad for p in model.parameters()]
+    for grad in grads:
+        grad.mul_(0.5)
+    return [grad.requires_grad or grad.to_local().requires_grad for grad in grads]
+
+
+def test_a_gradient_keeps_no_graph(pools):
+    (found,) = pools[1].run(_with_create_graph)
+    assert found and not any(found)
+
+
+def _other_torch():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_rank, "OF_TORCH", "2.14.")
+        model = _model()
+    model(torch.randn(2, TOKENS, 5)).square().mean().backward()
+    return [getattr(p, "_in_place", False) for p in _parameters(model)], [p.grad is None for p in model.parameters()]
+
+
+def test_another_torch_copies(pools):
+    ((in_place, missing),) = pools[1].run(_other_torch)
+    assert in_place and not any(in_place) and not any(missing)
 
 
 def _held(precision):
