@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from distill.config import Config
 from distill.training_state import TrainingState
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
@@ -29,6 +30,16 @@ def _base_in_words(roles: Mapping[str, Role], role: Role) -> str:
     of_others = f", shared with the {' and the '.join(shared)}" if shared else ""
     networks = "two frozen networks of" if role.boundaries else "a frozen network of"
     return f"{networks} {count:,} parameters{of_others}"
+
+
+def batch_in_words(config: Config, micro_batch_size: int, dp_size: int) -> str:
+    """What a step's batch is cut into, on ``dp_size`` data-parallel ranks."""
+    count = config.batch_size // dp_size // micro_batch_size
+    parts = f", in {config.expert_draws} parts that draw their experts each" if config.expert_draws > 1 else ""
+    return (
+        f"batch {config.batch_size} = {count} micro-batches of {micro_batch_size} on {dp_size} data-parallel"
+        f" ranks{parts}"
+    )
 
 
 def announce(trainer: TrainingState) -> None:
@@ -62,12 +73,8 @@ def announce(trainer: TrainingState) -> None:
     if advice is not None:
         log.warning(advice)
     log.info(
-        "batch %d = %d micro-batches of %d on %d data-parallel ranks%s; %d steps; %d clips; output in %s",
-        trainer.config.batch_size,
-        trainer.batching.accumulation,
-        trainer.batching.micro_batch_size,
-        trainer.mesh.dp_size,
-        f", in {trainer.batching.parts} parts that draw their experts each" if trainer.batching.parts > 1 else "",
+        "%s; %d steps; %d clips; output in %s",
+        batch_in_words(trainer.config, trainer.batching.micro_batch_size, trainer.mesh.dp_size),
         trainer.config.steps,
         len(trainer.training_data),
         trainer.run_dir,

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from distill.announce import batch_in_words
 from distill.config import Config
 from distill.resume_checks import check_resume
 from distill.room import check_disk, role_bytes, size_in_words
@@ -72,14 +73,7 @@ def dry_run(config: Config, plan: RunPlan) -> None:
         local_token_count(tokens, shape.cp),
         clips,
     )
-    log.info(
-        "batch %d = %d micro-batches of %d on %d data-parallel ranks; %d steps",
-        config.batch_size,
-        config.batch_size // shape.dp // plan.micro_batch_size,
-        plan.micro_batch_size,
-        shape.dp,
-        config.steps,
-    )
+    log.info("%s; %d steps", batch_in_words(config, plan.micro_batch_size, shape.dp), config.steps)
     first = 0 if resume_from is None else read_state(resume_from)["step"]
     log.info("starts %s", "afresh" if resume_from is None else f"from step {first} ({resume_from})")
     log.info("%s", check_disk(config, plan, config.steps - first, config.checkpoint.resume))

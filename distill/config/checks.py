@@ -249,10 +249,13 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
             f" use batch_size={max(1, config.batch_size // dp_size) * dp_size}"
         )
     local, draws = config.batch_size // dp_size, config.expert_draws
-    if draws < 1 or local % draws:
+    if draws < 1:
+        raise UserError(f"expert_draws={draws} is no number of parts; use 1, or more for roles of two experts")
+    if local % draws:
+        fits = -(-local // draws) * draws * dp_size
         raise UserError(
             f"expert_draws={draws} does not divide batch_size / data-parallel ranks ="
-            f" {config.batch_size} / {dp_size} = {local}; use {_divisors(local, draws)}"
+            f" {config.batch_size} / {dp_size} = {local}; use {_divisors(local, draws)}, or batch_size={fits}"
         )
     part = local // draws
     micro = config.micro_batch_size if config.micro_batch_size is not None else part

@@ -252,8 +252,8 @@ class Config:
     micro_batch_size: int | None = None
     """Samples per data-parallel rank and forward; null for one forward a step, or one of each ``expert_draws``."""
     expert_draws: int = 1
-    """Parts of a batch, each of which draws the experts that it runs; of roles of two experts (Wan 2.2 A14B) alone
-    (docs/methods/experts.md)."""
+    """Parts of a batch, each of which draws the experts that it runs, and with them the length of DMD2's rollout; of
+    roles of two experts (Wan 2.2 A14B) alone (docs/methods/experts.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

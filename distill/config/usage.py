@@ -86,7 +86,8 @@ def usage(config: Config, chosen: str = "") -> str:
     lines += _in_lines([row for row in roles if row[2] not in shards])
     rest = [key.removeprefix("ROLE.") for key, _, name in roles if name in shards]
     lines += _in_paragraph(
-        "ROLE.", [*rest, f"experts={config.student.experts} (student's; expert_draws={config.expert_draws})"]
+        "ROLE.",
+        [*rest, f"experts={config.student.experts} (student's; of the run: expert_draws={config.expert_draws})"],
     )
     lines += ["", "What else there is; --help all says what each is:"]
     rates = {name: getattr(config.optim, name) for name in TRAINED}

@@ -41,7 +41,7 @@ class Dmd2Settings(StepListSettings):
     """Greatest time of the scores, after the shift."""
     rollout: Literal["random", "full"] = "random"
     """Steps of the student in a rollout, of which the last carries the gradient: ``random`` (1 to all of them, one
-    number for all samples of a step) or ``full``."""
+    number for all samples of a step, or of a part of its batch: ``expert_draws``) or ``full``."""
     fake_knows_last_step: bool = False
     """Tell the fake score the time of the student's last step, by an addition to its network. Ours: as published, it
     scores the mixture of all lengths of the rollout, whose errors may make up for each other (docs/methods/dmd2.md)."""
@@ -176,7 +176,8 @@ class Dmd2(FewStepMethod):
         }
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
-        """One length for the step, the same on every rank and micro-batch: it decides how many forwards run."""
+        """One length for the step, or for each part of its batch (``expert_draws``), the same on every rank and
+        micro-batch of it: it decides how many forwards run."""
         times = self.settings.student_times()
         if self.settings.rollout == "full":
             return times

@@ -357,8 +357,11 @@ def test_parts_of_a_batch_are_of_whole_micro_batches(good, batch, micro, draws, 
 @pytest.mark.parametrize(
     ("micro", "draws", "dp", "message"),
     [
-        (None, 3, 1, "expert_draws=3 does not divide batch_size / data-parallel ranks = 8 / 1 = 8; use 1, 2, 4, 8"),
-        (None, 0, 2, "expert_draws=0 does not divide batch_size / data-parallel ranks = 8 / 2 = 4; use 1, 2, 4"),
+        (None, 3, 1, "expert_draws=3 does not divide batch_size / data-parallel ranks = 8 / 1 = 8; use 1, 2, 4, 8, or"
+         " batch_size=9"),
+        (None, 3, 2, "expert_draws=3 does not divide batch_size / data-parallel ranks = 8 / 2 = 4; use 1, 2, 4, or"
+         " batch_size=12"),
+        (None, 0, 2, "expert_draws=0 is no number of parts; use 1, or more for roles of two experts"),
         (4, 4, 1, "micro_batch_size=4 does not divide batch_size / data-parallel ranks / expert_draws = 8 / 1 / 4 = 2;"
          " use 1, 2"),
     ],
