@@ -27,13 +27,6 @@ class _Place(NamedTuple):
     """Whose it is alone (:func:`models.names.owner`)."""
     public: str
 
-    @property
-    def parameter(self) -> nn.Parameter:
-        """As torch's ``named_parameters`` itself looks it up: ``getattr`` takes three times as long."""
-        parameter = self.holder._parameters[self.attribute]
-        assert parameter is not None, "there was one"
-        return parameter
-
 
 @dataclass(kw_only=True, eq=False)
 class Network:
@@ -73,33 +66,39 @@ class Network:
 
     @cached_property
     def _places(self) -> list[_Place]:
-        """Of every parameter, once, as :meth:`torch.nn.Module.named_parameters` gives them. Modules, and which of them
-        share one, are settled by now: a step asks several times, and a walk over those of 40 blocks takes the host a
-        millisecond and more."""
+        """Of every parameter. Modules are settled by now: a step asks several times, and a walk over those of 40 blocks
+        takes the host a millisecond and more."""
+        walked = (
+            (holder, attribute, f"{path}.{attribute}" if path else attribute)
+            for path, holder in self.module.named_modules()
+            for attribute, _ in holder.named_parameters(recurse=False)
+        )
+        return [_Place(holder, attribute, name, *owner(name)) for holder, attribute, name in walked]
+
+    def _owned(self) -> Iterator[tuple[_Place, nn.Parameter]]:
+        """Each parameter once, as :meth:`torch.nn.Module.named_parameters` gives them."""
         seen: set[int] = set()  # ids: a tensor's own hash is a call of Python
-        places = []
-        for path, holder in self.module.named_modules():
-            for attribute, parameter in holder.named_parameters(recurse=False):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    name = f"{path}.{attribute}" if path else attribute
-                    places.append(_Place(holder, attribute, name, *owner(name)))
-        return places
+        for place in self._places:
+            # As named_parameters itself does: getattr takes three times as long.
+            parameter = place.holder._parameters[place.attribute]
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield place, parameter
 
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:
         """What belongs to ``role``, by public name: its adapters, trained copies and additions; of a role without
         adapters the network itself, too."""
         of_base = None if role not in self.adapters else role
-        return {place.public: place.parameter for place in self._places if place.role in (role, of_base)}
+        return {place.public: parameter for place, parameter in self._owned() if place.role in (role, of_base)}
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """The network itself, by diffusers' names, without what roles add to it."""
-        return {place.public: place.parameter for place in self._places if place.role is None}
+        return {place.public: parameter for place, parameter in self._owned() if place.role is None}
 
     def owned_names(self, role: str) -> set[str]:
         """Names in the module of what ``role`` adds to it."""
-        return {place.name for place in self._places if place.role == role}
+        return {place.name for place, _ in self._owned() if place.role == role}
 
     def trained_elsewhere(self, role: str) -> set[str]:
         """Names in the module of what other roles train."""
-        return {place.name for place in self._places if place.role not in (None, role)}
+        return {place.name for place, _ in self._owned() if place.role not in (None, role)}
