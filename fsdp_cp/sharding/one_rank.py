@@ -199,7 +199,8 @@ class _Group(FSDPParamGroup):
         for dtype in (self._reduce_dtype, self._orig_dtype):
             if dtype is not None and dtype != gradient.dtype:
                 gradient = gradient.to(dtype)
-        gradient = _alone(gradient.detach())  # of a backward with create_graph it has a graph of its own
+        gradient = gradient.detach()  # of a backward with create_graph it has a graph of its own
+        gradient = _alone(gradient)
         shard = parameter.sharded_param
         if shard.grad is not None:
             cast(DTensor, shard.grad)._local_tensor.add_(gradient)

@@ -111,6 +111,27 @@ def _memory():
     return full <= shards and len(full) > 0, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+def _gradients_taken():
+    """Where autograd put each gradient, and where the shard's is."""
+    model = _model()
+    model(torch.randn(2, TOKENS, 5))
+    reshard(model)
+    full = {}
+    for p in _parameters(model):
+        p._unsharded_param.register_post_accumulate_grad_hook(
+            lambda x, key=p: full.__setitem__(key, x.grad.untyped_storage().data_ptr())
+        )
+    with microbatch(model, is_first=True, is_last=True):
+        model(torch.randn(2, TOKENS, 5)).square().mean().backward()
+    found = {p: p.sharded_param.grad.to_local().untyped_storage().data_ptr() for p in full}
+    return len(full), [found[p] == full[p] for p in full]
+
+
+def test_gradients_are_taken_as_they_come(pools):
+    ((count, same),) = pools[1].run(_gradients_taken)
+    assert count > 10 and all(same)
+
+
 def test_full_parameters_are_the_shards_and_letting_go_of_them_frees_nothing(pools):
     assert pools[1].run(_memory) == [(True, True)]
 
