@@ -1,10 +1,10 @@
 """What a step costs beside its arithmetic: ``python -m benchmarks.overhead`` times ours against less of it.
 
-Three ways to train the same small Wan (forward, backward, clipping, AdamW): the plain diffusers network; the same with
+Ways to train the same small Wan (forward, backward, clipping, AdamW): the plain diffusers network; the same with
 ``fully_shard`` by hand around every block; a role of this project. First in one process, on a mesh of (1, 1), where all
-three must come to the same losses and norms. Then rank 0 of 8 with collectives that return at once, in networks as deep
-as Wan 1.3B (30 blocks) and 14B (40), and so narrow that what is left is the host's work: Python, FSDP2's bookkeeping,
-the calls of operators.
+must come to the same losses and norms, also beside ours without FSDP: what sharding costs where nothing is sharded.
+Then rank 0 of 8 with collectives that return at once, in networks as deep as Wan 1.3B (30 blocks) and 14B (40), and so
+narrow that what is left is the host's work: Python, FSDP2's bookkeeping, the calls of operators.
 
 Times are CPU time of the process (it waits for nobody), medians of rounds in which every way takes a turn; ratios are
 medians of the rounds' own, since a busy machine slows a whole round down.
@@ -52,7 +52,9 @@ COMPUTES = {
 """A network whose step is arithmetic."""
 NARROW = COMPUTES | {"num_attention_heads": 8, "attention_head_dim": 2, "ffn_dim": 16, "freq_dim": 16, "text_dim": 8}
 """One whose step is calls."""
-LARGE_LATENTS, LARGE_TEXT = (16, 5, 16, 16), (32, 64)  # 320 tokens
+LARGE_LATENTS = {320: (16, 5, 16, 16), 1280: (16, 5, 32, 32)}
+"""By their tokens."""
+LARGE_TEXT = (32, 64)
 SMALL_LATENTS, SMALL_TEXT = (16, 2, 8, 8), (8, 8)  # 32 tokens, 4 of each of 8 ranks
 WORLD = 8
 CLIP = 1e-3
@@ -216,13 +218,13 @@ def network_of(architecture: dict, blocks: int) -> nn.Module:
 # --- one process ---
 
 
-def one_process(blocks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Called in a process group of one rank.
 
     Raises:
-        RuntimeError: the three ways come to other losses or norms.
+        RuntimeError: the ways come to other losses or norms.
     """
-    network, data = network_of(COMPUTES, blocks), data_of(LARGE_LATENTS, LARGE_TEXT)
+    network, data = network_of(COMPUTES, blocks), data_of(LARGE_LATENTS[tokens], LARGE_TEXT)
     mesh = mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1))
     ways: dict[str, Way] = {
         PLAIN: Plain(deepcopy(network), data),
@@ -339,8 +341,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, medians of {args.rounds} rounds")
     blocks, depths = (1, [1, 2]) if args.quick else (COMPUTES["num_layers"], [30, 40])
     preload = ("torch", "models.load", "distill.optimizers")
-    seconds = run_ranks(1, one_process, blocks, args.rounds, timeout=1800, preload=preload)[0]
-    print(f"\n## One process: {blocks} blocks of width 256, 320 tokens; the same losses and norms\n\n{table(seconds)}")
+    for tokens in list(LARGE_LATENTS)[: 1 if args.quick else None]:
+        seconds = run_ranks(1, one_process, blocks, tokens, args.rounds, timeout=1800, preload=preload)[0]
+        print(f"\n## One process: {blocks} blocks of width 256, {tokens} tokens; the same losses and norms\n")
+        print(table(seconds))
+        step = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
+        print(f"\nOurs over ours without FSDP: {paired(step[OURS], step[NOT_SHARDED]):.3f}.")
     found = host(depths, args.rounds, args.profile)
     for count, seconds in found.items():
         print(f"\n## Host time of rank 0 of {WORLD}, collectives faked: {count} blocks of width 16\n\n{table(seconds)}")
