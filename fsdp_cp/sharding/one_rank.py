@@ -135,11 +135,14 @@ class _Parameter(FSDPParam):
 
 class _Group(FSDPParamGroup):
     _versions: tuple[int, ...] = ()
-    """Of the weights, when they were gathered; of those in place."""
+    """Of the weights in place, at the latest forward that a backward may follow."""
 
-    def _to_unsharded(self) -> None:
-        super()._to_unsharded()
-        self._versions = self._versions_now()
+    def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather, as FSDP2, and note with which weights."""
+        found = super().pre_forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._versions = self._versions_now()
+        return found
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
         """

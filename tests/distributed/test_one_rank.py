@@ -279,6 +279,26 @@ def test_weights_that_change_between_a_forward_and_its_backward_are_refused(pool
     assert len(said) == 1 and "were changed between a forward and its backward" in said[0]
 
 
+def _changed_behind_a_validation():
+    """With weights that stay gathered behind a forward for nothing: they change, and are trained."""
+    model, x = _model(strategy="optim"), torch.randn(2, TOKENS, 5)
+    model(x)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            model(x)
+        with torch.no_grad():
+            for p in _parameters(model):
+                p.sharded_param.to_local().mul_(1.5)
+        with microbatch(model, is_first=True, is_last=True):
+            model(x).square().mean().backward()
+        model.zero_grad()
+    return True
+
+
+def test_weights_may_change_behind_a_forward_that_has_no_backward(pools):
+    assert pools[1].run(_changed_behind_a_validation) == [True]
+
+
 def _with_create_graph():
     model, x = _model(strategy="optim"), torch.randn(2, TOKENS, 5)
     with microbatch(model, is_first=True, is_last=False):
