@@ -2,10 +2,10 @@
 
 The teacher is the shipped one as two experts with a boundary at t = .875, each trained further on its own side.
 Students of it by the recipe ``experiment=quickstart_dmd2``: student and fake score as one network each, from the
-shipped one; and with an expert on either side, whose batches are cut into four parts that draw their experts for
-themselves (``expert_draws``), so that either has an update in most of as many steps. Three seeds each, one process a
-run, as many runs at a time as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in
-minutes that it works.
+shipped one; and with an expert on either side, in twice the steps, so that each network has as many samples, and with
+batches of four parts that draw their experts for themselves (``expert_draws``). Three seeds each, one process a run, as
+many runs at a time as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in minutes that
+it works.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from models.checkpoint_files import EXPERT_FOLDERS
 SHIPPED = ROOT / "assets" / "quickstart_teacher" / "transformer"
 BOUNDARY = 0.875
 """Wan 2.2's, of text to video. The recipe's step list has two times on either side."""
-DRAWS = 4
-"""Of experts, in a step of the students with two: with one draw a step updates one expert alone, with samples of one
-range of times alone."""
+STEPS, DRAWS = 5000, 4
+"""Of the students with two experts. Twice the recipe's steps, since a sample trains one expert alone; and draws of
+experts in a step, which with one would have samples of one range of times alone."""
 EXPERTS, ONE = "an expert on either side", "one network"
 TEACHER_STEPS = (*STUDENT_STEPS, FULL)
 MOST_WORSE = 3.0
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             for seed in range(args.seeds)
         ]
-        for name, folder, more in ((EXPERTS, "experts", (f"expert_draws={DRAWS}",)), (ONE, "one", one))
+        for name, folder, more in ((EXPERTS, "experts", (f"steps={STEPS}", f"expert_draws={DRAWS}")), (ONE, "one", one))
     }
     train_all([run for seed in zip(*kinds.values(), strict=True) for run in seed], args.workers)
     torch.set_num_threads(args.workers)
