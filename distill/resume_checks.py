@@ -88,7 +88,7 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
                 f" {role.name}, not {said[1]}; use the same, or begin anew with another run_dir"
             )
         _check_adapters(role, state, checkpoint)
-    # Checkpoints of earlier versions have not all settings: a run had what is now the default.
+    # Checkpoints of earlier versions lack settings that are new; of this one a run had what is now the default.
     before = {"expert_draws": Config.expert_draws} | _flat(state["settings"])
     now = _flat(run_settings(config))
     changed = [key for key in sorted(now.keys() & before.keys()) if before[key] != now[key]]

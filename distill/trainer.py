@@ -164,7 +164,7 @@ class Trainer(TrainingState):
             rates = {part: learning_rate(settings, self.updates[part], self.planned_updates[part]) for part in parts}
             with phase(f"{name}/update"):
                 self._update(name, norm, rates)
-            # Not earlier: on CUDA the host waits here, and the norm and the update would be launched late.
+            # Not before the norm, which would be launched late on CUDA: the host waits for either.
             losses = {name: float(value) for name, value in found.sums.items()}
             total = sum(found.weights[name] * value for name, value in losses.items())
             # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.

@@ -9,11 +9,13 @@ from torch import nn
 
 from fsdp_cp.sharding.one_rank import computes_in_place
 from fsdp_cp.sharding.pool import pool_at
+from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.shard import settings_of
 from fsdp_cp.sharding.state import (
     ShardedModule,
     clear_unsynced_gradients,
     fsdp_modules,
+    gathered_units,
     has_gradients,
     is_finished,
     partly_reduced_units,
@@ -65,6 +67,8 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
                 pool.end_step()
         else:
             _refuse_partial(root)
+            if not _keeps(settings_of(root)) and any(map(computes_in_place, gathered_units(root))):
+                reshard(root)  # as above: these stay gathered behind a forward
     except BaseException:
         discard_step(root)
         raise
@@ -77,15 +81,19 @@ def _apply(root: ShardedModule, is_last: bool | None) -> None:
     """What the strategy does in a micro-batch; ``None`` outside of one: a backward there is a whole step."""
     settings, last = settings_of(root), is_last is not False
     reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")
-    stays = settings.strategy in ("optim", "optim_grads")
     root.set_is_last_backward(last)
     for unit in fsdp_modules(root):  # a recursive setter would walk over all modules, each
-        keeps = settings.keep_gathered or computes_in_place(unit)  # at no memory, where it does
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_requires_all_reduce(last, recurse=False)  # after the line above, which sets it too
-        unit.set_reshard_after_backward(last or not (stays or keeps), recurse=False)
-        if not stays:
+        unit.set_reshard_after_backward(last or not _keeps(settings), recurse=False)
+        if settings.strategy not in ("optim", "optim_grads"):
+            keeps = settings.keep_gathered or computes_in_place(unit)  # at no memory, where it does
             unit.set_reshard_after_forward(is_last is None or not keeps, recurse=False)
+
+
+def _keeps(settings: ShardSettings) -> bool:
+    """Do parameters stay gathered from a step's first micro-batch to its last?"""
+    return settings.strategy in ("optim", "optim_grads") or settings.keep_gathered
 
 
 def discard_step(model: nn.Module) -> None:

@@ -71,7 +71,9 @@ class _Parameter(FSDPParam):
     _in_place = False
     """Is the full parameter the shard's own memory?"""
 
-    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+    def init_all_gather_outputs(
+        self, numels: list[int], dtypes: list[torch.dtype], world_size: int, device: torch.device
+    ) -> None:
         """Memory of the full parameter: the shard's own if it can be. FSDP2 then "copies" a tensor onto itself."""
         in_place = self._can_be_in_place()
         if in_place and self.is_in_place():
@@ -83,7 +85,9 @@ class _Parameter(FSDPParam):
         changes, self._in_place = in_place or self._in_place, in_place
         # Memory made in inference mode would be of no use to training for ever.
         with torch.inference_mode(False), torch.no_grad():
-            super().init_all_gather_outputs(*args, **kwargs)
+            # In the dtype of compute still, whatever weights were loaded.
+            of_compute = [self._full_dtype()] if changes else dtypes
+            super().init_all_gather_outputs(numels, of_compute, world_size, device)
             if changes and hasattr(self, "_unsharded_param"):
                 # Not a new one: gradients that wait for the last micro-batch hang on it.
                 (full,) = self.all_gather_outputs
@@ -98,13 +102,16 @@ class _Parameter(FSDPParam):
             self.init_all_gather_outputs([shard.numel()], [shard.dtype], 1, self.device)
             self.free_unsharded_param()
 
+    def _full_dtype(self) -> torch.dtype:
+        return self.param_dtype or self.orig_dtype
+
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """What FSDP2 copies into the full parameter. A cast goes there at once, without a tensor of its own."""
         shard = self._sharded_param_data
-        if self.param_dtype in (None, shard.dtype) or not self._is_plain():
+        if shard.dtype == self._full_dtype() or not self._is_plain():
             return super().all_gather_inputs
-        self.init_all_gather_outputs([shard.numel()], [self.param_dtype], 1, self.device)
+        self.init_all_gather_outputs([shard.numel()], [self._full_dtype()], 1, self.device)
         (full,) = self.all_gather_outputs
         alloc_storage(full)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(full):
@@ -130,35 +137,37 @@ class _Parameter(FSDPParam):
         shard = self._sharded_param_data
         # FSDP2 would resize a storage that is larger than the parameter.
         fills_its_storage = shard.storage_offset() == 0 and shard.untyped_storage().nbytes() == shard.nbytes
-        return self.param_dtype in (None, shard.dtype) and self._is_plain() and fills_its_storage
+        return shard.dtype == self._full_dtype() and self._is_plain() and fills_its_storage
 
 
 class _Group(FSDPParamGroup):
-    _versions: tuple[int, ...] = ()
-    """Of the weights in place, at the latest forward that a backward may follow."""
+    _weights: tuple[tuple[int, int], ...] = ()
+    """Which ones those in place were, at the latest forward that a backward may follow."""
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, as FSDP2, and note with which weights."""
         found = super().pre_forward(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._versions = self._versions_now()
+            self._weights = self._weights_now()
         return found
 
     def pre_backward(self, *args: Any, **kwargs: Any) -> None:
         """
         Raises:
-            RuntimeError: weights in place that changed while they were gathered. A copy would still have those that the
-                forward ran with; autograd, which refuses this of any other weights, doesn't see it through a shard.
+            RuntimeError: weights in place that changed behind the forward. A copy that stays gathered would still have
+                those that it ran with; autograd, which refuses this of any other weights, doesn't see it through a
+                shard.
         """
-        if self.is_unsharded and self._versions != self._versions_now():
+        if self._weights != self._weights_now():
             raise RuntimeError(
                 f"weights of {self._module_fqn or 'the root'} were changed between a forward and its backward, whose"
                 " gradients would be of neither; change them (optimizer, averages, loading) behind the backward"
             )
         super().pre_backward(*args, **kwargs)
 
-    def _versions_now(self) -> tuple[int, ...]:
-        return tuple(p._sharded_local_tensor._version for p in self.fsdp_params if is_in_place(p))
+    def _weights_now(self) -> tuple[tuple[int, int], ...]:
+        shards = (p._sharded_local_tensor for p in self.fsdp_params if is_in_place(p))
+        return tuple((id(shard), shard._version) for shard in shards)
 
     def wait_for_unshard(self) -> None:
         """Nothing to wait for where every full parameter is in place already: of 27 in a block each call counts."""

@@ -1,16 +1,17 @@
 """One rank alone: the same bits as with FSDP2's copies, without them, and weights that nothing frees."""
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_cp import build_mesh, microbatch, shard_module
+from fsdp_cp import build_mesh, discard_step, microbatch, shard_module
 from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes
 from fsdp_cp.reduce import scale_grads
 from fsdp_cp.sharding import one_rank, shard
-from fsdp_cp.sharding.state import fsdp_modules, param_groups, reshard
+from fsdp_cp.sharding.state import fsdp_modules, gathered_units, param_groups, reshard
 from tests.distributed.test_library import TOKENS, Transformer
 
 SETTINGS = {
@@ -245,21 +246,21 @@ def test_validation_after_an_assignment_spoils_nothing_and_old_weights_go_at_onc
     assert pools[1].run(_validated_after_assignment) == [(True, True, True)]
 
 
-def _changed_between(settings):
-    """Weights that change behind a forward: what its backward says, and what one behind another forward does."""
+def _changed_between(settings, inside, resharded):
+    """Weights that change behind a forward: what its backward says, in the first step and in a later one."""
     model, x = _model(**settings), torch.randn(2, TOKENS, 5)
-    model(x)  # from here on it is known that nothing is copied
-    reshard(model)
 
     def change():
+        if resharded:
+            reshard(model)
         with torch.no_grad():
             for p in _parameters(model):
                 p.sharded_param.to_local().mul_(2)
 
     said = []
-    for late in (True, False):
+    for late in (True, False, True):
         try:
-            with microbatch(model, is_first=True, is_last=True):
+            with microbatch(model, is_first=True, is_last=True) if inside else nullcontext():
                 if not late:
                     change()
                 loss = model(x).square().mean()
@@ -268,15 +269,58 @@ def _changed_between(settings):
                 loss.backward()
         except RuntimeError as error:
             said.append(str(error))
+            discard_step(model)
+        reshard(model)
         model.zero_grad()
     return said
 
 
+@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"strategy": "optim"}, {"strategy": "optim_grads"}, {"keep_gathered": True}])
-def test_weights_that_change_between_a_forward_and_its_backward_are_refused(pools, settings):
-    """FSDP2's copy would keep those of the forward, plain torch raises: in place neither happens by itself."""
-    (said,) = pools[1].run(_changed_between, settings)
-    assert len(said) == 1 and "were changed between a forward and its backward" in said[0]
+def test_weights_that_change_between_a_forward_and_its_backward_are_refused(pools, settings, inside, resharded):
+    """A copy that stays gathered keeps those of the forward, plain torch raises: in place neither happens by itself."""
+    (said,) = pools[1].run(_changed_between, settings, inside, resharded)
+    assert len(said) == 2 and all("were changed between a forward and its backward" in each for each in said)
+
+
+def _between_micro_batches(settings):
+    """Inside a step: are the parameters sharded, do they have their gradients, and what is gathered?"""
+    model, x = _model(**settings), torch.randn(2, TOKENS, 5)
+    seen = []
+    for _ in range(2):
+        for i in range(3):
+            with microbatch(model, is_first=i == 0, is_last=i == 2):
+                if i == 1:
+                    model(x)  # a forward for nothing, of a micro-batch that has one loss more
+                model(x).square().mean().backward()
+            parameters = list(model.parameters())
+            seen.append((
+                all(isinstance(p, torch.distributed.tensor.DTensor) for p in parameters),
+                all(p.grad is not None for p in parameters),
+                len(gathered_units(model)),
+            ))  # fmt: skip
+        model.zero_grad()
+    return seen
+
+
+def test_between_micro_batches_parameters_are_sharded_and_have_their_gradients(pools):
+    """In the second step too, in which it is known that full parameters take no memory."""
+    assert pools[1].run(_between_micro_batches, {}) == [[(True, True, 0)] * 6]
+
+
+def _loaded_in_another_dtype(copies):
+    model = _model(copies=copies)
+    x = torch.randn(2, TOKENS, 5, generator=torch.Generator().manual_seed(1))
+    model(x)
+    model.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        return model(x)
+
+
+def test_weights_of_another_dtype_are_computed_with_in_that_of_before(pools):
+    (found,), (wanted,) = (pools[1].run(_loaded_in_another_dtype, copies) for copies in (False, True))
+    assert found.dtype == torch.float32 and torch.equal(found, wanted)
 
 
 def _changed_behind_a_validation():
