@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp_cp.sharding.one_rank import computes_in_place
+from fsdp_cp.sharding.one_rank import computes_in_place, is_alone
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.shard import settings_of
@@ -15,7 +15,6 @@ from fsdp_cp.sharding.state import (
     ShardedModule,
     clear_unsynced_gradients,
     fsdp_modules,
-    gathered_units,
     has_gradients,
     is_finished,
     partly_reduced_units,
@@ -67,8 +66,8 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
                 pool.end_step()
         else:
             _refuse_partial(root)
-            if not _keeps(settings_of(root)) and any(map(computes_in_place, gathered_units(root))):
-                reshard(root)  # as above: these stay gathered behind a forward
+            if is_alone(root) and not _keeps(settings_of(root)):
+                reshard(root)  # as above: units in place stay gathered behind a forward
     except BaseException:
         discard_step(root)
         raise
@@ -81,12 +80,13 @@ def _apply(root: ShardedModule, is_last: bool | None) -> None:
     """What the strategy does in a micro-batch; ``None`` outside of one: a backward there is a whole step."""
     settings, last = settings_of(root), is_last is not False
     reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")
+    may_stay = settings.strategy not in ("optim", "optim_grads") and (settings.keep_gathered or is_alone(root))
     root.set_is_last_backward(last)
     for unit in fsdp_modules(root):  # a recursive setter would walk over all modules, each
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_requires_all_reduce(last, recurse=False)  # after the line above, which sets it too
         unit.set_reshard_after_backward(last or not _keeps(settings), recurse=False)
-        if settings.strategy not in ("optim", "optim_grads"):
+        if may_stay:
             keeps = settings.keep_gathered or computes_in_place(unit)  # at no memory, where it does
             unit.set_reshard_after_forward(is_last is None or not keeps, recurse=False)
 

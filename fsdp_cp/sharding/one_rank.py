@@ -23,6 +23,9 @@ from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, param_groups
 OF_TORCH = "2.13."
 """Whose classes these are; any other copies, with the same results: its post-backward may do what is left out here."""
 
+_ALONE = "_one_rank_alone"
+"""Attribute of a root: to ask each unit would cost every step of the other meshes time."""
+
 
 def compute_in_place(root: ShardedModule) -> None:
     """Let every unit of ``root``, which one rank holds alone, go without the copies of a gather and of a reduction.
@@ -32,11 +35,17 @@ def compute_in_place(root: ShardedModule) -> None:
     """
     if not torch.__version__.startswith(OF_TORCH):
         return
+    root.__dict__[_ALONE] = True
     for unit in fsdp_modules(root):
         for group in param_groups(unit):
             group.__class__ = _Group
             for parameter in group.fsdp_params:
                 parameter.__class__ = _Parameter
+
+
+def is_alone(root: ShardedModule) -> bool:
+    """Was ``root`` given to :func:`compute_in_place`?"""
+    return _ALONE in vars(root)
 
 
 def is_in_place(parameter: FSDPParam) -> bool:
