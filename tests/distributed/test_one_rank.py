@@ -180,6 +180,16 @@ def test_gradients_that_share_memory_are_scaled_once_each(pools):
     assert right == [True] * 4
 
 
+def _assign_parts(model, flat):
+    """Load by assignment, as parts of ``flat``."""
+    state, start = {}, 0
+    for name, p in model.state_dict().items():
+        part = flat[start : start + p.numel()].view(p.shape)
+        state[name] = torch.distributed.tensor.DTensor.from_local(part, p.device_mesh, p.placements)
+        start += p.numel()
+    model.load_state_dict(state, assign=True)
+
+
 def _assigned():
     """Weights loaded by assignment, as parts of one storage, between two micro-batches of a step, and after one."""
     model, other = _model(), _model()
@@ -190,14 +200,7 @@ def _assigned():
         expected = other(x)
     flat = torch.cat([p.to_local().flatten() for p in other.parameters()])
     model(x)  # full parameters in place
-    state, start = {}, 0
-    for name, p in model.state_dict().items():
-        part = flat[start : start + p.numel()].view(p.shape)
-        state[name], start = (
-            torch.distributed.tensor.DTensor.from_local(part, p.device_mesh, p.placements),
-            start + p.numel(),
-        )
-    model.load_state_dict(state, assign=True)
+    _assign_parts(model, flat)
     with torch.no_grad():
         found = model(x)
     whole = flat.clone()
@@ -226,12 +229,7 @@ def _validated_after_assignment():
     model(x)
     flat = torch.cat([p.to_local().flatten() for p in model.parameters()])
     old = {p._sharded_param_data.untyped_storage().data_ptr() for p in _parameters(model)}
-    state, start = {}, 0
-    for name, p in model.state_dict().items():
-        part = flat[start : start + p.numel()].view(p.shape)
-        state[name] = torch.distributed.tensor.DTensor.from_local(part, p.device_mesh, p.placements)
-        start += p.numel()
-    model.load_state_dict(state, assign=True)
+    _assign_parts(model, flat)
     held = {x.untyped_storage().data_ptr() for p in _parameters(model) for x in p.all_gather_outputs if x.numel()}
     held |= {p._unsharded_param.untyped_storage().data_ptr() for p in _parameters(model)}
     with torch.inference_mode():
