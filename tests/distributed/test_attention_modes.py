@@ -362,7 +362,9 @@ def _low_precision(case):
         return on_ranks(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(x, marks=pytest.mark.slow) for x in (torch.bfloat16, torch.float16)), torch.float32]
+)
 def test_a_ring_of_16_is_as_precise_as_one_kernel(dtype):
     """Chunks are merged in fp32, so 16 of them cost no more than 1.3 times the error of one kernel over all tokens."""
     common = {"tokens": (800,), "heads": 2, "kv_heads": 2, "head_dim": 32, "batch": 1, "dtype": dtype}

@@ -177,6 +177,7 @@ def _trace(setup, folder, own_groups):
     return trace, exchanges, {group for kind, group in sent.by_group if kind == "reduce_scatter"}
 
 
+@pytest.mark.slow
 def test_groups_of_their_own_change_no_digit(pools, checkpoints):
     setup = Setup(cp=2, steps=2)
     runs = [pools[2].run(_trace, setup, checkpoints, own)[0] for own in (False, True)]

@@ -76,7 +76,8 @@ def _run(pools, folder, backend="eager", **given):
     return [made for _, made in ranks]
 
 
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=slow)])
+@slow
+@pytest.mark.parametrize("cp", [1, 2])
 def test_rcm(pools, checkpoints, cp):
     """Student, fake score and the frozen teacher are compiled; the derivative of the student runs uncompiled blocks.
 

@@ -128,6 +128,7 @@ def test_parts_of_a_batch_that_draw_for_themselves(pools, folder, method, sizes)
     assert any(both), "the parts of a step drew different experts"
 
 
+@slow
 def test_adapters_of_both_experts_with_a_gan(pools, tmp_path):
     """The student's step passes the fake score of one expert and trains the other: nothing may stay in the first.
 
@@ -246,8 +247,9 @@ def test_an_expert_that_does_not_run_takes_its_shard_alone(pools, folder):
             assert gathered == [running] if direction == "forward" else set(gathered) <= {running}
 
 
+@slow
 @pytest.mark.parametrize(
-    ("sizes", "resumed"), [({"dp_shard": 2}, {"dp_shard": 2}), pytest.param({"cp": 2}, {"dp_shard": 2}, marks=slow)]
+    ("sizes", "resumed"), [({"dp_shard": 2}, {"dp_shard": 2}), ({"cp": 2}, {"dp_shard": 2})], ids=["same", "another"]
 )
 def test_resume(pools, folder, tmp_path, sizes, resumed):
     """Counts of each expert, its Adam and its average among what is gone on with: the run that was never stopped."""

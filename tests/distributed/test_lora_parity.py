@@ -126,7 +126,7 @@ METHODS = {
 
 @pytest.mark.parametrize(
     "method",
-    [name if name == "rcm" else pytest.param(name, marks=long if name == "scm" else slow) for name in METHODS],
+    [pytest.param(name, marks=long if name == "scm" else slow) for name in METHODS],
 )
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 2), marks=long)], ids=str)
 def test_methods(pools, checkpoints, method, sizes):

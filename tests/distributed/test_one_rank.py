@@ -86,7 +86,7 @@ def _both(settings):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), set(in_place)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x == "compiled" else x for x in SETTINGS])
 def test_the_same_bits_as_with_the_copies(pools, name):
     same, in_place = pools[1].run(_both, SETTINGS[name])[0]
     assert same

@@ -46,7 +46,7 @@ def words(pipeline, clips):
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["text", "image"])
+@pytest.fixture(scope="module", params=["text", pytest.param("image", marks=pytest.mark.slow)])
 def folders(request, tmp_path_factory):
     """A pipeline folder, clips, and a run of six steps that was stopped after two."""
     image = request.param == "image"
@@ -248,7 +248,7 @@ def test_a_file_of_adapters_is_of_one_expert(adapted, tmp_path, capfd):
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
 
 
-@pytest.fixture(scope="module", params=["low", pytest.param("high", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("low", "high")])
 def alone(request, tmp_path_factory):
     """A run that trains one of the student's experts."""
     pipeline, clips, run_dir = (tmp_path_factory.mktemp(name) for name in ("pipeline", "clips", "run"))
