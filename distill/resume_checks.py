@@ -42,7 +42,7 @@ def check_resume(config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (
     for kind, keys in (
         (int, ("seed", "samples")),
         (str, ("method", "data")),
-        (dict, ("settings", "configs", "updates", "skipped", "skipped_in_a_row", "unlogged")),
+        (dict, ("settings", "configs", "updates", "skipped", "unlogged")),
         (float, ("seconds",)),
     ):
         for key in keys:

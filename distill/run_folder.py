@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -59,33 +60,55 @@ OUTPUTS = (
 )
 """What a run writes, beside ``cache``, which is keyed and stays, ``wandb`` and ``previous``."""
 _LOCK = ".lock"
+_LOCKED_BY = re.compile(r"(process \d+ on .*\n)?")
 _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
 
 
-def refuse_foreign(run_dir: Path) -> None:
+def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a folder in which a run would overwrite what no run wrote; changes nothing.
+
+    Args:
+        run_dir: as of :func:`held_run_dir`.
+        setting: what the user calls it.
 
     Raises:
         UserError: naming the file.
     """
     if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"run_dir={run_dir} is a file; give a folder")
+        raise UserError(f"{setting}={run_dir} is a file; give a folder")
+    if run_dir.is_symlink() and not run_dir.exists():
+        raise UserError(f"{setting}={run_dir} is a link to {run_dir.readlink()}, which is not there; give a folder")
     if (file := file_above(run_dir)) is not None:
-        raise UserError(f"run_dir={run_dir} cannot be written ({file} is a file); give another folder")
-    if not run_dir.is_dir() or _is_a_run(run_dir):
+        raise UserError(f"{setting}={run_dir} cannot be written ({file} is a file); give another folder")
+    if not run_dir.is_dir():
         return
-    found = [name for name in OUTPUTS if (run_dir / name).exists()]
+    found = [] if _is_a_run(run_dir) else [name for name in OUTPUTS if (run_dir / name).exists()]
+    if not _is_our_lock(run_dir / _LOCK):
+        found.append(_LOCK)
     if found:
         raise UserError(
-            f"run_dir={run_dir} is no run's folder, and a run would overwrite its {found[0]}; give an empty or a new"
+            f"{setting}={run_dir} is no run's folder, and a run would overwrite its {found[0]}; give an empty or a new"
             " folder"
         )
 
 
+def _is_our_lock(file: Path) -> bool:
+    """Or none: what :func:`_lock` wrote there, or began to."""
+    if file.is_symlink():  # what it leads to may lie anywhere
+        return False
+    try:
+        return _LOCKED_BY.fullmatch(file.read_text()) is not None
+    except FileNotFoundError:
+        return True
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def _is_a_run(run_dir: Path) -> bool:
     """Has a run written here? Its first two files appear together; runs before there was a record had the second."""
-    if (run_dir / STARTS).is_file():
-        return True
+    with suppress(OSError, ValueError, LookupError, TypeError), (run_dir / STARTS).open() as file:
+        if "started" in json.loads(next(file, "")):
+            return True
     try:
         load_config(run_dir / "config.yaml")
     except UserError:
@@ -112,7 +135,7 @@ def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
     def write() -> str | None:
         if rank() != 0:
             return None
-        refuse_foreign(run_dir)
+        refuse_foreign(run_dir, setting)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             token.touch()

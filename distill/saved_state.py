@@ -41,7 +41,6 @@ def saved_state(trainer: TrainingState) -> dict[str, Any]:
         "seed": trainer.config.seed,
         "updates": trainer.updates,
         "skipped": trainer.skipped,
-        "skipped_in_a_row": trainer.skipped_in_a_row,
         "seconds": trainer.seconds,
         "unlogged": trainer.unlogged,
         "branch_of": trainer.branch_of,
@@ -71,7 +70,7 @@ def restore(trainer: TrainingState, folder: Path) -> None:
     if folder.parent.resolve() == (trainer.run_dir / "checkpoints").resolve():
         leave_branch(folder)
     trainer.step, trainer.samples, trainer.seconds = state["step"], state["samples"], state["seconds"]
-    for name in ("updates", "skipped", "skipped_in_a_row", "unlogged"):
+    for name in ("updates", "skipped", "unlogged"):
         setattr(trainer, name, dict(state[name]))
     trainer.branch_of = trainer.branch_of or state.get("branch_of")
     if rank() == 0:

@@ -266,7 +266,6 @@ class Trainer(TrainingState):
         Raises:
             UserError: on all ranks, for the last of ``optim.max_skipped`` in a row; what went well is saved then.
         """
-        self.skipped[name] += 1
         self.skipped_in_a_row[name] += 1
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
@@ -277,10 +276,12 @@ class Trainer(TrainingState):
             log.warning(
                 "step %d: the gradient norm of %s is %s, first in %s; update skipped", self.step + 1, name, norm, where
             )
-        if self.skipped_in_a_row[name] < self.config.optim.max_skipped:
+        count = self.skipped_in_a_row[name]
+        if count < self.config.optim.max_skipped:
+            self.skipped[name] += 1
             return
-        # Skipped ones changed nothing: this is the last good state. The next run has as many tries as this one had.
-        count, self.skipped_in_a_row[name] = self.skipped_in_a_row[name], 0
+        # Skipped ones changed nothing: this is the last good state. What goes on from it comes to this step again, and
+        # counts it then.
         self._save()
         self.checkpoints.wait()
         raise UserError(

@@ -86,7 +86,8 @@ class TrainingState:
         self.updates = dict.fromkeys(self.trained, 0)
         self.skipped = dict.fromkeys(self.roles, 0)
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
-        self.first_skipped = dict.fromkeys(self.roles, "a step of an earlier run")
+        """Of this start: one that goes on from a run that ended by them has as many tries again."""
+        self.first_skipped: dict[str, str] = {}
         """Step and parameter of the first of those in a row."""
         self.seconds = 0.0
         self.branch_of = branch_name(config.checkpoint.resume)

@@ -204,12 +204,13 @@ def _find_resume(setting: str, checkpoints: Path, damaged: Mapping[Path, str]) -
         )
     if setting == "auto":
         return newest
+    # First: what the run began from may have been removed since, by `keep` for one.
+    if newest is not None and read_state(newest).get("branch_of") == branch_name(setting):
+        log.info("the run began from %s and goes on from its own newest checkpoint", setting)
+        return newest
     named = find_checkpoint(setting, "checkpoint.resume", damaged)
     if newest is None:
         return named
-    if read_state(newest).get("branch_of") == branch_name(setting):
-        log.info("the run began from %s and goes on from its own newest checkpoint", setting)
-        return newest
     if named.parent.resolve() == checkpoints.resolve():
         return named
     raise UserError(

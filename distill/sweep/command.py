@@ -18,6 +18,7 @@ from distill.sweep.folder import (
     read_point,
     read_settings,
     refuse_another,
+    refuse_foreign_points,
     rows,
     swept_before,
     write_json,
@@ -79,6 +80,7 @@ def sweep(arguments: Sequence[str]) -> None:
     refuse_another(read_settings(folder), found, given.torchrun, folder)
     check_launcher(given.hydra, folder)
     points = found.points()
+    refuse_foreign_points(folder, read_settings(folder), (point.name for point in points))
     print(
         f"{len(points)} points of {given.world} ranks each (torchrun {' '.join(given.torchrun)}); checking them",
         flush=True,

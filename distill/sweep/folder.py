@@ -83,6 +83,25 @@ def refuse_another(settings: Mapping[str, Any], sweep: Sweep, torchrun: Sequence
             )
 
 
+def refuse_foreign_points(folder: Path, settings: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse points whose folders hold what no sweep wrote.
+
+    Args:
+        folder: the sweep's.
+        settings: as of :func:`read_settings`; the points in it have folders of its own.
+        names: of all points of this start.
+
+    Raises:
+        UserError: naming the folder.
+    """
+    for name in names:
+        place = folder / name
+        if name in settings.get("points", {}) or not (place.exists() or place.is_symlink()):
+            continue
+        if not place.is_dir() or any(place.iterdir()):
+            raise UserError(f"sweep_dir={folder} has a {name} that no sweep wrote; give a new folder")
+
+
 def _sorted(values: Sequence[str]) -> list[str]:
     """Numbers by size, since later starts may add some in between; others as they came."""
     try:

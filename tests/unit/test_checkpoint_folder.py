@@ -145,6 +145,17 @@ def test_none_that_is_whole_is_no_reason_to_begin_anew(folder):
     assert find_resume("never", folder) is None
 
 
+def test_a_run_goes_on_where_the_checkpoint_that_it_began_from_is_gone(folder):
+    """``keep`` removes it in the end, and so may the run that it was of."""
+    for gone in (step_folder(folder, 1), folder.parent / "another"):
+        Checkpoints(folder, keep=0).save(3, tensors(3), {"step": 3, "branch_of": str(gone)})
+        shutil.rmtree(gone, ignore_errors=True)
+        assert find_resume(str(gone), folder) == step_folder(folder, 3)
+        with pytest.raises(UserError, match="has no complete checkpoint|no folder"):
+            find_resume(str(folder.parent / "a third"), folder)
+        shutil.rmtree(step_folder(folder, 3))
+
+
 def test_what_is_no_checkpoint_is_not_looked_at(folder):
     (folder / "step_00000003.tmp").mkdir()
     (folder / "step_00000004").mkdir()

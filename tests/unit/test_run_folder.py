@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from distill.config import compose_config
-from distill.run_folder import OUTPUTS, STARTS, _move_aside, refuse_foreign, resume_setting
+from distill.run_folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting
+from fsdp_cp.errors import UserError
 
 
 class Killed(BaseException):
@@ -18,7 +19,7 @@ class Killed(BaseException):
 def test_killed_while_files_are_moved_aside_it_is_still_a_runs_folder(tmp_path, monkeypatch, renames):
     files = ("config.yaml", STARTS, "log.txt", "metrics.jsonl")
     for name in files:
-        (tmp_path / name).write_text("of a run")
+        (tmp_path / name).write_text(json.dumps({"started": "2020-01-01T00:00:00+00:00"}) + "\n")
     rename, done = Path.rename, []
 
     def until_killed(path, target):
@@ -61,3 +62,40 @@ def test_never_is_meant_for_a_jobs_first_start(tmp_path, monkeypatch, resume, re
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
     (tmp_path / STARTS).write_text("{")
     assert resume_setting(config, tmp_path) == resume
+
+
+@pytest.mark.parametrize("content", [b"my precious lock\n", b"process 7 on host\nand more\n", b"\xff\xfe"])
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("setting", ["run_dir", "sweep_dir"])
+def test_a_lock_of_somebody_else_is_not_written_to(tmp_path, content, linked, setting):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    theirs = tmp_path / "theirs" if linked else folder / ".lock"
+    theirs.write_bytes(content)
+    if linked:
+        (folder / ".lock").symlink_to(theirs)
+    with pytest.raises(UserError, match=rf"^{setting}=.*overwrite its \.lock"), held_run_dir(folder, setting):
+        pass
+    assert theirs.read_bytes() == content
+
+
+def test_a_lock_of_an_earlier_run_is(tmp_path):
+    for _ in range(2):
+        with held_run_dir(tmp_path):
+            pass
+    (tmp_path / ".lock").write_text("")  # killed before it had said who it is
+    with held_run_dir(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith("process ")
+
+
+def test_a_link_to_nowhere_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "run").symlink_to("nowhere")
+    with pytest.raises(UserError, match="is a link to nowhere, which is not there"):
+        refuse_foreign(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ["", "theirs", "[1]", '{"theirs": 1}'])
+def test_a_record_of_starts_is_known_by_what_it_says(tmp_path, content):
+    (tmp_path / STARTS).write_text(content)
+    with pytest.raises(UserError, match="is no run's folder"):
+        refuse_foreign(tmp_path)

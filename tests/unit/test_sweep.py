@@ -106,6 +106,7 @@ def test_the_command_line():
         ("seed=1,2 sweep_dir={tmp}/run", "is a run's folder"),
         ("seed=1,2 sweep_dir={tmp}/theirs", "that no sweep wrote"),
         ("seed=1,2 sweep_dir={tmp}/damaged", "was written by no sweep"),
+        ("seed=1,2 sweep_dir={tmp}/points", "has a seed=2 that no sweep wrote"),
         ("seed=1,2 hydra.sweep.dir=x", "is a setting of Hydra's own"),
         ("seed=1,2 steps=3", r"steps=3 leaves nothing to measure.*use steps=10 or more.*all 2 points"),
         ("seed=1,2 nothing.like.it=3", "all 2 points"),
@@ -115,8 +116,13 @@ def test_the_command_line():
 def test_mistakes_are_a_line_and_write_nothing(tmp_path, capsys, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    for folder, file in (("run", "starts.jsonl"), ("theirs", "sweep.csv"), ("damaged", "sweep.json")):
-        (tmp_path / folder).mkdir()
+    for folder, file in (
+        ("run", "starts.jsonl"),
+        ("theirs", "sweep.csv"),
+        ("damaged", "sweep.json"),
+        ("points/seed=2", "a"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / file).write_text("{}")
     before = sorted(path for path in tmp_path.rglob("*"))
     assert train(["--multirun", *words.replace("{tmp}", str(tmp_path)).split()]) == 2
@@ -293,7 +299,7 @@ def test_a_sweep_goes_on_where_it_was(swept, tmp_path, capsys):
     point = tmp_path / "s" / "seed=1" / POINT
     changed = point.stat().st_mtime_ns
     (tmp_path / "s" / "seed=1" / "mine.txt").write_text("a user's")
-    (tmp_path / "s" / "seed=2").mkdir()
+    swept("seed=2", "--plan")
     (tmp_path / "s" / "seed=2" / POINT).write_text('{"status": "running"}')  # of a sweep that was killed
     capsys.readouterr()
     found = swept("seed=2", "hydra/launcher=basic")
