@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -26,7 +27,7 @@ import torch
 from omegaconf import OmegaConf
 
 from distill.config import Config, load_config
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
 from fsdp_cp.reduce import barrier, on_all_ranks
@@ -64,6 +65,7 @@ _LOCKED_BY = re.compile(r"(process \d+ on .*\n)?")
 _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
 
 
+@paths_of_the_user()
 def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     """Refuse a folder in which a run would overwrite what no run wrote; changes nothing.
 
@@ -80,6 +82,9 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
         raise UserError(f"{setting}={run_dir} is a link to {run_dir.readlink()}, which is not there; give a folder")
     if (file := file_above(run_dir)) is not None:
         raise UserError(f"{setting}={run_dir} cannot be written ({file} is a file); give another folder")
+    # A missing one is made in the nearest that is there.
+    if not os.access(next(path for path in (run_dir, *run_dir.parents) if path.exists()), os.W_OK | os.X_OK):
+        raise UserError(f"{setting}={run_dir} cannot be written ({os.strerror(errno.EACCES)}); use another")
     if not run_dir.is_dir():
         return
     found = [] if _is_a_run(run_dir) else [name for name in OUTPUTS if (run_dir / name).exists()]

@@ -23,7 +23,7 @@ from distill.methods import METHODS, build_method
 from distill.report.media import contact_sheet, write_mp4
 from distill.sampling import decode, generate, sample_captions
 from fsdp_cp.error_file import recorded
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, world_size
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.paths import user_path
@@ -143,6 +143,7 @@ def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float,
         raise UserError(f"the clips cannot be written ({reason}); nothing was changed, give another --out") from error
 
 
+@paths_of_the_user()
 def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
     """:func:`sample` with checked arguments, of a checked run.
 

@@ -19,7 +19,7 @@ from distill.methods import METHODS, Method
 from distill.optimizers import parameter_groups
 from distill.profiling import check_profile
 from fsdp_cp.attention.kernels import choose_kernel
-from fsdp_cp.errors import UserError, shown
+from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
@@ -46,6 +46,7 @@ class RunPlan:
     """Samples per data-parallel rank and forward."""
 
 
+@paths_of_the_user()
 def plan_run(
     config: Config, method: type[Method] | None = None, *, shapes: tuple[LatentShape, Mapping[str, Shape]] | None = None
 ) -> RunPlan:

@@ -26,7 +26,7 @@ from distill.data import ClipDataset, condition_of
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
 from distill.setup import plan_run
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import choose_allocator, choose_device, end_process, exit_code, process_group, rank
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
@@ -136,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
 
+    @paths_of_the_user()
     def work() -> None:
         if (text := information(arguments)) is not None:  # --cfg job
             print(text)

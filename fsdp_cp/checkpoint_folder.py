@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_cp.checkpoint_reader import reader
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.reduce import barrier, on_all_ranks
 
@@ -35,6 +35,7 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+@paths_of_the_user()
 def published_steps(folder: Path) -> list[int]:
     """Steps of the published checkpoints under ``folder``, ascending. One that is being written is not among them."""
     if not folder.is_dir():
@@ -194,6 +195,7 @@ def find_resume(setting: str, checkpoints: Path, *, verify: bool = False) -> Pat
         damaged[found] = wrong
 
 
+@paths_of_the_user()
 def _find_resume(setting: str, checkpoints: Path, damaged: Mapping[Path, str]) -> Path | None:
     newest = _newest_whole(checkpoints, damaged)
     own = published_steps(checkpoints)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.sharding import materialise
@@ -285,6 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     logging.basicConfig(format="%(message)s")
 
+    @paths_of_the_user()
     def work() -> None:
         if not args.out:
             raise UserError("OUT is empty; give a folder")

@@ -65,11 +65,14 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
         inputs: the folders that are read, by what the user calls them.
 
     Raises:
-        UserError: a folder that is one of them, or holds one.
+        UserError: a folder that is one of them, or holds one, or a file to which a link in one leads.
     """
     real = folder.resolve()
     for name, each in inputs.items():
-        if real in (each.resolve(), *each.resolve().parents):
+        # Of a folder of links (a snapshot of a hub's cache, say) it is the files that are read which lie elsewhere.
+        links = [path for path in each.iterdir() if path.is_symlink()] if each.is_dir() else []
+        read = [path.resolve() for path in (each, *links)]
+        if any(real in (path, *path.parents) for path in read):
             raise UserError(f"{setting} {folder} would replace {name} ({each}); give another folder")
 
 

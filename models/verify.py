@@ -17,7 +17,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from models.checkpoint_files import EXPERT_FOLDERS, inspect_checkpoint
@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s")
     good = False
 
+    @paths_of_the_user()
     def work() -> None:
         nonlocal good
         if args.ranks < 1:

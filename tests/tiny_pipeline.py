@@ -239,6 +239,8 @@ def main() -> None:
     parser.add_argument("--frame", action="store_true", help="one whose first frame may be given, as Wan 2.2's TI2V")
     parser.add_argument("--boundary", type=float, help="two experts, as Wan 2.2's A14B, with their boundary_ratio")
     of = parser.parse_args()
+    if of.folder.exists() and (not of.folder.is_dir() or any(of.folder.iterdir())):
+        parser.error(f"{of.folder} is there and not empty; give a new folder")
     print(build_tiny_pipeline(of.folder, of.seed, image=of.image, frame=of.frame, boundary=of.boundary))
 
 

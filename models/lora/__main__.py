@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from models.checkpoint_files import inspect_transformer
@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s")
 
+    @paths_of_the_user()
     def work() -> None:
         for name in ("full", "base", "out"):
             if not getattr(args, name):

@@ -43,7 +43,7 @@ def extract(
         settings: rank and targets.
 
     Raises:
-        UserError: folders of other shapes; what :func:`models.lora.inject.target_layers` refuses.
+        UserError: folders of other shapes, or of equal weights; what :func:`models.lora.inject.target_layers` refuses.
     """
     for folder in (full, base):
         if folder.additions:
@@ -77,7 +77,13 @@ def extract(
         adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"] = a.contiguous(), b.contiguous()
         whole += difference.double().square().sum().item()
         lost += (difference - b @ a).double().square().sum().item()
-    return Extracted(adapters=adapters, kept=1.0 - lost / whole if whole else 1.0, left_out=left_out)
+    if not whole:
+        others = f", though in {len(left_out)} other tensors" if left_out else ""
+        raise UserError(
+            f"{full.path} and {base.path} do not differ in the {len(targets)} layers that have adapters{others}; give"
+            " the trained network as FULL, and the one that it began as as BASE"
+        )
+    return Extracted(adapters=adapters, kept=1.0 - lost / whole, left_out=left_out)
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,6 +116,7 @@ def test_of_large_layers_the_leading_directions_alone(monkeypatch):
         (("{full}", "nowhere", "{out}"), "BASE=.*nowhere is not a folder"),
         (("{full}", "{base}", "{out}", "--rank", "0"), "--rank 0 must be at least 1"),
         (("{full}", "{base}", "{out}", "--rank", "64"), "rank=64 is above the size of blocks.0.attn1.to_q"),
+        (("{base}", "{base}", "{out}", "--rank", "3"), "do not differ in the 30 layers that have adapters; give"),
         (("{full}", "{base}", "{out}", "--targets", "*.nothing"), "targets: .*nothing.* matches no linear layer"),
     ],
 )

@@ -1,0 +1,129 @@
+"""Paths that may not be looked at, and links that lead in a circle or into what is to be replaced."""
+
+import contextlib
+import io
+import os
+import pickle
+import tempfile
+import traceback
+from pathlib import Path
+
+import pytest
+
+from distill.run_folder import refuse_foreign
+from distill.sample import main as sample
+from fsdp_cp.errors import UserError, paths_of_the_user
+from models.export import main as export
+from models.lora.__main__ import main as lora
+from models.published import refuse_input
+from train import main as train
+
+NOBODY = 65534
+TEACHER = "assets/quickstart_teacher"
+
+
+@pytest.fixture
+def folder():
+    """One that every user may write in: pytest's own are its user's alone."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def as_nobody(function, *args):
+    """``function(*args)`` in a process to which permissions apply; root has them all."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setresgid(NOBODY, NOBODY, NOBODY)
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+            answer = (True, function(*args))
+        except BaseException:  # told in the parent
+            answer = (False, traceback.format_exc())
+        os.write(write, pickle.dumps(answer))
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as stream:
+        right, found = pickle.loads(stream.read())
+    os.waitpid(child, 0)
+    assert right, found
+    return found
+
+
+def _ended(command, words):
+    """Exit code and what a command writes to stderr."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = command(words)
+    return code, errors.getvalue()
+
+
+def _refused(run_dir):
+    with pytest.raises(UserError) as refused:
+        refuse_foreign(run_dir)
+    return str(refused.value)
+
+
+def test_where_nobody_may_write_no_run_begins(folder):
+    (folder / "theirs").mkdir(mode=0o555)
+    for run_dir in (folder / "theirs", folder / "theirs" / "a" / "b"):
+        assert as_nobody(_refused, run_dir) == f"run_dir={run_dir} cannot be written (Permission denied); use another"
+
+
+TRAIN = ("experiment=quickstart", "device=cpu", "mesh.cp=1", "dry_run=true")
+COMMANDS = {
+    "export": (export, "{path} {tmp}/out"),
+    "extract": (lora, "extract {path} {teacher} {tmp}/out"),
+    "sample": (sample, "{path} --out {tmp}/out"),
+    "run_dir": (train, "run_dir={path}"),
+    "teacher": (train, "run_dir={tmp}/run teacher.checkpoint={path}"),
+    "resume": (train, "run_dir={tmp}/run checkpoint.resume={path}"),
+    "encoders": (train, "run_dir={tmp}/run data=video_folder data.path={tmp} data.encoders={path}"),
+}
+
+
+def _words(command, path, folder):
+    words = command.format(path=path, tmp=folder, teacher=Path(TEACHER).resolve()).split()
+    return [*TRAIN, *words] if "=" in words[0] else words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_lies_behind_a_closed_folder_is_a_line(folder, name):
+    (folder / "closed").mkdir(mode=0o000)
+    command, words = COMMANDS[name]
+    code, said = as_nobody(_ended, command, _words(words, folder / "closed" / "x", folder))
+    assert code == 2 and len(said.splitlines()) == 1 and "closed" in said, said
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (export, "{teacher} {path}"),
+        (lora, "extract {teacher} {teacher} {path}"),
+        (sample, "{teacher} --out {path}"),
+        (train, "run_dir={path}"),
+    ],
+)
+def test_links_in_a_circle_are_a_line(folder, command, words):
+    (folder / "loop").symlink_to("loop")
+    code, said = _ended(command, _words(words, folder / "loop", folder))
+    assert code == 2 and len(said.splitlines()) == 1 and said.startswith("error: "), said
+
+
+def test_other_errors_stay_what_they_are():
+    for error in (RuntimeError("of a defect"), FileNotFoundError("of a defect")):
+        with pytest.raises(type(error), match="of a defect"), paths_of_the_user():
+            raise error
+
+
+@pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors"])
+def test_files_that_a_link_leads_to_are_an_input_too(tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("trained")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / name).symlink_to(f"../out/{name}")
+    with pytest.raises(UserError, match="would replace FULL"):
+        refuse_input(tmp_path / "out", "OUT", {"FULL": tmp_path / "snapshot"})
+    refuse_input(tmp_path / "another", "OUT", {"FULL": tmp_path / "snapshot", "BASE": tmp_path / "not there"})
