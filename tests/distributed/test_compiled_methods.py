@@ -109,15 +109,9 @@ def test_image_to_video(pools, tmp_path):
     _run(pools, tmp_path, cp=2, method=METHODS["rcm"], **image)
 
 
-@pytest.mark.parametrize(
-    ("changes", "lora"),
-    [
-        pytest.param(changes, lora, marks=slow if changes == FULL and lora else long)
-        for changes in (FULL, SELECTIVE, {})
-        for lora in ({}, LORA)
-    ],
-    ids=str,
-)
+@long
+@pytest.mark.parametrize("lora", [{}, LORA], ids=str)
+@pytest.mark.parametrize("changes", [FULL, SELECTIVE, {}], ids=str)
 def test_with_recomputation_and_adapters(pools, checkpoints, lora, changes):
     """A network with adapters has a graph for each role, and derives the role's that asks."""
     _run(pools, checkpoints, cp=2, method=METHODS["rcm"], lora=lora, changes=changes)

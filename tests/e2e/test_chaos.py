@@ -93,13 +93,13 @@ def test_every_kind_of_kill_has_its_turn():
     assert chaos.choose(left, chaos.STEPS, False, chance) is None, "no checkpoint is written any more"
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.timeout(1500)
-def test_five_kills_lose_nothing(tmp_path, capsys):
-    code = chaos.main(["--runs", "5", "--out", str(tmp_path / "chaos")])
+def test_kills_lose_nothing(tmp_path, capsys, kills):
+    code = chaos.main(["--runs", str(kills), "--out", str(tmp_path / "chaos")])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert "5 kills over" in printed and "nothing was lost" in printed and printed.count("| ok |") == 5
+    assert f"{kills} kills over" in printed and "nothing was lost" in printed and printed.count("| ok |") == kills
     assert (tmp_path / "chaos" / "chaos.md").read_text() == printed
     with pytest.raises(chaos.UserError, match="is not empty"):
         chaos.main(["--out", str(tmp_path / "chaos")])

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.real_size import STEPS, main
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_in_small(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "out"), "--tiny", "--precision", "fp32"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
