@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 from distill.run_folder import refuse_foreign
 from distill.sample import main as sample
@@ -39,7 +40,8 @@ def as_nobody(function, *args):
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)
                 os.setresuid(NOBODY, NOBODY, NOBODY)
-            answer = (True, function(*args))
+            readable = all(os.access(file, os.R_OK) for file in (os.__file__, torch.__file__, __file__))
+            answer = (True, function(*args)) if readable else (None, None)
         except BaseException:  # told in the parent
             answer = (False, traceback.format_exc())
         os.write(write, pickle.dumps(answer))
@@ -48,6 +50,8 @@ def as_nobody(function, *args):
     with open(read, "rb") as stream:
         right, found = pickle.loads(stream.read())
     os.waitpid(child, 0)
+    if right is None:
+        pytest.skip("Python's own files lie where root alone may read, and so would each import fail")
     assert right, found
     return found
 
