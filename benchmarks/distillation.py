@@ -33,6 +33,7 @@ from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process, process_group
 from fsdp_cp.mesh import build_mesh
+from fsdp_cp.signals import end_with_parent
 from models.load import build_role
 from models.role import Role
 from models.role_plan import plan_role
@@ -110,7 +111,12 @@ class Run:
         for command in self._commands():
             with (self.folder / "log").open("a") as log:
                 code = subprocess.run(
-                    command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+                    command,
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    preexec_fn=end_with_parent,  # else it would hold the folder that the same command goes on with
                 ).returncode
             if code:
                 raise RuntimeError(
