@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from tests.tiny_pipeline import new_folder
+
 CHANNELS, TEXT_WIDTH, GLYPH_WIDTH, IMAGE_WIDTH = 8, 32, 24, 20
 SYSTEM_TOKENS = 108
 """How many tokens of the chat template the pipelines cut off."""
@@ -125,7 +127,7 @@ def _tokenizer() -> Any:
 def main() -> None:
     """Command line: write the pipeline folder."""
     parser = argparse.ArgumentParser(description="Write a test-sized HunyuanVideo 1.5 folder with random weights.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=new_folder)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--image", action="store_true", help="of an image-to-video pipeline")
     arguments = parser.parse_args()

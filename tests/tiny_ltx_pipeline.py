@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny_pipeline import _tokenizer
+from tests.tiny_pipeline import _tokenizer, new_folder
 
 CHANNELS = 8
 TEXT_WIDTH = 32
@@ -73,7 +73,7 @@ def build_tiny_ltx_pipeline(
 def main() -> None:
     """Command line: write the pipeline folder."""
     parser = argparse.ArgumentParser(description="Write a test-sized LTX pipeline folder with random weights.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=new_folder)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print(build_tiny_ltx_pipeline(arguments.folder, arguments.seed))

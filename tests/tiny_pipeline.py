@@ -230,17 +230,23 @@ def write_video(
         container.mux(stream.encode(None))
 
 
+def new_folder(name: str) -> Path:
+    """An argument of a command line: nothing of anybody's may be in it."""
+    folder = Path(name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise argparse.ArgumentTypeError(f"{folder} is there and not empty; give a new folder")
+    return folder
+
+
 def main() -> None:
     """Command line: write the pipeline folder."""
     parser = argparse.ArgumentParser(description="Write a test-sized Wan pipeline folder with random weights.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=new_folder)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
     parser.add_argument("--frame", action="store_true", help="one whose first frame may be given, as Wan 2.2's TI2V")
     parser.add_argument("--boundary", type=float, help="two experts, as Wan 2.2's A14B, with their boundary_ratio")
     of = parser.parse_args()
-    if of.folder.exists() and (not of.folder.is_dir() or any(of.folder.iterdir())):
-        parser.error(f"{of.folder} is there and not empty; give a new folder")
     print(build_tiny_pipeline(of.folder, of.seed, image=of.image, frame=of.frame, boundary=of.boundary))
 
 

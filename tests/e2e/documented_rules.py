@@ -140,6 +140,18 @@ def module(command: str, places: Places, capsys) -> None:
         assert (places.elsewhere / "picture.png").stat().st_size > 1000
 
 
+def tiny_pipeline(command: str, places: Places, capsys) -> None:
+    """One of test size; a second time its folder is somebody's."""
+    command = command.replace("/tmp/", f"{places.elsewhere}/tiny_")
+    folder = Path(taken_apart(command).words[0])
+    start(command, places)
+    there = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert folder / "model_index.json" in there
+    again = start(command, places, check=False)
+    assert again.returncode == 2 and "is there and not empty; give a new folder" in again.stderr
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == there
+
+
 def on_a_run(command: str, places: Places, capsys) -> None:
     """``distill.sample`` and ``models.export`` on a finished run; torchrun's 8 ranks are 2 here."""
     launch = taken_apart(command.replace("--nproc-per-node 8", "--nproc-per-node 2"))
@@ -345,7 +357,7 @@ RULES = [
         why="tests/distributed/test_lora_extract.py runs it",
     ),
     Rule(r"(python|torchrun .*) -m (distill\.sample|models\.export) (RUN|/shared)[^\[]*", on_a_run, slow=True),
-    Rule(r"python -m tests\.tiny_((ltx|hunyuan)_)?pipeline /tmp/(pipeline|ltx|hunyuan)", module, slow=True),
+    Rule(r"python -m tests\.tiny_((ltx|hunyuan)_)?pipeline /tmp/(pipeline|ltx|hunyuan)", tiny_pipeline, slow=True),
     Rule(r"python -m distill\.data\.word_table OUT\.safetensors", module, slow=True),
     Rule(
         r"python -m benchmarks\.(distillation|experts|modes|stability|fp8( --distil)?|lora( --ranks 16)?)",
