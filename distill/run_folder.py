@@ -85,11 +85,11 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
     # A missing one is made in the nearest that is there.
     if not os.access(next(path for path in (run_dir, *run_dir.parents) if path.exists()), os.W_OK | os.X_OK):
         raise UserError(f"{setting}={run_dir} cannot be written ({os.strerror(errno.EACCES)}); use another")
-    if not run_dir.is_dir():
-        return
-    found = [] if _is_a_run(run_dir) else [name for name in OUTPUTS if (run_dir / name).exists()]
     if not _is_our_lock(run_dir / _LOCK):
-        found.append(_LOCK)
+        raise UserError(f"{setting}={run_dir} has a {_LOCK} that neither a run nor a sweep wrote; give another folder")
+    if not run_dir.is_dir() or _is_a_run(run_dir):
+        return
+    found = [name for name in OUTPUTS if (run_dir / name).exists()]
     if found:
         raise UserError(
             f"{setting}={run_dir} is no run's folder, and a run would overwrite its {found[0]}; give an empty or a new"

@@ -74,7 +74,7 @@ def test_a_lock_of_somebody_else_is_not_written_to(tmp_path, content, linked, se
     theirs.write_bytes(content)
     if linked:
         (folder / ".lock").symlink_to(theirs)
-    with pytest.raises(UserError, match=rf"^{setting}=.*overwrite its \.lock"), held_run_dir(folder, setting):
+    with pytest.raises(UserError, match=rf"^{setting}=.*has a \.lock that neither"), held_run_dir(folder, setting):
         pass
     assert theirs.read_bytes() == content
 
