@@ -24,7 +24,7 @@ from benchmarks.steps import open_trainer
 from distill.trajectories import run as write_trajectories
 from fsdp_cp.launch import process_group
 
-STEPS, COMPARED = 50, 10
+STEPS, COMPARED = 20, 10
 """Of each run; and of those whose losses are compared: updates make small differences grow."""
 TINY_STEPS = 2
 WANTED = 1e-4
@@ -84,7 +84,7 @@ def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None
             context.row(what, note=NOT_COMPILED)
             continue
         run = partial(_run, context, folder, words, context.device, _steps(context))
-        context.attempt(what, lambda run=run: _cells(run()), needs=20)
+        context.attempt(what, lambda run=run: _cells(run()), needs=60 if what.endswith("compiled") else 15)
     words = ["experiment=quickstart_ode_regression", f"method.trajectories={folder / 'trajectories'}"]
     words += ["method.num_trajectories=16", "method.teacher_steps=6", "batch_size=8"]
     target = f"{OWN}:trajectories"
