@@ -28,7 +28,10 @@ from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, gather_in_comput
 
 log = logging.getLogger(__name__)
 FORWARD_AD_SINCE = (2, 13)
-"""The first torch whose FSDP2 hooks pass forward-mode tangents on (pytorch issue 182641)."""
+"""The first torch whose FSDP2 hooks pass forward-mode tangents on with gradients enabled (pytorch issue 182641).
+
+Without gradients the hooks register nothing with autograd, and tangents pass through those of torch 2.11 too.
+"""
 
 
 def shard_module(
@@ -298,11 +301,14 @@ def _prefetch(model: ShardedModule, units: Sequence[ShardedModule], settings: Sh
 
 
 def _refuse_duals(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+    if not torch.is_grad_enabled():
+        return
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(
-            f"forward-mode AD through a sharded network needs torch {'.'.join(map(str, FORWARD_AD_SINCE))} or newer,"
-            f" not {torch.__version__}"
+            f"forward-mode AD through a sharded network with gradients enabled needs torch"
+            f" {'.'.join(map(str, FORWARD_AD_SINCE))} or newer, not {torch.__version__};"
+            " compute it under torch.no_grad()"
         )
 
 
