@@ -9,8 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,6 @@ def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None
     """The rows of all runs on the device, the first beside the losses ``expected``."""
     fp32 = partial(_run, context, folder, [], context.device)
     context.attempt("DMD2, fp32", lambda: _compared(fp32(_steps(context)), expected))
-    if context.device_type == "cuda":
-        # cuDNN's convolutions are the one place where torch rounds fp32 by itself: the patch embedding.
-        with _without_tf32():
-            context.attempt("DMD2, fp32, convolutions without TF32", lambda: _compared(fp32(COMPARED), expected))
     for what, words in RUNS.items():
         if context.tiny and what.endswith("compiled"):
             context.row(what, note=NOT_COMPILED)
@@ -106,16 +101,6 @@ def trajectories(context: Context, name: str, *words: str) -> None:
 
 def _steps(context: Context) -> int:
     return TINY_STEPS if context.tiny else STEPS
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def _words(words: Sequence[str], device: str, run_dir: Path) -> list[str]:
