@@ -76,8 +76,9 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
         sizes = [(2, 150, 4, head_dim), *[(2, 200, 2, head_dim)] * 2] * 2
         tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         mask = (torch.rand(2, 200, generator=generator) < 0.8).to(device)
-        expected = reference.attention_dual(*tensors, mask, head_dim**-0.5)
-        found = attention_dual(*tensors, mask, head_dim**-0.5)
+        chunked: AttendDual = reference.attention_dual
+        fused: AttendDual = attention_dual
+        expected, found = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
     except Exception as error:  # Triton is missing, too old, or its compiler fails: chunked torch computes the same
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for name, a, b in zip(Dual._fields, found, expected, strict=True):
@@ -85,7 +86,7 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
         difference = float((a - b).norm() / b.norm())
         if not difference < _TOLERANCE:
             return None, f"its {name} is off by {difference:.1e} in the self-check"
-    return attention_dual, None
+    return fused, None
 
 
 def _fused_shapes(q: Tensor, *_: object) -> Dual:
