@@ -1,4 +1,4 @@
-"""The operations that MFU is computed from, against PyTorch's own counter on the real network."""
+"""Operation counts that MFU is computed from, against PyTorch's counter on the real network."""
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ SMALL = ARCHITECTURE | {"out_channels": 6}
 LONG_TEXT = {"patch_size": (1, 4, 4), "text_dim": 40, "ffn_dim": 20, "num_layers": 1, "cross_attn_norm": False}
 
 
-@pytest.mark.parametrize("changes", [{}, LONG_TEXT, {"num_attention_heads": 2, "freq_dim": 64}], ids=str)
-@pytest.mark.parametrize(("batch", "sizes", "text_tokens"), [(1, (3, 8, 8), 5), (2, (1, 8, 16), 30)])
+@pytest.mark.parametrize(
+    ("changes", "batch", "sizes", "text_tokens"),
+    [({"num_attention_heads": 2, "freq_dim": 64}, 1, (3, 8, 8), 5), (LONG_TEXT, 2, (1, 8, 16), 30)],
+)
 def test_forward_flops_are_those_that_torch_counts(changes, batch, sizes, text_tokens):
     network = WanTransformer3DModel(**SMALL | changes)
     config = dict(network.config)
@@ -40,8 +42,7 @@ def test_forward_flops_are_those_that_torch_counts(changes, batch, sizes, text_t
     assert batch * Wan().attention_flops(config, tokens, shapes) == of_attention
 
 
-@pytest.mark.parametrize("image_tokens", [7, 257])
-def test_those_of_an_image_to_video_network_too(image_tokens):
+def test_those_of_an_image_to_video_network_too(image_tokens=257):
     image = {"in_channels": 16, "out_channels": 6, "image_dim": 14, "added_kv_proj_dim": 48}
     network = WanTransformer3DModel(**SMALL | image)
     config, text = dict(network.config), (512, SMALL["text_dim"])
@@ -60,7 +61,7 @@ def test_those_of_an_image_to_video_network_too(image_tokens):
 
 
 class _Counted(TorchDispatchMode):
-    """torch's counts, without products of zeros: of a weight's tangent, which there is not, forward mode makes some."""
+    """torch's counts without products of zeros, which forward mode makes for the tangents that weights do not have."""
 
     flops = 0
 
@@ -73,10 +74,11 @@ class _Counted(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("changes", [{}, LONG_TEXT], ids=str)
-@pytest.mark.parametrize(("sizes", "text_tokens"), [((3, 8, 8), 5), ((2, 16, 16), 30)])
+@pytest.mark.parametrize(
+    ("changes", "sizes", "text_tokens"), [({}, (3, 8, 8), 5), (LONG_TEXT, (2, 16, 16), 30)], ids=str
+)
 def test_those_of_a_tangent_too(changes, sizes, text_tokens):
-    """Of the state and the time, as the methods with derivatives want it; without attention's own it would be less."""
+    """Count tangents of the state and the time, as the methods with derivatives need them."""
     network = WanTransformer3DModel(**SMALL | changes)
     config = dict(network.config)
     condition = {"text": (text_tokens, config["text_dim"])}
@@ -91,17 +93,12 @@ def test_those_of_a_tangent_too(changes, sizes, text_tokens):
     assert forward + tangent == pytest.approx(counter.flops, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H20", 148), ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA L4", None),
-    ],
-)  # fmt: skip
-def test_rates_by_the_device_s_name(monkeypatch, name, tflops):
-    """Those of planning.hardware, where both know the device."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda")) == (None if tflops is None else tflops * 1e12)
-    known = {"NVIDIA H20": "h20", "NVIDIA H200": "h200", "NVIDIA B200": "b200", "NVIDIA H100 80GB HBM3": "h100"}
-    if name in known:
-        assert load_hardware(known[name]).bf16_tflops == pytest.approx(tflops, rel=1e-3)
+def test_rates_by_the_device_s_name(monkeypatch):
+    """The rates are those of planning.hardware, where both know the device."""
+    for name, tflops, known in (
+        ("NVIDIA H20", 148, "h20"), ("NVIDIA H200", 989, "h200"), ("NVIDIA H100 PCIe", None, None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda")) == (None if tflops is None else tflops * 1e12)
+        if known:
+            assert load_hardware(known).bf16_tflops == pytest.approx(tflops, rel=1e-3)
