@@ -93,7 +93,7 @@ def test_parts_of_a_batch_draw_for_themselves():
     method = build_method(FlowMatchingSettings(), {})
     student = role("student", 0.5)
     parts, own, means = {i: [] for i in range(4)}, [], {1: [], 4: []}
-    for step in range(600):
+    for step in range(800):
         drawn = {
             i: draw_times(
                 method._draw, replace(random(step, *range(4 * i, 4 * i + 4)), part=i), "x", torch.float64, [(student,)]
@@ -117,7 +117,7 @@ def test_parts_of_a_batch_draw_for_themselves():
     between = sum(len(of) / len(t) * (of.mean() - t.mean()) ** 2 for of in ranges).item()
     within = sum(len(of) / len(t) * of.var() for of in ranges).item()
     for n, of in means.items():
-        assert torch.tensor(of).var().item() == pytest.approx(between / n + within / 16, rel=0.25), n
+        assert torch.tensor(of).var().item() == pytest.approx(between / n + within / 16, rel=0.15), n
 
 
 def test_scores_are_compared_in_the_common_refinement():

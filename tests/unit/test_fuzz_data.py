@@ -1,4 +1,4 @@
-"""Generated damage to what is trained on, through the doors that a user's run takes: tables, clips, encoders, caches.
+"""Generated damage to tables, clips, encoders and caches, as a user's run reads them.
 
 Each example must give what it would have given, or one line (``UserError``): no other exception, no hang, and no change
 outside the folder that the command writes. The examples are the same in every run.
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.data import CaptionsSettings, VideoFolderSettings
+from distill.data import VideoFolderSettings
 from distill.data.captions import read_captions
 from distill.data.clips import ClipError, ClipFormat, read_clip
 from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders
@@ -79,7 +79,7 @@ def read_tables(table: bytes, folder: Path) -> None:
 
 
 def test_tables_are_read_or_refused(tmp_path):
-    @examples(150)
+    @examples(80)
     @given(table=TABLE | WHOLE | st.binary(max_size=60))
     def run(table):
         read_tables(table, tmp_path)
@@ -88,13 +88,13 @@ def test_tables_are_read_or_refused(tmp_path):
 
 
 def test_folders_of_clips_become_data_sets_or_are_refused(tmp_path, tiny, videos, around):
-    """With damaged clips beside whole ones: what is left is what can be used, and every item of it is."""
+    """Damaged clips are left out, and every remaining item is whole."""
     folder = shutil.copytree(videos, tmp_path / "videos")
     whole = (folder / "clip_0.mp4").read_bytes()
     before = snapshot(around, tiny)
     seen = set()
 
-    @examples(50)
+    @examples(12)
     @given(table=WHOLE | WHOLE | TABLE, steps=st.none() | BYTES)
     def run(table, steps):
         (folder / "metadata.csv").write_bytes(table)
@@ -117,29 +117,15 @@ def test_folders_of_clips_become_data_sets_or_are_refused(tmp_path, tiny, videos
     assert len(seen) > 1, "some of them are data sets"
 
 
-def test_files_of_captions_become_data_sets_or_are_refused(tmp_path, tiny, around):
-    before = snapshot(around, tiny)
-
-    @examples(30)
-    @given(table=WHOLE | TABLE, name=st.sampled_from(["a.txt", "a.csv"]))
-    def run(table, name):
-        (tmp_path / name).write_bytes(table)
-        data = CaptionsSettings(path=str(tmp_path / name), encoders=str(tiny), **SIZES)
-        refusal(lambda: data.build(seed=0, device=CPU, run_dir=tmp_path / "run")[0]["text"])
-        assert snapshot(around, tiny) == before
-
-    run()
-
-
 # ---------------------------------------------------------------- clips
 
 
-def clips_are_read_or_refused(tmp_path: Path, videos: Path, count: int) -> None:
+def test_clips_are_read_or_refused(tmp_path, videos):
     whole, file = (videos / "clip_0.mp4").read_bytes(), tmp_path / "a.mp4"
     tail = len(whole) - whole.rindex(b"moov")  # the index, where damage does most, lies last
     refused = []
 
-    @examples(count)
+    @examples(60)
     @given(steps=BYTES, index=st.booleans())
     def run(steps, index):
         cut = len(whole) - tail if index else 0
@@ -156,19 +142,11 @@ def clips_are_read_or_refused(tmp_path: Path, videos: Path, count: int) -> None:
     assert len(set(refused)) > 3
 
 
-def test_clips_are_read_or_refused(tmp_path, videos):
-    clips_are_read_or_refused(tmp_path, videos, 120)
-
-
-@pytest.mark.slow
-def test_many_clips_are_read_or_refused(tmp_path, videos):
-    clips_are_read_or_refused(tmp_path, videos, 400)
-
-
 # ---------------------------------------------------------------- encoders
 
 
-def encoders_are_loaded_or_refused(tmp_path: Path, tiny: Path, around: Path, count: int) -> None:
+@pytest.mark.slow
+def test_encoders_are_loaded_or_refused(tmp_path, tiny, around):
     folder, before = tmp_path / "pipeline", snapshot(around, tiny)
     parts = ("vae", "text_encoder", "tokenizer")
     files = sorted(str(p.relative_to(tiny)) for part in parts for p in (tiny / part).iterdir())
@@ -181,7 +159,7 @@ def encoders_are_loaded_or_refused(tmp_path: Path, tiny: Path, around: Path, cou
         text = TextEncoder(found, max_tokens=8, **options).encode("a red square")
         assert text.ndim == 2 and text.shape[1] == found.text_width
 
-    @examples(count)
+    @examples(30)
     @given(name=st.sampled_from(files), steps=BYTES, changes=CHANGES, text=st.booleans())
     def run(name, steps, changes, text):
         shutil.rmtree(folder, ignore_errors=True)
@@ -198,19 +176,10 @@ def encoders_are_loaded_or_refused(tmp_path: Path, tiny: Path, around: Path, cou
     run()
 
 
-def test_encoders_are_loaded_or_refused(tmp_path, tiny, around):
-    encoders_are_loaded_or_refused(tmp_path, tiny, around, 10)
-
-
-@pytest.mark.slow
-def test_many_encoders_are_loaded_or_refused(tmp_path, tiny, around):
-    encoders_are_loaded_or_refused(tmp_path, tiny, around, 40)
-
-
 def test_word_tables_are_loaded_or_refused(tmp_path):
     whole = (TEACHER / "words.safetensors").read_bytes()
 
-    @examples(100)
+    @examples(50)
     @given(steps=BYTES)
     def run(steps):
         (tmp_path / "words.safetensors").write_bytes(damaged(whole, steps, head=400))
@@ -227,7 +196,7 @@ def test_word_tables_are_loaded_or_refused(tmp_path):
 
 
 def test_the_cache_gives_what_was_written_or_writes_it_again(tmp_path, tiny, videos, around):
-    """No damage to a file of the cache changes an item of a run that starts after it; a run that reads it refuses."""
+    """Damage to the cache changes no item of a run that starts later; a run that reads it refuses."""
     settings_of_data = VideoFolderSettings(path=str(videos), encoders=str(tiny), **SIZES)
 
     def build():
@@ -242,7 +211,7 @@ def test_the_cache_gives_what_was_written_or_writes_it_again(tmp_path, tiny, vid
         for item, was in zip(items, wanted, strict=True):
             assert torch.equal(item["latents"], was["latents"]) and torch.equal(item["text"], was["text"])
 
-    @examples(30)
+    @examples(20)
     @given(number=st.integers(0, len(files) - 1), steps=BYTES, again=st.sampled_from([False, False, False, True]))
     def run(number, steps, again):
         for file, content in contents.items():
@@ -266,7 +235,7 @@ def test_trajectories_are_read_or_refused(tmp_path, around):
     contents = {file: file.read_bytes() for file in sorted(folder.path.iterdir())}
     before = snapshot(around)
 
-    @examples(120)
+    @examples(60)
     @given(number=st.integers(0, 2), steps=BYTES)
     def run(number, steps):
         for file, content in contents.items():

@@ -1,4 +1,4 @@
-"""Generated damage to networks, runs and checkpoints, through the doors that a user's command takes.
+"""Generated damage to networks, runs and checkpoints, as a user's command reads them.
 
 Each example must give what it would have given, or one line (``UserError``): no other exception, no hang, and no change
 outside the folder that the command writes. The examples are the same in every run.
@@ -6,7 +6,6 @@ outside the folder that the command writes. The examples are the same in every r
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def network(tmp_path_factory):
     return folder
 
 
-def networks_are_built_or_refused(tmp_path: Path, network: Path, around: Path, count: int) -> None:
+def test_networks_are_built_or_refused(tmp_path, network, around):
     folder, before = tmp_path / "network", snapshot(around, network)
     files = sorted(p.name for p in network.iterdir())
     texts = [name for name in files if name.endswith(".json")]
@@ -59,7 +58,7 @@ def networks_are_built_or_refused(tmp_path: Path, network: Path, around: Path, c
         assert all(weight.to_local().isfinite().all() for weight in role.weights().values())
         built.append(role)
 
-    @examples(count)
+    @examples(12)
     @given(name=st.sampled_from(files), steps=BYTES, changes=CHANGES, text=st.booleans())
     def run(name, steps, changes, text):
         shutil.rmtree(folder, ignore_errors=True)
@@ -79,17 +78,8 @@ def networks_are_built_or_refused(tmp_path: Path, network: Path, around: Path, c
     assert built, "damage that leaves the numbers finite cannot be seen without a hash"
 
 
-def test_networks_are_built_or_refused(tmp_path, network, around):
-    networks_are_built_or_refused(tmp_path, network, around, 15)
-
-
-@pytest.mark.slow
-def test_many_networks_are_built_or_refused(tmp_path, network, around):
-    networks_are_built_or_refused(tmp_path, network, around, 60)
-
-
 def test_architectures_are_planned_or_refused():
-    @examples(120)
+    @examples(60)
     @given(changes=CHANGES)
     def run(changes):
         architecture = json.loads(changed_json(json.dumps(SMALL), changes))
@@ -129,7 +119,7 @@ def changed_yaml(text: str, lines) -> bytes:
 def test_configurations_are_loaded_or_refused(tmp_path, run_dir):
     text = (run_dir / "config.yaml").read_text()
 
-    @examples(60)
+    @examples(30)
     @given(lines=st.lists(LINE, min_size=1, max_size=3), steps=st.none() | BYTES)
     def run(lines, steps):
         content = changed_yaml(text, lines)
@@ -139,13 +129,15 @@ def test_configurations_are_loaded_or_refused(tmp_path, run_dir):
     run()
 
 
-def samplings_are_made_or_refused(tmp_path: Path, run_dir: Path, around: Path, count: int) -> None:
+@pytest.mark.slow
+def test_samplings_are_made_or_refused(tmp_path, run_dir, around, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
     folder = tmp_path / "run"
     shutil.copytree(run_dir, folder)
     text, before = (run_dir / "config.yaml").read_text(), snapshot(around, run_dir)
     outs = ["OUT", "OUT", f"{around}", f"{around}/0.mp4", f"{around}/x/y", ".", ""]
 
-    @examples(count)
+    @examples(30)
     @given(
         lines=st.just([]) | st.lists(LINE, min_size=1, max_size=2),
         steps=st.sampled_from(["0", "-1", "1", "5", "99999999999"]),
@@ -156,16 +148,8 @@ def samplings_are_made_or_refused(tmp_path: Path, run_dir: Path, around: Path, c
     )
     def run(lines, steps, captions, clips, seed, out):
         (folder / "config.yaml").write_bytes(changed_yaml(text, lines))
-        arguments = [
-            "--steps",
-            steps,
-            "--count",
-            clips,
-            "--seed",
-            seed,
-            "--out",
-            out.replace("OUT", str(tmp_path / "out")),
-        ]
+        target = out.replace("OUT", str(tmp_path / "out"))
+        arguments = ["--steps", steps, "--count", clips, "--seed", seed, "--out", target]
         for caption in captions:
             arguments += ["--caption", caption]
         command(sample_command, folder, *arguments)
@@ -176,20 +160,9 @@ def samplings_are_made_or_refused(tmp_path: Path, run_dir: Path, around: Path, c
     run()
 
 
-def test_samplings_are_made_or_refused(tmp_path, run_dir, around, monkeypatch):
-    monkeypatch.chdir(run_dir.parent)
-    samplings_are_made_or_refused(tmp_path, run_dir, around, 8)
-
-
-@pytest.mark.slow
-def test_many_samplings_are_made_or_refused(tmp_path, run_dir, around, monkeypatch):
-    monkeypatch.chdir(run_dir.parent)
-    samplings_are_made_or_refused(tmp_path, run_dir, around, 60)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A run's folder with a checkpoint, as the trainer writes it."""
+    """A run directory with a checkpoint, as the trainer writes it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with process_group(CPU):
         plan = plan_role("student", checkpoint=None, architecture=SMALL)
@@ -203,13 +176,14 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-def exports_are_made_or_refused(tmp_path: Path, checkpoints: Path, around: Path, count: int) -> None:
+@pytest.mark.slow
+def test_exports_are_made_or_refused(tmp_path, checkpoints, around):
     folder, out, before = tmp_path / "run", tmp_path / "out", snapshot(around, checkpoints)
     step = checkpoints / "checkpoints" / "step_00000007"
     files = sorted(p.name for p in step.iterdir())
     made = []
 
-    @examples(count)
+    @examples(40)
     @given(name=st.sampled_from(files), steps=BYTES, changes=CHANGES, text=st.booleans())
     def run(name, steps, changes, text):
         shutil.rmtree(folder, ignore_errors=True)
@@ -228,12 +202,3 @@ def exports_are_made_or_refused(tmp_path: Path, checkpoints: Path, around: Path,
 
     run()
     assert not all(made)
-
-
-def test_exports_are_made_or_refused(tmp_path, checkpoints, around):
-    exports_are_made_or_refused(tmp_path, checkpoints, around, 10)
-
-
-@pytest.mark.slow
-def test_many_exports_are_made_or_refused(tmp_path, checkpoints, around):
-    exports_are_made_or_refused(tmp_path, checkpoints, around, 100)
