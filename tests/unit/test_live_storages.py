@@ -1,4 +1,4 @@
-"""The counter of live storages against allocations of known sizes."""
+"""The counter of live storages, against allocations of known sizes."""
 
 import gc
 
@@ -102,16 +102,6 @@ def test_nothing_is_kept_alive():
     finally:
         gc.enable()
     assert live.bytes == 0
-
-
-def test_peak_restarts():
-    with LiveStorages() as live:
-        x = _floats(4)
-        _floats(64)
-        assert live.peak_bytes == 68 * KIB
-        live.reset_peak()
-        assert live.peak_bytes == 4 * KIB
-        del x
 
 
 def test_a_wrapper_of_a_tensor_counts_as_what_it_wraps():
