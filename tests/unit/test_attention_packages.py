@@ -61,10 +61,6 @@ def _short(given):
     return out.contiguous(), lse.contiguous(), out.new_empty(0), out.new_empty(0)
 
 
-def _long(count):
-    return lambda given: (*_flash_results(given)[:1], *[None] * 4, _flash_results(given)[1], *[None] * (count - 6))
-
-
 def _softmax_d(given):
     _flash_write(given)
     return torch.empty(0)
@@ -72,11 +68,6 @@ def _softmax_d(given):
 
 _QKV, _GRADS = "Tensor q, Tensor k, Tensor v", "Tensor(a!)? dq{0}, Tensor(b!)? dk{0}, Tensor(c!)? dv{0}"
 _ROWS = f"Tensor dout, {_QKV}, Tensor out, Tensor softmax_lse"
-_HOPPER_2025 = "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, \
-max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, \
-k_descale, v_descale, softmax_scale, causal"
-_HOPPER_2025_BACKWARD = "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, \
-max_seqlen_q, max_seqlen_k, dq, dk, dv, softmax_scale, causal"
 PACKAGES = {
     "flash-attn 2.8.3": lambda: (
         _operator("f2", f"{_QKV}, float dropout_p, float softmax_scale, bool causal, int window_size_left, int "
@@ -85,11 +76,6 @@ PACKAGES = {
         _operator("b2", f"{_ROWS}, {_GRADS.format('')}, float dropout_p, float softmax_scale, bool causal, int "
                   "window_size_left, int window_size_right, float softcap, Tensor? alibi_slopes, bool deterministic, "
                   "Tensor? rng_state=None", "Tensor", ("dq", "dk", "dv"), _softmax_d),
-    ),
-    "hopper 2025-04": lambda: (
-        _function("f", f"{_HOPPER_2025}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, sm_margin=0", _short),
-        _function("b", f"{_HOPPER_2025_BACKWARD}, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0",
-                  _flash_write),
     ),
     "hopper 2025-11": lambda: (
         _operator("f3", f"{_QKV}, Tensor? k_new=None, Tensor? out_=None, int? max_seqlen_q=None, float? "
@@ -142,7 +128,7 @@ def test_flash_attention_3_leaves_sms_free_during_messages(install, arguments):
     def recorded(body):
         return lambda given: (margins.append(given.pop("sm_margin", "none asked for")), body(given))[1]
 
-    forward = _function("f", f"q, k, v, softmax_scale, causal{arguments}", recorded(_long(7)))
+    forward = _function("f", f"q, k, v, softmax_scale, causal{arguments}", recorded(_short))
     backward = _function("b", f"dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal{arguments}",
                          recorded(_flash_write))  # fmt: skip
     kernel = _install_flash(install, "hopper", forward, backward)
@@ -205,7 +191,7 @@ def test_transformer_engine(install):
     ],
 )
 def test_an_unknown_signature_is_refused(install, forward, backward):
-    known = PACKAGES["hopper 2025-04"]()
+    known = PACKAGES["hopper 2025-11"]()
     made = [_function("f", a, None) if a else old for a, old in zip((forward, backward), known, strict=True)]
     assert _install_flash(install, "hopper", *known).unavailable((9, 0), 64) is None
     assert _install_flash(install, "hopper", *made).unavailable((9, 0), 64) is not None

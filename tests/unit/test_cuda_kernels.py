@@ -128,26 +128,6 @@ def test_arguments_of_torchs_operators(name):
                 check_kernel(KERNELS[name], "cpu", torch.float32, 2e-5, masked, **CASES[case])
 
 
-_COMMON = "query key value"
-SCHEMAS = {
-    "flash_attention": f"{_COMMON} dropout_p is_causal return_debug_mask scale",
-    "flash_attention_backward": f"grad_out {_COMMON} out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
-    "philox_seed philox_offset scale",
-    "cudnn_attention": f"{_COMMON} attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-    "cudnn_attention_backward": f"grad_out {_COMMON} out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
-    "cum_seq_k max_q max_k dropout_p is_causal scale",
-    "efficient_attention": f"{_COMMON} attn_bias compute_log_sumexp dropout_p is_causal scale",
-    "efficient_attention_backward": f"grad_out_ {_COMMON} attn_bias out logsumexp philox_seed philox_offset dropout_p "
-    "grad_input_mask is_causal scale",
-}
-
-
-def test_torchs_operators_take_our_positional_arguments():
-    for operator, arguments in SCHEMAS.items():
-        schema = getattr(torch.ops.aten, f"_scaled_dot_product_{operator}").default._schema
-        assert [a.name for a in schema.arguments] == arguments.split(), operator
-
-
 @pytest.mark.parametrize("name", ATEN)
 @pytest.mark.parametrize(("queries", "keys", "kv_heads"), [(17, 33, 2), (1, 1, 3)])
 def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, queries, keys, kv_heads):

@@ -134,9 +134,8 @@ def _other(tensor: torch.Tensor, damage: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("part", "damage"),
-    [("latents", "nan"), ("text", "value"), ("latents", "bit"), ("text", "shape"), ("latents", "dtype"),
-     ("text", "cut"), ("latents", "name"), ("text", "header")],
-)  # fmt: skip
+    [("latents", "nan"), ("text", "value"), ("text", "shape"), ("latents", "dtype"), ("latents", "name")],
+)
 def test_damaged_cache_files_are_named_and_written_again(make, root, caplog, part, damage):
     data = make()
     before = [data[i] for i in range(2)]
@@ -179,14 +178,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(make, root, size):
     assert len(make()) == 2
 
 
-def test_leftovers_that_cannot_be_removed_are_ignored(make, root):
-    """A read-only cache that holds everything must serve."""
-    stuck = root / "cache" / "latents" / f".{'0a' * 16}.host.1.tmp"
-    stuck.mkdir()  # cannot be unlinked, whoever runs the test
-    os.utime(stuck, (1, 1))
-    assert len(make()) == 2 and stuck.exists()
-
-
 # Trajectories
 
 
@@ -222,14 +213,6 @@ def test_damaged_trajectories_are_named_and_made_again(trajectories, caplog, dam
         trajectories.read(1)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
     assert trajectories.missing(2, shape) == [1] and str(file) in caplog.text
-
-
-@pytest.mark.parametrize("text", ["", "[]", "\udcff", "[" * 100_000, '{"seed": "a\\nb"}'])
-def test_damaged_settings_of_trajectories(trajectories, text):
-    (trajectories.path / "settings.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError) as error:
-        trajectories.check({"seed": 0})
-    assert str(trajectories.path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_trajectories_on_a_full_disk(trajectories):

@@ -160,6 +160,7 @@ def test_tensorboard_shows_the_sheet_and_the_measures(tmp_path):
     assert (scalar.step, scalar.value) == (20, 0.0)
 
 
+@pytest.mark.slow
 def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -6,14 +6,15 @@ outside the folder that the command writes. The examples are the same in every r
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from distill.config import load_config
-from distill.sample import main as sample_command
+from distill.config import compose_config, load_config
 from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.launch import process_group
@@ -22,7 +23,6 @@ from models.load import build_role
 from models.role_plan import plan_role
 from tests.unit.damage import BYTES, CHANGES, changed_json, command, damaged, examples, refusal, snapshot
 from tests.unit.test_checkpoint_files import SMALL
-from tests.unit.test_sample_command import TEACHER, write_run
 
 CPU = torch.device("cpu")
 LATENTS, TEXT = (2, 2, 4, 4), {"text": (3, 6)}
@@ -91,11 +91,6 @@ def test_architectures_are_planned_or_refused():
 # ---------------------------------------------------------------- commands
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("runs") / "run", TEACHER)
-
-
 VALUES = (
     "null|true|-1|0|1e9|.nan|.inf|x|[]|{}|[1, a]|{a: 1}|'|!!python/name:os.system|${seed}|${nowhere}|${oc.env:HOME}"
     "|&a [*a]|2001-01-01|\udcff|???|99999999999999999999999"
@@ -116,46 +111,15 @@ def changed_yaml(text: str, lines) -> bytes:
     return "\n".join(rows).encode("utf-8", "surrogateescape")
 
 
-def test_configurations_are_loaded_or_refused(tmp_path, run_dir):
-    text = (run_dir / "config.yaml").read_text()
+def test_configurations_are_loaded_or_refused(tmp_path):
+    text = OmegaConf.to_yaml(OmegaConf.create(asdict(compose_config([]))))
 
-    @examples(30)
+    @examples(50)
     @given(lines=st.lists(LINE, min_size=1, max_size=3), steps=st.none() | BYTES)
     def run(lines, steps):
         content = changed_yaml(text, lines)
         (tmp_path / "config.yaml").write_bytes(content if steps is None else damaged(content, steps))
         refusal(lambda: load_config(tmp_path / "config.yaml"))
-
-    run()
-
-
-@pytest.mark.slow
-def test_samplings_are_made_or_refused(tmp_path, run_dir, around, monkeypatch):
-    monkeypatch.chdir(run_dir.parent)
-    folder = tmp_path / "run"
-    shutil.copytree(run_dir, folder)
-    text, before = (run_dir / "config.yaml").read_text(), snapshot(around, run_dir)
-    outs = ["OUT", "OUT", f"{around}", f"{around}/0.mp4", f"{around}/x/y", ".", ""]
-
-    @examples(30)
-    @given(
-        lines=st.just([]) | st.lists(LINE, min_size=1, max_size=2),
-        steps=st.sampled_from(["0", "-1", "1", "5", "99999999999"]),
-        captions=st.lists(st.sampled_from(["a red circle growing", "a bird", "", "\udcff", "red " * 9]), max_size=2),
-        clips=st.sampled_from(["1", "0", "-4", "100000000"]),
-        seed=st.sampled_from(["0", "-1", "99999999999999999999"]),
-        out=st.sampled_from(outs),
-    )
-    def run(lines, steps, captions, clips, seed, out):
-        (folder / "config.yaml").write_bytes(changed_yaml(text, lines))
-        target = out.replace("OUT", str(tmp_path / "out"))
-        arguments = ["--steps", steps, "--count", clips, "--seed", seed, "--out", target]
-        for caption in captions:
-            arguments += ["--caption", caption]
-        command(sample_command, folder, *arguments)
-        assert snapshot(around, run_dir) == before
-        assert {p.name for p in tmp_path.iterdir()} <= {"run", "out"}
-        assert {p.name for p in folder.iterdir()} <= {"config.yaml", "export", "samples"}
 
     run()
 
