@@ -62,16 +62,6 @@ def test_omegaconf_makes_objects_of_the_class_itself():
             OmegaConf.merge(shown, wrong)
 
 
-def test_a_group_whose_default_is_another_is_refused():
-    @dataclass(kw_only=True)
-    class Odd:
-        inner: Inner = field(default_factory=lambda: Inner(word="two"))
-
-    Odd.__init__.__globals__.setdefault("Inner", Inner)
-    with pytest.raises(TypeError, match="Odd"):
-        without_literals(Odd)
-
-
 def test_omegaconf_is_shown_every_field():
     for owner in (Config, *(settings for _, settings in METHODS.values()), *DATA.values()):
         shown = dataclasses.fields(without_literals(owner))

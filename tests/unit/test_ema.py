@@ -7,7 +7,7 @@ from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
 from models.condition import text_condition
-from models.ema import Ema, ema_decay
+from models.ema import Ema
 from models.load import build_role
 from models.role_plan import plan_role
 
@@ -90,13 +90,6 @@ def test_power_schedule_weighs_update_k_by_its_power(role, gamma):
     assert sum(share) == pytest.approx(1)
     expected = {name: sum(s * h[name] for s, h in zip(share, history, strict=True)) for name in history[0]}
     assert worst(ema, expected) < 1e-6
-
-
-def test_decay_factors():
-    assert [ema_decay(i, decay=0.9, gamma=1.0) for i in (0, 1, 100)] == [0.9] * 3
-    assert ema_decay(0, decay=None, gamma=6.94) == 0.0
-    assert ema_decay(1, decay=None, gamma=6.94) == pytest.approx(0.5**7.94)
-    assert ema_decay(99, decay=None, gamma=0.0) == pytest.approx(0.99)
 
 
 @pytest.mark.parametrize("decay", [0.9, None])

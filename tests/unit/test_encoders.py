@@ -35,15 +35,6 @@ def smooth_video(seed=0):
     return torch.nn.functional.interpolate(noise, size=size, mode="trilinear")[0].clamp(-1, 1)
 
 
-def test_latents_and_text_fit_the_tiny_transformer(tiny, pipeline):
-    folder = inspect_encoders(tiny)
-    latents = VideoCodec(folder, **CPU).encode(smooth_video())
-    text = pad_text(TextEncoder(folder, max_tokens=24, **CPU).encode("a red square"), 24)
-    out = pipeline.transformer(latents[None], torch.tensor([500.0]), text[None]).sample
-    assert out.shape == (1, *folder.latent_shape(CLIP)) == (1, LATENT_CHANNELS, 3, 4, 6)
-    assert out.isfinite().all()
-
-
 def test_text_is_what_the_pipeline_makes(tiny, pipeline):
     encoder = TextEncoder(inspect_encoders(tiny), max_tokens=40, **CPU)
     for caption in ("a red square", "", "Two  cyclists &amp; a dog.", "longer than forty tokens, " * 4):
@@ -63,6 +54,7 @@ def test_decode_undoes_encode_as_the_pipeline_does(tiny, pipeline):
         mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
         torch.testing.assert_close(latents[None] / (1.0 / std) + mean, z)  # the line of WanPipeline.__call__
         video = pipeline.video_processor.postprocess_video(vae.decode(z).sample, output_type="pt")[0]
+    assert latents.shape == folder.latent_shape(CLIP) == (LATENT_CHANNELS, 3, 4, 6)
     decoded = codec.decode(torch.stack([latents, latents]))
     assert decoded.shape == (2, 9, 32, 48, 3) and decoded.dtype == torch.uint8
     wanted = (video * 255).permute(0, 2, 3, 1)
@@ -84,13 +76,6 @@ def test_tiles_and_bf16_make_nearly_the_same_clips(tiny):
     assert (half.encode(video) - latents).norm() < 0.05 * latents.norm()
     difference = half.decode(latents[None]).int() - VideoCodec(folder, **CPU).decode(latents[None]).int()
     assert 0 < difference.abs().float().mean() < 2, "levels of 255"
-
-
-def test_latents_are_the_mode_about_unit_scale(tiny):
-    codec = VideoCodec(inspect_encoders(tiny), **CPU)
-    first, second = codec.encode(smooth_video()), codec.encode(smooth_video())
-    assert torch.equal(first, second)  # a draw from the posterior would differ
-    assert 0.5 < first.std() < 2 and first.mean().abs() < 0.5
 
 
 def test_sizes_come_from_the_layers(copy):

@@ -11,11 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.data import VideoFolderSettings
 from distill.data.captions import read_captions
 from distill.data.clips import ClipError, ClipFormat, read_clip
 from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders
-from distill.data.trajectories import TrajectoryFolder
 from distill.data.video_folder import read_metadata
 from tests.tiny_pipeline import render_clips
 from tests.unit.damage import BYTES, CHANGES, changed_json, damaged, examples, refusal, snapshot
@@ -116,73 +114,5 @@ def test_encoders_are_loaded_or_refused(tmp_path, tiny, around):
         inside = snapshot(folder)
         refusal(load)
         assert snapshot(folder) == inside and snapshot(around, tiny) == before
-
-    run()
-
-
-# ---------------------------------------------------------------- files of this project
-
-
-def test_the_cache_gives_what_was_written_or_writes_it_again(tmp_path, tiny, videos, around):
-    """Damage to the cache changes no item of a run that starts later; a run that reads it refuses."""
-    settings_of_data = VideoFolderSettings(path=str(videos), encoders=str(tiny), **SIZES)
-
-    def build():
-        return settings_of_data.build(seed=0, device=CPU, run_dir=tmp_path)
-
-    data = build()
-    wanted = [data[i] for i in range(2)]
-    files = sorted((tmp_path / "cache").rglob("*.safetensors"))
-    before, contents = snapshot(around, tiny, videos), {file: file.read_bytes() for file in files}
-
-    def same(items):
-        for item, was in zip(items, wanted, strict=True):
-            assert torch.equal(item["latents"], was["latents"]) and torch.equal(item["text"], was["text"])
-
-    @examples(20)
-    @given(number=st.integers(0, len(files) - 1), steps=BYTES, again=st.sampled_from([False, False, False, True]))
-    def run(number, steps, again):
-        for file, content in contents.items():
-            file.write_bytes(content)
-        files[number].write_bytes(damaged(contents[files[number]], steps, head=700))
-        refusal(lambda: same([data[i] for i in range(2)]))
-        if again:
-            made = build()
-            same([made[i] for i in range(2)])
-            assert sorted((tmp_path / "cache").rglob("*.safetensors")) == files
-        assert snapshot(around, tiny, videos) == before
-
-    run()
-
-
-def test_trajectories_are_read_or_refused(tmp_path, around):
-    folder = TrajectoryFolder(str(tmp_path / "trajectories"))
-    folder.begin({"seed": 0, "method.step_list": [1.0, 0.5]})
-    for i in range(2):
-        folder.write(i, torch.ones(2, 2, 1, 4, 4), torch.ones(2, 1, 4, 4), "a caption")
-    contents = {file: file.read_bytes() for file in sorted(folder.path.iterdir())}
-    before = snapshot(around)
-
-    @examples(60)
-    @given(number=st.integers(0, 2), steps=BYTES)
-    def run(number, steps):
-        for file, content in contents.items():
-            file.write_bytes(content)
-        file = list(contents)[number]
-        file.write_bytes(damaged(contents[file], steps, head=300))
-        inside = snapshot(folder.path)
-
-        def read():
-            folder.check({"seed": 0})
-            folder.check_complete(2)
-            missing = folder.missing(2, (2, 2, 1, 4, 4))
-            for i in {0, 1} - set(missing):
-                states, latents, caption = folder.read(i)
-                assert states.isfinite().all() and latents.isfinite().all() and isinstance(caption, str)
-            for i in missing:
-                folder.read(i)
-
-        refusal(read)
-        assert snapshot(folder.path) == inside and snapshot(around) == before
 
     run()
