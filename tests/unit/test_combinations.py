@@ -9,7 +9,11 @@ from distill.config import compose_config
 
 NODES = {1: ([], 8), 4: (["cluster=h20x8x4", "batch_size=32"], 32)}
 """The words and the global batch, by the number of nodes."""
-PAIRS = [("1_3b", "dmd2"), ("14b", "dmd2"), ("1_3b", "rcm"), ("14b", "rcm"), ("1_3b", "meanflow")]
+PAIRS = {
+    ("1_3b", "dmd2"): (4, 7200, 2e-6), ("14b", "dmd2"): (8, 12000, 1e-6), ("1_3b", "rcm"): (4, 7000, 2e-6),
+    ("14b", "rcm"): (8, 12000, 1e-6), ("1_3b", "meanflow"): (4, 10000, 1e-5),
+}  # fmt: skip
+"""Context-parallel ranks, steps and the student's learning rate, by network and method."""
 PLACES = [("480p", 1), ("720p", 4), ("720p", 1), ("480p", 4), ("720p", 4)]
 COMBINATIONS = [(pair, *place) for pair, place in zip(PAIRS, PLACES, strict=True)]
 STARTS = ("wan2_1_t2v_1_3b_dmd2", "wan2_1_t2v_14b_rcm", "wan2_1_t2v_1_3b_meanflow")
@@ -42,6 +46,7 @@ def test_groups_alone_compose_the_same_from_another_experiment(combination):
     wanted = composed(*named(combination))
     assert replace(config, run_dir=None) == replace(wanted, run_dir=None)
     assert (config.data.num_frames, config.data.height) == (81, {"480p": 480, "720p": 720}[resolution])
+    assert (config.mesh.cp, config.steps, config.optim.student.lr) == PAIRS[network, method]
     assert config.batch_size == NODES[nodes][1] and config.method.name == method
     assert config.teacher.shard_ranks == (8 if nodes == 4 else None), "the frozen teacher within a node"
 
