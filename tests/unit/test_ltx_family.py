@@ -1,4 +1,4 @@
-"""The LTX-Video family in one process: operation counts, pipeline times, refusals and plans."""
+"""The LTX-Video family in one process: pipeline times, refusals and plans."""
 
 import json
 from functools import partial
@@ -7,9 +7,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
@@ -17,62 +14,18 @@ from distill.planning import coding, depth
 from distill.planning.command import as_planned, planned_shapes
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
-from models.condition import Condition
 from models.families.ltx import LTX
 from models.scheduler import few_step_scheduler
-from tests.oracles.tiny_ltx import ARCHITECTURE, SPACING
-from tests.unit.test_flops import _Counted
+from tests.oracles.tiny_ltx import ARCHITECTURE
+from tests.unit.test_flops import ltx_inputs
 
 LTX_FAMILY = LTX()
 STUDENT = [1.0, 0.9375, 5 / 6, 0.625]
-CHANGES = [{}, {"num_attention_heads": 2, "cross_attention_dim": 20, "caption_channels": 40, "num_layers": 1}]
-
-
-def network_and_inputs(changes, batch, sizes, text_tokens):
-    network = LTXVideoTransformer3DModel(**ARCHITECTURE | changes)
-    text = torch.randn(batch, text_tokens, network.config.caption_channels)
-    condition = Condition(
-        {
-            "text": text,
-            "text_mask": torch.ones(batch, text_tokens, dtype=torch.bool),
-            "latent_spacing": torch.tensor(SPACING).repeat(batch, 1),
-        }
-    )
-    return network, torch.randn(batch, 4, *sizes), torch.full((batch,), 0.5), condition
-
-
-@pytest.mark.parametrize(
-    ("changes", "batch", "sizes", "text_tokens"), [(CHANGES[0], 2, (1, 8, 16), 30), (CHANGES[1], 1, (3, 8, 8), 5)]
-)
-def test_operations_are_those_that_torch_counts(changes, batch, sizes, text_tokens):
-    network, x, t, condition = network_and_inputs(changes, batch, sizes, text_tokens)
-    # The counter knows no operations of the CPU's flash kernel and would leave attention out.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        LTX_FAMILY.outputs(network, x, t, condition)
-    config, tokens = dict(network.config), LTX_FAMILY.tokens(network.config, (4, *sizes))
-    shapes = {"text": tuple(condition.tensors["text"].shape[1:])}
-    ours = batch * LTX_FAMILY.forward_flops(config, tokens, shapes)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
-    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    assert batch * LTX_FAMILY.attention_flops(config, tokens, shapes) == attention
-
-
-@pytest.mark.parametrize("changes", CHANGES[1:], ids=str)
-def test_and_those_of_a_tangent(changes):
-    network, x, t, condition = network_and_inputs(changes, 1, (2, 8, 8), 30)
-    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
-        duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]
-        with _Counted() as counter:
-            LTX_FAMILY.outputs(network, *duals, condition)
-    config, shapes = dict(network.config), {"text": tuple(condition.tensors["text"].shape[1:])}
-    tokens = LTX_FAMILY.tokens(config, (4, 2, 8, 8))
-    ours = sum(f(config, tokens, shapes) for f in (LTX_FAMILY.forward_flops, LTX_FAMILY.tangent_flops))
-    assert ours == pytest.approx(counter.flops, rel=0.01)
 
 
 def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
     """In bf16 the times 501 and 502 are both 502."""
-    network, x, t, condition = network_and_inputs({}, 1, (1, 2, 2), 3)
+    _, network, x, t, condition = ltx_inputs({}, 1, (1, 2, 2), 3)
     seen = []
     network.time_embed.emb.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0]))
     torch.nn.Module.to(network, torch.bfloat16)
@@ -88,7 +41,7 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
     assert diffusers.__version__.startswith("0.42"), "look at LTXPipeline.__call__ again: family.pipeline_times is its"
     settings = Dmd2Settings(step_list=STUDENT, student_sampler=sampler)
     scheduler = Dmd2(settings, {}).scheduler(LTX_FAMILY.pipeline_times)
-    network, *_ = network_and_inputs({}, 1, (1, 1, 1), 3)
+    _, network, *_ = ltx_inputs({}, 1, (1, 1, 1), 3)
     pipeline = LTXPipeline(scheduler, None, None, None, network)
     steps = []
 
