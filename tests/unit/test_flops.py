@@ -39,7 +39,7 @@ def ltx_inputs(changes, batch, sizes, text_tokens, image=False):
 
 
 def hunyuan_inputs(changes, batch, sizes, text_tokens, image=False):
-    """Return the family, a network and its inputs. All tokens of the texts count: without masks torch sees one kernel."""
+    """Return the family, a network and its inputs. All text tokens count, so that torch uses one kernel."""
     network = HunyuanVideo15Transformer3DModel(**tiny_hunyuan.ARCHITECTURE | changes)
     config = network.config
     tensors = {
