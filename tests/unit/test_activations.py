@@ -131,7 +131,7 @@ def test_a_tensor_changed_in_place(size):
     offload_saved_tensors(module)
     out = module(x)
     if size == 16:
-        with pytest.raises(RuntimeError, match="changed in place"):
+        with pytest.raises(RuntimeError):
             out.sum().backward()
     else:
         out.sum().backward()

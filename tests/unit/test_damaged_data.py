@@ -103,7 +103,7 @@ def test_frames_of_any_claimed_size(tmp_path):
             frame.pts = k
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    with pytest.raises(ClipError, match="8190 x 8198"):
+    with pytest.raises(ClipError):
         read_clip(file, ClipFormat(num_frames=1, height=32, width=32, fps=8))
 
 

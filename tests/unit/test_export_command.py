@@ -38,26 +38,26 @@ def run(tmp_path, network):
     return tmp_path / "run"
 
 
-def export(capsys, *arguments) -> tuple[int, str]:
+def export(capsys, *arguments) -> int:
+    """Run the command and return its exit code. A refusal ends in one error line."""
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
+    err = capsys.readouterr().err
     # Python's own unpickler may add a line about its memory where a length is damaged.
     assert code == 0 or (err.splitlines()[-1].startswith("error: ") and "Traceback" not in err), err
-    return code, out + err
+    return code
 
 
 def test_an_export_loads_and_says_what_it_is(capsys, run, tmp_path, network):
     out = tmp_path / "out"
-    code, _ = export(capsys, run, out, "--weights", "ema")
-    assert code == 0
+    assert export(capsys, run, out, "--weights", "ema") == 0
     for (name, p), (_, q) in zip(
         WanTransformer3DModel.from_pretrained(out).named_parameters(), network.named_parameters(), strict=True
     ):
         assert torch.equal(p, q + 1), name
     about = json.loads((out / "fsdp_cp_export.json").read_text())["about"]
     assert (about["step"], about["role"], about["weights"]) == (2, "student", "ema")
-    assert export(capsys, run / "checkpoints" / "step_00000001", out, "--dtype", "bf16")[0] == 0
+    assert export(capsys, run / "checkpoints" / "step_00000001", out, "--dtype", "bf16") == 0
     assert json.loads((out / "fsdp_cp_export.json").read_text())["about"]["step"] == 1
     assert not list(out.parent.glob(".out*"))
 
@@ -71,14 +71,14 @@ def test_folders_that_hold_anything_else_are_left_alone(capsys, run, tmp_path, m
     monkeypatch.chdir(full)
     before = contents(tmp_path)
     out = place.replace("RUN", str(run)) if place == "." or "RUN" in place else tmp_path / place
-    assert export(capsys, run, out)[0] == 2
+    assert export(capsys, run, out) == 2
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("arguments", [("nowhere", "OUT"), ("RUN", "OUT", "--role", "fake", "--weights", "ema")])
 def test_what_is_not_there(capsys, run, tmp_path, arguments):
     arguments = [a.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for a in arguments]
-    assert export(capsys, *arguments)[0] == 2 and not (tmp_path / "out").exists()
+    assert export(capsys, *arguments) == 2 and not (tmp_path / "out").exists()
 
 
 class _Opens:
@@ -95,7 +95,7 @@ def test_damaged_checkpoints_are_not_exported_and_their_code_does_not_run(capsys
     metadata = run / "checkpoints" / "step_00000002" / ".metadata"
     metadata.write_bytes(pickle.dumps(_Opens(tmp_path / "ran")))
     (metadata.parent / "manifest.json").unlink()  # in which its size is
-    assert export(capsys, metadata.parent, tmp_path / "out")[0] == 2 and not (tmp_path / "ran").exists()
+    assert export(capsys, metadata.parent, tmp_path / "out") == 2 and not (tmp_path / "ran").exists()
     file = run / "checkpoints" / "step_00000001" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    assert export(capsys, run, tmp_path / "out")[0] == 2 and not (tmp_path / "out").exists(), "no whole one is left"
+    assert export(capsys, run, tmp_path / "out") == 2 and not (tmp_path / "out").exists(), "no whole one is left"

@@ -84,7 +84,7 @@ SHAPES = {"text": (7, 10), "text_mask": (7,), "latent_spacing": (4,)}
         (SHAPES | {"text": (7, 12)}, (4, 3, 2, 2), "text"),
         (SHAPES, (16, 3, 2, 2), "latents"),
         ({"text": (7, 10)}, (4, 3, 2, 2), "text_mask"),
-        (SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "first frame"),
+        (SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "image"),
         (SHAPES | {"first_frame": (4, 1, 2, 3)}, (4, 3, 2, 2), "first_frame"),
         (SHAPES | {"first_frame": (4, 1, 2, 2)}, (4, 1, 2, 2), "first_frame"),
     ],
