@@ -44,6 +44,8 @@ def test_sizes(folder, pipeline):
     image = found.inspect_image("data.encoders=x")
     assert isinstance(image, FrameAndFeatures) and cache_parts(image) == ("first_frame", "image_embeds")
     assert found.condition_shapes(CLIP, 60, image) == texts | {"first_frame": (8, 1, 2, 3), "image_embeds": (9, 20)}
+    with pytest.raises(UserError, match="num_frames"):
+        found.latent_shape(ClipFormat(num_frames=8, height=32, width=48, fps=24.0))
     assert (found.temporal, found.spatial) == (pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial)
 
 
@@ -160,9 +162,6 @@ def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings)
     with pytest.raises(UserError, match=part.partition("/")[0]) as error:
         choose_encoders(copied).inspect_image(f"data.encoders={copied}")
     assert "\n" not in str(error.value)
-    sizes = {"num_frames": 8, "height": 32, "width": 48, "fps": 24.0}
-    with pytest.raises(UserError, match="num_frames"):
-        choose_encoders(folder).latent_shape(ClipFormat(**sizes))
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<user>"])
@@ -170,7 +169,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, templa
     """The second one leaves no token of the caption."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match="tokenizer|caption") as error:
+    with pytest.raises(UserError, match="tokenizer") as error:
         choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
     assert "\n" not in str(error.value)
 
