@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from distill.data.captions import Captions
@@ -101,8 +101,8 @@ def test_pixels_are_those_of_the_pipeline(folder, pipeline):
     assert tiled.vae.use_tiling and tiled.vae.dtype == torch.bfloat16 and torch.equal(tiled.std, codec.std)
 
 
-def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, caplog):
-    """Another second encoder alone is another cache; a damaged file of a quotation is named and made again."""
+def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
+    """A change of the second encoder alone makes another cache."""
     file = tmp_path / "captions.csv"
     file.write_text('caption\n"a red square"\n"a sign that says ""OPEN"""\n')
 
@@ -117,18 +117,6 @@ def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, ca
     assert condition.null.tensors["glyph_mask"].sum() == 0 and condition.null.tensors["text_mask"].any()
     written = {part: sorted((tmp_path / "cache" / part).iterdir()) for part in ("text", "glyphs")}
     assert {part: len(files) for part, files in written.items()} == {"text": 3, "glyphs": 3}, "and the empty caption"
-
-    damaged = written["glyphs"][0]
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[:-3] if len(whole) > 200 else whole[:-1])
-    caplog.clear()
-    again = data(folder)
-    assert damaged.name in caplog.text and len(damaged.read_bytes()) == len(whole)
-    kept = load(whole)  # the order of a safetensors header's names is another in each writing
-    for key, tensor in load_file(damaged).items():
-        assert torch.equal(tensor, kept.pop(key)), key
-    assert not kept
-    assert torch.equal(again[1]["glyphs"], quoting["glyphs"])
 
     other = tmp_path / "other"
     shutil.copytree(folder, other)
