@@ -41,6 +41,7 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
     assert diffusers.__version__.startswith("0.42"), "look at LTXPipeline.__call__ again: family.pipeline_times is its"
     settings = Dmd2Settings(step_list=STUDENT, student_sampler=sampler)
     scheduler = Dmd2(settings, {}).scheduler(LTX_FAMILY.pipeline_times)
+    assert scheduler.config.stochastic_sampling == (sampler == "renoise"), "sampled as it was trained"
     _, network, *_ = ltx_inputs({}, 1, (1, 1, 1), 3)
     pipeline = LTXPipeline(scheduler, None, None, None, network)
     steps = []
