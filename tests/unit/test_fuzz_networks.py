@@ -140,7 +140,6 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_exports_are_made_or_refused(tmp_path, checkpoints, around):
     folder, out, before = tmp_path / "run", tmp_path / "out", snapshot(around, checkpoints)
     step = checkpoints / "checkpoints" / "step_00000007"
