@@ -28,11 +28,12 @@ def planned(kind, *words):
     return config, shapes, plan_run(config, shapes=shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "words", "ranks", "states"),
     [
         ("t2v", ["world=8", "adapters=lora", "cluster=h20x8", "batch_size=8"], 8, 9.46),
-        pytest.param("i2v", ["world=32"], 32, 34.0, marks=pytest.mark.slow),
+        ("i2v", ["world=32"], 32, 34.0),
     ],
 )
 def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):

@@ -148,6 +148,7 @@ end_process(3)
 """
 
 
+@pytest.mark.slow
 def test_a_collective_s_last_thread_does_not_abort_a_process_that_is_done(tmp_path):
     """Gloo's threads free tensors late; Python's own exit then aborts (-6 instead of 3 on one rank or both)."""
     command = [sys.executable, "-W", "ignore", "-c", LATE_COLLECTIVES]
