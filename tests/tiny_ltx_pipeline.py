@@ -1,13 +1,19 @@
-"""A test-sized LTX-Video pipeline with random weights, in the layout that ``LTXPipeline.from_pretrained`` loads."""
+"""A test-sized LTX-Video pipeline folder with random weights.
+
+    python -m tests.tiny_ltx_pipeline FOLDER [--seed 0]
+
+writes a folder in diffusers layout that ``LTXPipeline.from_pretrained`` loads: nothing is downloaded.
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny_pipeline import _tokenizer
+from tests.tiny_pipeline import _tokenizer, new_folder
 
 CHANNELS = 8
 TEXT_WIDTH = 32
@@ -62,3 +68,16 @@ def build_tiny_ltx_pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     ).save_pretrained(folder, safe_serialization=True)
     return Path(folder)
+
+
+def main() -> None:
+    """Command line: write the pipeline folder."""
+    parser = argparse.ArgumentParser(description="Write a test-sized LTX pipeline folder with random weights.")
+    parser.add_argument("folder", type=new_folder)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(build_tiny_ltx_pipeline(arguments.folder, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()
