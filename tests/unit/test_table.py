@@ -123,7 +123,6 @@ def test_a_swallowed_row_of_a_captions_file(tmp_path):
         ("a.csv", "caption;id\na bird;1\n", "separates its columns with semicolons"),
         ("a.txt", "file_name,caption\na.mp4,a bird\n", "begins with the header of a table; name it .csv"),
         ("a.txt", "one\0\n", "is not UTF-8 text (a NUL byte in line 1)"),
-        ("a.jsonl", '{"caption": "one"}\n', "ends in .jsonl; give a text file"),
         ("a.tsv", "caption\n", "ends in .tsv; give a text file"),
     ],
 )
@@ -159,4 +158,5 @@ def test_files_outside_the_folder_are_refused(tmp_path, name, words):
 
 def test_files_in_sub_folders_are_taken(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,caption\nsub/../x/a.mp4,one\n..a.mp4,two\n")
-    assert read_metadata(tmp_path) == [("sub/../x/a.mp4", "one"), ("..a.mp4", "two")]
+    rows = [(row.file, row.caption) for row in read_metadata(tmp_path)]
+    assert rows == [("sub/../x/a.mp4", "one"), ("..a.mp4", "two")]
