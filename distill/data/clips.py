@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ MAX_SIZE = 65536
 FPS = (0.01, 1000.0)
 """Frame rates that mp4 files can say."""
 _NO_TIMES = 0x80  # AVFMT_NOTIMESTAMPS: raw streams, to which FFmpeg gives 25 fps
+_MOST_B_FRAMES = 16  # in a row, of any codec
 _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
 
 
@@ -197,7 +199,8 @@ def _pick(
     step = 1 / Fraction(clip.fps).limit_denominator(1001)
     rate = stream.average_rate or None
     wanted, previous, previous_time, decoded = 0, None, Fraction(0), 0
-    for frame, time in _timed(container, stream, rate=rate if in_order else None):
+    timed = _timed(container, stream, rate=rate if in_order else None)
+    for frame, time in timed:
         # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
         if frame.is_corrupt:
             raise ClipError(f"is damaged at {float(time):.2f} s")
@@ -208,6 +211,8 @@ def _pick(
             yield previous
             wanted += 1
             if wanted == clip.num_frames:
+                # Times in the order of packets show only after as many frames as there are B-frames in a row.
+                deque(islice(timed, _MOST_B_FRAMES if stream.codec_context.has_b_frames else 0), maxlen=0)
                 return
         previous, previous_time = frame, time
     if previous is None:
@@ -233,11 +238,9 @@ def _timed(
 ) -> Iterator[tuple[av.VideoFrame, Fraction]]:
     """Yield the decoded frames and their times after the first: in order at ``rate``, or by their time stamps.
 
-    Raises: ``_TimesError`` for time stamps that are missing or do not grow strictly, before a frame is yielded whose
-        time is wrong because B-frames have their packets' order.
+    Raises: ``_TimesError`` for time stamps that are missing or do not grow strictly.
     """
-    checked: deque[tuple[av.VideoFrame, Fraction]] = deque()
-    start: Fraction | None = None
+    start = last = None
     for index, frame in enumerate(container.decode(stream)):
         if rate is not None:
             yield frame, index / rate
@@ -248,12 +251,10 @@ def _timed(
             raise _TimesError("has frames without time stamps")
         time = frame.pts * frame.time_base
         start = time if start is None else start
-        if checked and time - start <= checked[-1][1]:
+        if last is not None and time <= last:
             raise _TimesError(f"the times of its frames do not grow at frame {index}")
-        checked.append((frame, time - start))
-        if len(checked) > 1 + stream.codec_context.reorder_depth:
-            yield checked.popleft()
-    yield from checked
+        last = time
+        yield frame, time - start
 
 
 def _pixel_aspect(stream: av.VideoStream) -> Fraction:

@@ -96,11 +96,13 @@ def other_colors(frame: av.VideoFrame) -> str:
     """
     if frame.color_trc in _OTHER_CURVES:
         raise ClipError(f"has colors in {_OTHER_CURVES[frame.color_trc]}; convert it to BT.709")
+    if frame.colorspace == 8 or frame.colorspace > 10:  # swscale would take BT.601's instead
+        raise ClipError(f"has a color matrix that FFmpeg cannot convert ({frame.colorspace} of H.273); use BT.709's")
     side_data = _side_data(frame)
     if frame.color_trc == _PQ and "MASTERING_DISPLAY_METADATA" not in side_data:
         raise ClipError("is HDR (PQ) and does not say how bright its highlights are; convert it to BT.709")
     if "DOVI_RPU_BUFFER" in side_data and frame.color_trc not in (_PQ, _HLG):
-        raise ClipError("is Dolby Vision without a standard base layer; convert it to BT.709")
+        raise ClipError("is Dolby Vision of profile 5, which no other decoder shows right; convert it to BT.709")
     named = {_PQ: "HDR (PQ)", _HLG: "HDR (HLG)"}
     return named.get(frame.color_trc) or _WIDE.get(frame.color_primaries, "")
 
