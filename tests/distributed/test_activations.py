@@ -204,9 +204,7 @@ QUICK = {"activation_checkpointing": "selective", "activation_offload": True, "c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [{"activation_checkpointing": "full", "activation_offload": False}, QUICK], ids=str
-)
+@pytest.mark.parametrize("settings", [FULL, QUICK], ids=str)
 def test_compiled(pools, truth, settings):
     ranks = pools[2].run(_train, {"cp": 2, "ulysses": 2}, settings)
     _check(ranks, truth, settings, 2)
