@@ -94,7 +94,7 @@ def test_the_comparison_sees_a_missing_hop(pools):
 
 
 def _sums(dtype):
-    """dQ of a ring of 3 whose chunks add 1024, 3 and -1024 to it. A sum in bf16 would lose the 3."""
+    """Return dQ of a ring of 3 whose chunks add 1024, 3 and -1024 to it. A sum in bf16 loses the 3."""
     mesh = context_mesh(3, 1, 1)
     k, v = torch.zeros(2, 1, 16, 1, 8, dtype=dtype)
     k[0, [0, 6, 12], 0, 0] = torch.tensor([1024, 3, -1024], dtype=dtype)
@@ -112,7 +112,7 @@ def test_a_ring_sums_in_fp32(pools):
 
 
 def _cross(masked, is_split):
-    """Errors of output and gradients of attention to 7 keys, which every rank holds or which are split."""
+    """Return the largest error of output and gradients for 7 keys that every rank holds, or that are split."""
     mesh = context_mesh(3, 1, 1)
     generator = torch.Generator().manual_seed(2)
     shapes = [(2, n, heads, 6) for n, heads in ((13, 4), (7, 2), (7, 2), (13, 4))]

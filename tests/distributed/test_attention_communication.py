@@ -83,7 +83,7 @@ def _local(case, mesh):
 
 
 def _passes(tensors, attend):
-    """Traffic of a forward, a backward and a JVP of ``attend(*tensors)``."""
+    """Return the traffic of a forward, a backward and a JVP of ``attend(*tensors)``."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     outs, found = [], {}
     found["forward"] = _traffic(lambda: outs.append(attend(*leaves)))

@@ -54,8 +54,8 @@ def _inputs(tokens=7):
 
 
 def test_a_right_plan():
-    state = torch.get_rng_state()
-    worst = check_parallel(Network(), PLAN, _inputs())
+    network, state = Network(), torch.get_rng_state()
+    worst = check_parallel(network, PLAN, _inputs())
     assert set(worst) == {2, 3} and max(worst.values()) < 1e-12
     assert torch.equal(state, torch.get_rng_state())
     assert check_parallel(_build, PLAN, (_inputs()["x"],), cp=(2,))[2] < 1e-12

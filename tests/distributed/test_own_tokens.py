@@ -101,7 +101,7 @@ class LargestStorage(TorchDispatchMode):
 
 
 def _largest_tensor(folder):
-    """Elements of the largest storage of a step: on this rank, and in one process."""
+    """Return the elements of the largest storage of a step, on this rank and in one process."""
     role, _ = sharded_role(folder, {"cp": 4}, MANY)
     x, t, text, target = (each[:1] for each in sample(MANY))
     with LargestStorage() as ours:

@@ -42,7 +42,7 @@ def _round_trip(x, mesh, total, dim):
 
 
 def _all_modes(world, total, dim, dtype):
-    """Split and gathered tensors, gradients, and the derivative."""
+    """Return split and gathered tensors, gradients and the derivative, and whether the split tensor is no view."""
     mesh = build_mesh(cp=world)
     x, tangent, weights = _tensors(total, dim, dtype)
     leaf = x.clone().requires_grad_()

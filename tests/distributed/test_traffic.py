@@ -16,7 +16,7 @@ N = 5 * WORLD  # elements of 4 bytes
 
 
 def _every_kind():
-    """Calls and bytes of each kind of collective: ``[(name, counted, expected)]``."""
+    """Count the calls and bytes of each kind of collective: ``[(name, counted, expected)]``."""
     x, out = torch.randn(N), torch.empty(N * WORLD)
     rank, size, around = dist.get_rank(), 4 * N, 4 * N * (WORLD - 1) // WORLD
     pieces = list(torch.empty(WORLD, N))
