@@ -57,7 +57,7 @@ def folders(tmp_path_factory):
     return Folders()
 
 
-def _check(pools, folders, family, method, sizes, steps=4):
+def _check(pools, folders, family, method, sizes, steps=2):
     folder = folders[family.partition(",")[0]]
     setup = Setup(**SETUPS[family] | sizes, steps=steps, method=METHODS[method])
     trace = trace_on_ranks(setup, folder, pools[setup.world_size])
@@ -71,13 +71,13 @@ def _check(pools, folders, family, method, sizes, steps=4):
 
 @pytest.mark.parametrize("family", WRITE)
 def test_two_steps(pools, folders, family):
-    _check(pools, folders, family, "flow_matching", TWO, steps=2)
+    _check(pools, folders, family, "flow_matching", TWO)
 
 
 @pytest.mark.parametrize(
     ("family", "method", "sizes"),
     [
-        *(pytest.param(family, "dmd2", SPLIT, marks=slow) for family in SETUPS),
+        *(pytest.param(family, "dmd2", SPLIT, marks=slow) for family in SETUPS if family != "hunyuan, text"),
         *(pytest.param(family, "rcm", TWO, marks=slow) for family in ("wan-image", "wan-ti2v", "ltx", "hunyuan")),
         # A second time, in addition to the times of tokens.
         *(pytest.param(family, "meanflow", TWO, marks=slow) for family in ("wan-ti2v", "ltx", "hunyuan")),
@@ -85,20 +85,21 @@ def test_two_steps(pools, folders, family):
         pytest.param("hunyuan", "dmd2, GAN", TWO, marks=slow),
         # Replicas refuse parameters that get no gradient; checkpointing runs blocks again.
         pytest.param("hunyuan, text", "dmd2", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=slow),
-        pytest.param("hunyuan, text", "dmd2", {"dp_shard": 2, "activation_checkpointing": True}, marks=slow),
+        pytest.param("hunyuan", "dmd2", TWO | {"activation_checkpointing": True}, marks=slow),
         pytest.param("hunyuan, text", "dmd2", TWO | {"changes": {"all": {"compile": True}}}, marks=long),
     ],
     ids=str,
 )
-def test_four_steps(pools, folders, family, method, sizes):
-    _check(pools, folders, family, method, sizes)
+def test_each_role(pools, folders, family, method, sizes):
+    """DMD2 trains both roles in two steps, rCM in four."""
+    _check(pools, folders, family, method, sizes, steps=4 if method == "rcm" else 2)
 
 
 @slow
 def test_adapters_of_hunyuan(pools, folders):
     """On every linear layer of the blocks, except those after the last block's text attention."""
     lora = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}
-    trace = _check(pools, folders, "hunyuan, text", "dmd2", TWO | {"lora": lora}, steps=2)
+    trace = _check(pools, folders, "hunyuan, text", "dmd2", TWO | {"lora": lora})
     assert trace.gradients[0] and not any(".2.ff_context." in name for name in trace.gradients[0])
 
 
