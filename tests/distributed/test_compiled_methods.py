@@ -64,7 +64,9 @@ def test_rcm(pools, checkpoints):
     The first steps make all graphs: one to train, one without gradients, one for guidance (twice the samples). Forwards
     with tangents make none and invalidate none; an evaluation of three samples makes its own.
     """
-    for made in _run(pools, checkpoints, "aot_eager", steps=STEPS, method=METHODS["rcm"]):
+    for made in _run(
+        pools, checkpoints, "aot_eager", steps=STEPS, batch_size=2, micro_batch_size=1, method=METHODS["rcm"]
+    ):
         assert made[WARM - 1 : EVALUATED] == [3] * (EVALUATED - WARM + 1), made
         assert made[EVALUATED:] == [4] * (STEPS - EVALUATED), made
 
