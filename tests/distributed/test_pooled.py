@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.pooled import both, faults_of
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.sharding.accumulation import discard_step
 from fsdp_cp.sharding.pool import pool_at, pool_of
@@ -16,6 +15,7 @@ from fsdp_cp.sharding.state import frozen, fsdp_modules, param_groups
 from models.lora.settings import LoraSettings
 from tests.oracles.buffers import BufferWatch
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.pooled_run import both, faults_of
 from tests.oracles.tiny_wan import ARCHITECTURE
 
 WORLD, DIM, STEPS = 4, 24, 5
