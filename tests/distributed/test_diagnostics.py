@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from distill.metrics import NormsLog
 from fsdp_cp import build_mesh, phase, shard_module
@@ -157,38 +156,6 @@ def test_units_are_as_large_as_they_say(pools, sizes, changes, dtypes):
         assert [row.empty_ranks for row in results[0][0]][:2] == [2, 1]
 
 
-def _profiled(folder):
-    changes = {
-        "student": {"strategy": "optim", "gather_early": True},
-        "fake": {"strategy": "optim_grads"},
-        "teacher": {"strategy": "optim"},
-    }
-    setup = Setup(dp_shard=2, cp=2, steps=2, changes=changes)
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
-    names, left = [], []
-    data = trainer._steps_of_data()
-    for _ in range(2):
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            trainer._train_step(data)
-        names.append({event.name for event in profiled.events()})
-        left += [name for name, role in trainer.method.roles.items() if gathered_units(role.network)]
-    ours = [{name for name in step if name == "data" or name.startswith(("student/", "fake/"))} for step in names]
-    return ours, left
-
-
-@slow
-def test_a_step_has_named_phases_and_leaves_nothing_gathered(pools, checkpoints):
-    for steps, left in pools[4].run(_profiled, checkpoints):
-        assert not left
-        first, second = ("fake", "student") if "fake/update" in steps[0] else ("student", "fake")
-        for found, role in zip(steps, (first, second), strict=True):
-            losses = {name.split("/")[1] for name in found if name.endswith("/forward")}
-            assert losses, found
-            expected = {"data", f"{role}/gradients", f"{role}/clip", f"{role}/update"}
-            expected |= {f"{role}/{loss}/{part}" for loss in losses for part in ("forward", "backward")}
-            assert found == expected
-
-
 def _fails_inside():
     model = _sharded(build_mesh(dp_shard=2), strategy="optim")
     for broken in (False, True):  # a network that cannot be resharded must not hide the first exception
@@ -226,10 +193,9 @@ def _run_with_norms(folder, every):
     return written, trace.roles, trace.norms
 
 
-# 2 is the period of the roles: counted by steps, one of them would never have a line.
 @slow
-@pytest.mark.parametrize("every", [2, 3])
-def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(pools, checkpoints, every):
+def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(pools, checkpoints):
+    every = 2  # the period of the roles: counted by steps, one of them would never have a line
     for written, roles, total in pools[4].run(_run_with_norms, checkpoints, every):
         expected = []
         for first in range(every, 8, every):

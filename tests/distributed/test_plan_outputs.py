@@ -9,10 +9,10 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 
 from fsdp_cp import build_mesh, microbatch, shard_module
-from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
+from tests.distributed.test_library import DIM, HEADS, Transformer
 
-TOKENS, DIM, RANKS = 11, 12, 3
+TOKENS, RANKS = 11, 3
 
 
 @dataclass
@@ -42,23 +42,9 @@ KINDS = {  # what makes the output of (sample, features), and what finds the sam
 GATHERS = {"tensor": 1, "dataclass_without": 1, "model_output": 1}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out, self.mesh = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), None
-
-    def forward(self, hidden_states):
-        q, k, v = self.qkv(hidden_states).unflatten(-1, (3, 3, 4)).unbind(2)
-        return hidden_states + self.out(
-            context_parallel_attention(q, k, v, mesh=self.mesh, total_tokens=TOKENS).flatten(2)
-        )
-
-
-class Network(nn.Module):
+class Network(Transformer):
     def __init__(self, kind):
         super().__init__()
-        self.embed, self.head = nn.Linear(5, DIM), nn.Linear(DIM, 5)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.kind = kind
 
     def forward(self, x):
@@ -69,7 +55,7 @@ class Network(nn.Module):
 
 
 def _gradients(kind, cp):
-    mesh = build_mesh(cp=cp, heads=3)
+    mesh = build_mesh(cp=cp, heads=HEADS)
     generator = torch.Generator().manual_seed(1)
     x, target = (torch.randn(3, TOKENS, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     with torch.random.fork_rng(devices=[]):

@@ -4,21 +4,23 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
-from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
-from fsdp_cp import build_mesh, shard_module
+from fsdp_cp import build_mesh, microbatch, phase, shard_module
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding import shard
 from fsdp_cp.sharding.settings import ShardSettings
-from fsdp_cp.sharding.state import fsdp_modules
+from fsdp_cp.sharding.state import fsdp_modules, gathered_units
 from models.condition import text_condition
 from models.load import build_role
 from models.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
+UNITS = ARCHITECTURE["num_layers"] + 1
 
-def _role(mesh, *, precision="fp32", trainable=True):
-    plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), sharding=ShardSettings())
+
+def _role(mesh, *, precision="fp32", trainable=True, strategy="optim_grads_params"):
+    sharding = ShardSettings(strategy=strategy)
+    plan = plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), sharding=sharding)
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), precision=precision, trainable=trainable,
         latent_shape=LATENT_SHAPE, condition_shapes=CONDITION_SHAPES, seed=0,
@@ -31,24 +33,23 @@ def _inputs():
     return x, torch.tensor([0.3, 0.9]), text_condition(text)
 
 
-def _gathered(role):
-    """Units whose full parameters are alive."""
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in fsdp_modules(role.network)]
-    return [g for g in groups if g is not None and g.is_unsharded]
-
-
-def _nothing_stays_gathered():
-    mesh = build_mesh(dp_shard=2, cp=2, heads=4)
-    role = _role(mesh)
-    x, t, condition = _inputs()
-    units = fsdp_modules(role.network)
-    assert len(units) == ARCHITECTURE["num_layers"] + 1
+def _updates_are_seen(strategy):
+    """Forwards without gradients leave some strategies gathered, the root too; each use of the shards must see that."""
+    role = _role(build_mesh(dp_shard=2, cp=2, heads=4), strategy=strategy)
+    network, (x, t, condition) = role.network, _inputs()
+    names = {name for name, _ in network.named_parameters()}
+    assert len(fsdp_modules(network)) == UNITS
     with torch.no_grad():
+        with phase("rollout", [network]):
+            role.velocity(x, t, condition)
+            assert len(gathered_units(network)) == (UNITS if strategy == "optim" else 0)
+        assert not gathered_units(network)
         before = role.velocity(x, t, condition)
-    assert not _gathered(role), "a root that stays gathered would ignore the next update of its shards"
-    # An update of the shards must reach the next forward, the root's own parameters included.
-    with torch.no_grad():
-        for parameter in role.parameters():
+        parameters = role.parameters()  # as an optimizer that is built now
+        role.velocity(x, t, condition)
+        assert all(isinstance(p, DTensor) for p in parameters)
+        assert {name for name, w in role.weights().items() if isinstance(w, DTensor)} == names
+        for parameter in parameters:
             parameter.to_local().mul_(1.5)
         after = role.velocity(x, t, condition)
     plain = WanTransformer3DModel(**ARCHITECTURE)
@@ -57,13 +58,15 @@ def _nothing_stays_gathered():
         expected = plain(hidden_states=x, timestep=1000 * t, encoder_hidden_states=condition.tensors["text"]).sample
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
     assert (after - before).abs().max() > 1e-2
-    role.velocity(x, t, condition).square().mean().backward()
-    assert not _gathered(role)
+    with microbatch(network, is_first=True, is_last=True):
+        role.velocity(x, t, condition).square().mean().backward()
+    assert not gathered_units(network)
     return True
 
 
-def test_nothing_stays_gathered_between_uses(pools):
-    assert all(pools[4].run(_nothing_stays_gathered))
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_updates_of_shards_are_seen_and_nothing_stays_gathered(pools, strategy):
+    assert all(pools[4].run(_updates_are_seen, strategy))
 
 
 def _sum_on_every_unit():
@@ -74,7 +77,7 @@ def _sum_on_every_unit():
 
 def test_gradients_are_summed_on_every_unit(pools):
     for settings in pools[2].run(_sum_on_every_unit):
-        assert settings == [(1.0, True)] * (ARCHITECTURE["num_layers"] + 1)
+        assert settings == [(1.0, True)] * (UNITS)
 
 
 def _order_records():
@@ -96,8 +99,7 @@ def _order_records():
 
 
 def test_forwards_without_backward_leave_no_record(pools):
-    units = ARCHITECTURE["num_layers"] + 1
-    assert pools[2].run(_order_records) == [(0, units, units, 0)] * 2
+    assert pools[2].run(_order_records) == [(0, UNITS, UNITS, 0)] * 2
 
 
 def _bf16():
@@ -188,22 +190,3 @@ def _frozen():
 
 def test_a_frozen_role_is_stored_as_it_computes_and_holds_no_gradients(pools):
     assert pools[2].run(_frozen) == [(True, {torch.float32}, {torch.bfloat16})] * 2
-
-
-def _old_torch():
-    mesh = build_mesh()
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    x = torch.randn(2, 3)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), forward_ad.dual_level():
-        patch.setattr(shard, "FORWARD_AD_SINCE", (99, 0))
-        shard_module(model, mesh=mesh, units=list(model))
-        assert model(x).shape == (2, 3)
-        with pytest.raises(RuntimeError, match=r"99\.0"):
-            model(forward_ad.make_dual(x, x))
-        with pytest.raises(RuntimeError, match=r"99\.0"):
-            model(input=forward_ad.make_dual(x, x))
-    return True
-
-
-def test_forward_mode_is_refused_where_torch_cannot(pools):
-    assert all(pools[2].run(_old_torch))

@@ -6,18 +6,11 @@ from functools import lru_cache
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_cp import build_mesh, gather_first_block_early, materialise, microbatch, phase, shard_module
-from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
-from models.condition import text_condition
-from models.load import build_role
-from models.role_plan import plan_role
 from tests.distributed.test_library import TOKENS, Transformer
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 slow = pytest.mark.slow
 
 
@@ -171,58 +164,6 @@ def test_token_sums_over_uneven_ranks(pools, world):
     cases += [("optim_grads_params", 0.5, {"dp_replicate": 2})] * (world == 4)
     for errors in pools[world].run(_token_sums, cases):
         assert max(errors) < 1e-13, list(zip(cases, errors, strict=True))
-
-
-def _role(strategy):
-    plan = plan_role(
-        "student", checkpoint=None, architecture=dict(ARCHITECTURE), sharding=ShardSettings(strategy=strategy)
-    )
-    return build_role(
-        plan, mesh=_mesh(), device=torch.device("cpu"), trainable=True, latent_shape=LATENT_SHAPE,
-        condition_shapes=CONDITION_SHAPES,
-    )  # fmt: skip
-
-
-def _inputs():
-    generator = torch.Generator().manual_seed(1)
-    x, text = (torch.randn(1, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
-    return x, torch.tensor([0.3]), text_condition(text)
-
-
-def _roots(strategy):
-    """Forwards without gradients leave some strategies gathered, the root too; uses of the shards must not miss it."""
-    role = _role(strategy)
-    with torch.no_grad():
-        with phase("rollout", [role.network]):
-            role.velocity(*_inputs())
-            inside = len(gathered_units(role.network))
-        outside = len(gathered_units(role.network))
-        role.velocity(*_inputs())
-        parameters = role.parameters()  # as an optimizer that is built now
-        role.velocity(*_inputs())
-        names = {name for name, w in role.weights().items() if isinstance(w, DTensor)}
-    assert all(isinstance(p, DTensor) for p in parameters)
-    assert names == {name for name, _ in role.network.named_parameters()}
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-    before = {name: w.clone() for name, w in role.weights().items()}
-    with torch.no_grad():
-        first = role.velocity(*_inputs())
-    with microbatch(role.network, is_first=True, is_last=True):
-        role.velocity(*_inputs()).square().mean().backward()
-    optimizer.step()
-    changed = [n for n, w in role.weights().items() if not torch.equal(w.full_tensor(), before[n].full_tensor())]
-    with torch.no_grad():
-        moved = (role.velocity(*_inputs()) - first).abs().max().item()
-    return inside, outside, {"proj_out.weight", "patch_embedding.weight"} <= set(changed), moved
-
-
-@pytest.mark.parametrize(
-    ("strategy", "kept"),
-    [("optim", ARCHITECTURE["num_layers"] + 1), pytest.param("optim_grads_params", 0, marks=slow)],
-)
-def test_no_root_is_left_gathered(pools, strategy, kept):
-    for inside, outside, updated, moved in pools[2].run(_roots, strategy):
-        assert inside == kept and outside == 0 and updated and moved > 1e-4
 
 
 def _broken_evaluation(strategy):

@@ -10,10 +10,11 @@ from functools import lru_cache
 import pytest
 
 from fsdp_cp.sharding import activations
+from fsdp_cp.sharding.state import gathered_units
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import Setup
-from tests.oracles.sharded_run import sharded_trace
+from tests.oracles.runs import Setup, make_config
+from tests.oracles.sharded_run import make_trainer
 
 STEPS, BOUND = 3, 1e-5
 COLUMNS = {
@@ -119,7 +120,10 @@ def _trace(setup, folder):
     smallest = activations.SMALLEST_OFFLOADED
     activations.SMALLEST_OFFLOADED = 0  # these networks' activations are all below it
     try:
-        return sharded_trace(setup, folder)
+        trainer = make_trainer(setup, folder, make_config(setup, folder))
+        trace = trainer.record()
+        assert not any(gathered_units(role.network) for role in trainer.roles.values()), "gathered between steps"
+        return trace
     finally:
         activations.SMALLEST_OFFLOADED = smallest
 

@@ -7,14 +7,9 @@ import torch
 from torch import nn
 
 from fsdp_cp import build_mesh, materialise, microbatch, set_trainable, shard_module
-from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings
+from fsdp_cp.sharding.settings import STRATEGIES
 from fsdp_cp.sharding.state import frozen, gathered_units, param_groups
-from models.condition import text_condition
-from models.load import build_role
-from models.role import Role
-from models.role_plan import plan_role
 from tests.distributed.test_library import DIM, TOKENS, Transformer
-from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 RANKS = 3
 
@@ -151,74 +146,3 @@ def _whole():
 
 def test_a_network_built_frozen(pools):
     assert pools[RANKS].run(_whole) == [True] * RANKS
-
-
-def _role(name, strategy) -> Role:
-    plan = plan_role(
-        name,
-        checkpoint=None,
-        architecture=ARCHITECTURE,
-        sharding=ShardSettings(strategy=strategy, precision="bf16"),
-    )
-    role = build_role(
-        plan,
-        mesh=_mesh(),
-        device=torch.device("cpu"),
-        trainable=True,
-        latent_shape=LATENT_SHAPE,
-        condition_shapes=CONDITION_SHAPES,
-        seed=0,
-    )
-    for parameter_name, parameter in role.network.named_parameters():
-        parameter.requires_grad_("attn1" in parameter_name)  # as adapters would be
-    return role
-
-
-def _inputs():
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    x, text = (torch.randn(1, *shape, generator=generator) for shape in (LATENT_SHAPE, TEXT_SHAPE))
-    return x, torch.tensor([0.3]), text_condition(text)
-
-
-def _role_gradients(role):
-    with microbatch(role.network, is_first=True, is_last=True):
-        role.velocity(*_inputs()).square().mean().backward()
-    found = {n: p.grad.to_local().clone() for n, p in role.network.named_parameters() if p.grad is not None}
-    role.network.zero_grad(set_to_none=True)
-    return found
-
-
-def _fake_then_student(strategy):
-    """The fake score trains while the student is frozen; then the student, through the frozen fake score."""
-    student, fake, fresh = (_role(name, strategy) for name in ("student", "fake", "student"))
-    trained = _trained(fresh.network)
-    with student.frozen():
-        assert not student.trainable
-        with torch.no_grad():
-            student.velocity(*_inputs())
-        _role_gradients(fake)
-    assert student.trainable and _trained(student.network) == trained
-    x, t, condition = _inputs()
-    with fake.frozen(), microbatch(student.network, is_first=True, is_last=True):
-        fake.velocity(student.velocity(x, t, condition), t, condition).square().mean().backward()
-    assert all(p.grad is None for p in fake.parameters())
-    through = {n for n, p in student.network.named_parameters() if p.grad is not None}
-    student.network.zero_grad(set_to_none=True)
-    assert through == trained == _trained(fake.network)
-    ours, theirs = _role_gradients(student), _role_gradients(fresh)
-    assert ours.keys() == theirs.keys() == trained
-    assert all(torch.equal(ours[n], theirs[n]) and ours[n].dtype == torch.float32 for n in trained)
-
-    teacher = student
-    teacher.network.requires_grad_(False)
-    teacher.trainable = False
-    with teacher.frozen():
-        pass
-    assert not teacher.trainable and not _trained(teacher.network), "a frozen role stays one"
-    return len(trained)
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads", pytest.param("no_shard", marks=pytest.mark.slow)])
-def test_fake_score_then_student(pools, strategy):
-    (count,) = set(pools[RANKS].run(_fake_then_student, strategy))
-    assert 0 < count < 58
