@@ -210,22 +210,3 @@ def _hooked():
 
 def test_a_layer_with_hooks_is_refused(pools):
     assert all(pools[1].run(_hooked))
-
-
-def _full_precision_inside():
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)]
-    model = nn.Sequential(*blocks)
-    shard_module(
-        model,
-        mesh=build_mesh(device_type="cpu"),
-        units=blocks,
-        full_precision_units=[blocks[1][1]],
-        precision="bf16",
-        fp8="torchao",
-    )
-    return [type(layer).__name__ for layer in blocks[1]]
-
-
-def test_what_computes_in_fp32_inside_a_block_is_no_fp8_layer(pools):
-    (first, second), *_ = pools[1].run(_full_precision_inside)
-    assert "Fp8Linear" in first and "Fp8Linear" not in second

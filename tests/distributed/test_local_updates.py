@@ -37,8 +37,11 @@ def _role(mesh):
     """Build a role on the meta device, as a run does: with memory FSDP2 pads the shards, and replaces them."""
     with torch.device("meta"):
         model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.tag = name
     shard_module(model, mesh=mesh, units=[model.first, model.second])
     materialise(model, "cpu")
+    assert all(parameter.tag == name for name, parameter in model.named_parameters()), "attributes must survive both"
     initialise(model, seed=3)
     network = Network(family=Wan(), config={}, module=model, precision="fp32", tokens=1, forward_flops=1)
     return Role(name="student", networks=(network,), trainable=True)

@@ -5,18 +5,18 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.pooled import both, faults_of
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.sharding.pool import pool_at, pool_of
-from fsdp_cp.sharding.state import frozen, fsdp_modules, param_groups
+from fsdp_cp.sharding.state import frozen
 from models.lora.settings import LoraSettings
+from tests.distributed.test_sharding_memory import Network
 from tests.oracles.buffers import BufferWatch
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE
 
-WORLD, DIM, STEPS = 4, 24, 5
+WORLD, STEPS = 4, 5
 CASES = {
     "optim_grads_params": {},
     "optim": {"strategy": "optim"},
@@ -29,31 +29,6 @@ CASES = {
     "a copy for each two ranks": {"shard_ranks": 2},
 }
 pytestmark = pytest.mark.slow
-
-
-class Block(nn.Module):
-    """Some shards are uneven and some empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-        self.gate = nn.Linear(DIM, 2)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x))) * self.gate(x).sigmoid().sum(-1, keepdim=True)
-
-
-class Network(nn.Module):
-    def __init__(self, blocks=4):
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, DIM), nn.Linear(DIM, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 @lru_cache
@@ -180,46 +155,6 @@ def test_another_size_has_memory_of_its_own_and_is_planned_once(pools):
         assert same and plans == 2
         assert allocations[0] > 2 and allocations[1:3] == [0, 0] and allocations[4:] == [0, 0, 0]
         assert allocations[3] == 2, "of the root's gradients, in two micro-batches"
-
-
-def _reduce_comm():
-    model = _sharded("order", "pooled")
-    Training(model).step(0)
-    (group,) = param_groups(fsdp_modules(model)[1])
-    pool, comm, options = pool_at(model), group._reduce_scatter_comm, {"dtype": torch.float32, "device": "cpu"}
-    options["device"] = torch.device("cpu")
-    (size,) = {buffer.size // 4 for kind in comm._kinds.values() for buffer in kind}
-    owned = []
-    given, output = (comm.allocate((n,), **options) for n in (size, size // WORLD))
-    owned.append((pool.owns(given), pool.owns(output)))
-    del given, output
-    broken = comm.allocate((size,), **options)  # and the exception comes before its output
-    pool.break_off()
-    del broken
-    given, output = (comm.allocate((n,), **options) for n in (size, size // WORLD))
-    owned.append((pool.owns(given), pool.owns(output)))
-    try:
-        comm(output, given, group._reduce_scatter_process_group, dist.ReduceOp.SUM)
-        comm(given[: size // WORLD], torch.zeros(size), group._reduce_scatter_process_group, dist.ReduceOp.SUM)
-    except RuntimeError:
-        return owned, True
-    return owned, False
-
-
-def test_gradients_never_lie_in_the_pool(pools):
-    """The output of a reduce-scatter becomes the gradient; buffers that torch asks for in another order are refused."""
-    for owned, refused in pools[WORLD].run(_reduce_comm):
-        assert owned == [(True, False), (True, False)] and refused
-
-
-def _one_rank():
-    model = _sharded("one rank", "pooled")
-    Training(model).step(0)
-    return pool_at(model), pool_of(_mesh("one rank", 1)).requests
-
-
-def test_one_rank_has_no_collectives(pools):
-    assert pools[1].run(_one_rank) == [(None, 0)]
 
 
 ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_cp import build_mesh, gather_first_block_early, materialise, microbatch, phase, shard_module
+from fsdp_cp import build_mesh, gather_first_block_early, microbatch, phase, shard_module
 from fsdp_cp.sharding.state import FSDPModule, gathered_units, reset_iteration, reshard, unrecorded_forward
 from tests.distributed.test_library import TOKENS, Transformer
 
@@ -202,24 +202,6 @@ def _without_the_public_reset():
 def test_training_after_an_evaluation_that_broke_off(pools):
     assert pools[2].run(_broken_evaluation, "optim_grads_params") == [True] * 2
     assert pools[2].run(_without_the_public_reset) == [True] * 2
-
-
-def _attributes():
-    with torch.device("meta"):
-        model = Transformer()
-    for name, parameter in model.named_parameters():
-        parameter.no_decay, parameter.factor = name.endswith("bias"), len(name)
-    shard_module(model, mesh=_mesh(), units=model.blocks)
-    sharded = {name: (p.no_decay, p.factor) for name, p in model.named_parameters()}
-    materialise(model, "cpu")
-    return sharded, {name: vars(p) for name, p in model.named_parameters()}
-
-
-def test_attributes_of_parameters_survive(pools):
-    for sharded, filled in pools[2].run(_attributes):
-        assert sharded == {name: (name.endswith("bias"), len(name)) for name in sharded} and len(sharded) > 20
-        for name, attributes in filled.items():
-            assert (attributes["no_decay"], attributes["factor"]) == sharded[name]
 
 
 def _unfinished(strategy):
