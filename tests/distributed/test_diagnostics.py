@@ -1,4 +1,4 @@
-"""Norms, unit reports and phases, against full tensors, counted bytes, and a profile of a real step."""
+"""Norms, unit reports and phases, against full tensors and counted bytes."""
 
 import json
 import math

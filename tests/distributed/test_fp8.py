@@ -1,4 +1,4 @@
-"""Roles whose blocks compute in fp8, emulated: near those in bf16 on every mesh, and nothing else is different.
+"""Roles whose blocks compute in emulated fp8: near bf16 on every mesh, and different in nothing else.
 
 Of the three blocks of the networks in miniature the middle one has fp8 layers, ten of them.
 """
@@ -40,7 +40,7 @@ def _whole(gradients):
 
 
 def _errors(trace, oracle):
-    """Of the first step: the loss's, the gradient's by norm, and 1 - its cosine."""
+    """Return errors of the first step: the loss's, the gradient's by norm, and 1 - its cosine."""
     assert trace.roles == oracle.roles and trace.gradients[0].keys() == oracle.gradients[0].keys()
     ours, theirs = (_whole(each.gradients[0]) for each in (trace, oracle))
     cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
@@ -134,7 +134,7 @@ def test_derivatives_in_forward_mode_are_those_of_bf16(pools, checkpoints):
 
 
 def _looked_at(folder, settings, trainable):
-    """Names, dtypes and classes of what is outside of forwards, before and after one; and the weights."""
+    """Return names, dtypes and classes of parameters outside of forwards, and the weights."""
     role, (x, t, condition) = _role(folder, trainable, **settings)
 
     def look():
@@ -172,7 +172,7 @@ def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
 
 
 def _gathered_bytes(folder, settings):
-    """All-gathered and all-reduced bytes of one forward under FSDP alone, and elements of fp8 layers' weights."""
+    """Return all-gathered and all-reduced bytes of one forward, and elements of fp8 layers' weights."""
     role, inputs = _role(folder, **settings)
     layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Fp8Linear"]
     elements = sum(layer.weight.numel() for layer in layers)
@@ -187,7 +187,7 @@ def _gathered_bytes(folder, settings):
 
 
 def test_bytes_of_gathers(pools, checkpoints):
-    """A byte less for each element of an fp8 layer, and 4 for each layer's scale, in one call before the forward."""
+    """An fp8 layer saves one byte per element; its scale costs 4 bytes, in one call before the forward."""
     bf16, fp8, gather = (pools[2].run(_gathered_bytes, checkpoints, s)[0] for s in ({}, FP8, GATHER))
     elements, layers = gather[2:4]
     assert elements == 8 * 48 * 48 + 2 * 48 * 64 and layers == 10

@@ -82,7 +82,7 @@ def test_every_module_and_every_seed_has_a_stream_of_its_own():
 
 @slow
 def test_distributions_are_those_of_diffusers():
-    """Of each parameter: constants equal, else the same distribution function (Kolmogorov-Smirnov, and scale)."""
+    """Constants are equal; other parameters have the same distribution (Kolmogorov-Smirnov, and scale)."""
     config = ARCHITECTURE | {"attention_head_dim": 24, "ffn_dim": 256, "text_dim": 64, "num_layers": 2}
     torch.manual_seed(0)
     truth = WanTransformer3DModel(**config)
@@ -115,7 +115,7 @@ class _Table(nn.Module):
         self.table = nn.Parameter(torch.zeros(4, 3))
 
 
-def test_what_nobody_initialises_is_named():
+def test_uninitialized_parameters_are_refused_by_name():
     with torch.device("meta"):
         on_meta = nn.Sequential(nn.Linear(2, 2))
     inner = nn.ModuleDict({"inner": _Table()})

@@ -1,4 +1,4 @@
-"""Micro-batch contexts: what each strategy reduces and gathers when, equal gradients, and clean failures (fp64)."""
+"""Micro-batch contexts: reductions and gathers of each strategy, equal gradients, and clean failures (fp64)."""
 
 from functools import lru_cache
 
@@ -101,7 +101,7 @@ def _error(model):
 
 
 def _flags(model):
-    """Everything that a context sets."""
+    """Return everything that a context sets."""
     groups = [group for module in fsdp_modules(model) for group in param_groups(module)]
     return model._get_fsdp_state()._state_ctx.is_last_backward, [
         (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g._reshard_after_forward) for g in groups
@@ -176,7 +176,7 @@ def _break(*_args):
 
 
 def _broken(kind, where, begun):
-    """A step that breaks off, then the next one, beside a model that never broke off."""
+    """Break a step off, then run the next two; compare with a model that never broke off."""
     model, fresh = _model(kind), _model(kind)
     if begun:  # with FSDP2's state as after a step
         for m in (model, fresh):

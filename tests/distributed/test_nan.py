@@ -1,4 +1,4 @@
-"""A gradient that is not finite: decided on the reduced norm, the update skipped and counted, the state unchanged."""
+"""Non-finite gradients: all ranks skip and count the update, and the state stays unchanged."""
 
 import math
 

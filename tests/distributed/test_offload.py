@@ -36,7 +36,7 @@ MESH = {"dp_shard": 2, "cp": 2}
 
 
 def _run(setup, folder, run_dir, first, last):
-    """Steps ``first`` to ``last``, from the checkpoint of ``first`` if that is not 0; saves at ``last``."""
+    """Run steps ``first`` to ``last``, from the checkpoint of ``first`` if that is not 0; save at ``last``."""
     config = make_config(setup, folder)
     config.run_dir, config.steps = str(run_dir), last
     config.student.ema = EmaSettings(enabled=True, decay=0.7, start=0)
@@ -52,7 +52,7 @@ def _run(setup, folder, run_dir, first, last):
 
 @pytest.fixture(scope="module")
 def straight(pools, checkpoints, tmp_path_factory):
-    """A run that is never stopped, sharded in all states."""
+    """Trace of a run that is never stopped, sharded in all states."""
     return pools[WORLD].run(_run, Setup(**MESH), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
@@ -113,7 +113,7 @@ def _backward(role, device="cpu"):
 
 
 def _pieces(folder, out, offload, device="cpu", mesh=None):
-    """Everything that works on shards directly: norm, clipping, AdamW, average, swapping, saving, loading, export."""
+    """Run all that works on shards directly: norm, clipping, AdamW, average, swapping, saving, loading, export."""
     role = _student(folder, device, mesh=mesh, offload=offload)
     optimizer = RoleOptimizer(role, OptimizerSettings(lr=1e-3, betas=[0.0, 0.99]))
     ema = Ema(role, decay=0.5, gamma=1.0, start=0)

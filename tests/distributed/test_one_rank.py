@@ -123,7 +123,7 @@ def _shared_gradients():
 
 @pytest.mark.slow
 def test_gradients_that_share_memory_are_scaled_once_each(pools):
-    """As FSDP2's copies see to; plain torch has two tensors for the four gradients, and would scale them twice."""
+    """FSDP2's copies ensure it; plain torch has two tensors for the four gradients, and would scale them twice."""
     ((shared, right),) = pools[1].run(_shared_gradients)
     assert shared == 2, "the case that this is about"
     assert right == [True] * 4

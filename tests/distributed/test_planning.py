@@ -70,8 +70,10 @@ def _measured(world, words):
 
 
 def _with_lowest_peaks(pools, world, words, predicted):
-    """Measured again, twice at most, while a peak lies above what is predicted: gloo's threads may hold a buffer for a
-    while after they report its collective done, which can only add."""
+    """Measure; repeat twice at most while a peak exceeds the prediction, and keep the lowest.
+
+    gloo's threads may hold a buffer for a while after they report its collective done, which can only add.
+    """
     measured = pools[world].run(_measured, world, words)[0]
     for _ in range(2 if world > 1 else 0):
         if all(peak.bytes <= 1.03 * predicted.peaks[name].bytes for name, peak in measured.peaks.items()):
@@ -101,7 +103,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
-def test_one_rank():
+def test_one_rank_gathers_nothing_and_stages_all_that_trains():
     """It computes with its shards where they lie, and the copy of a checkpoint holds all that trains."""
     planned = _planned(1, ("mesh.cp=1",))
     found = simulate(*planned)
@@ -164,7 +166,7 @@ POOLED = [f"{role}.communication_buffers=pooled" for role in ROLES]
 
 
 def _pools_of(world, words, run):
-    """What ``run`` makes of the settings, and bytes of each pool that was planned for it."""
+    """Return the result of ``run`` for the settings, and bytes of each pool that was planned for it."""
     held, plan = [], BufferPool.end_step
 
     def planned(pool):
@@ -183,7 +185,7 @@ def _real_pools(world, words):
 
 @slow
 def test_pooled_buffers_are_in_the_plan(pools):
-    """As large as the pool of real ranks; held between steps too, and instead of the buffers that it serves."""
+    """The planned pool is as large as that of real ranks, is held between steps, and replaces the buffers it serves."""
     world, mesh = 2, ("mesh.cp=1", "micro_batch_size=2")
     predicted, held = _pools_of(world, (*mesh, *POOLED), simulate)
     assert len(held) == 1, "planned once, of all steps"

@@ -94,7 +94,7 @@ def _data(tokens):
 
 
 def _step(networks, calls):
-    """The outputs of ``calls`` (which network, how many tokens), one backward, and all gradients."""
+    """Return the outputs of ``calls`` (number of the network, tokens), and all gradients of one backward."""
     outputs, loss = [], 0.0
     for which, tokens in calls:
         x, text, target = _data(tokens)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @lru_cache
 def _mesh(name, replicas):
-    """A pool is a mesh's: a mesh for each case."""
+    """Return a mesh of its own for each case, since a pool belongs to a mesh."""
     return build_mesh(dp_replicate=replicas, dp_shard=dist.get_world_size() // replicas)
 
 

@@ -25,7 +25,7 @@ SETUP = Setup(cp=2, micro_batch_size=4)
 
 
 def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=False, fails_at=None):
-    """Steps ``first + 1`` to ``last`` as ``train.py`` makes them: messages of the log, the error, the weights."""
+    """Run steps ``first + 1`` to ``last`` as ``train.py`` does; return log messages, the error, and the weights."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -21,7 +21,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class Block(nn.Module):
-    """Its parameters have 1 to 92 rows: at 4 ranks some shards are uneven and some empty."""
+    """Block with parameters of 1 to 92 rows: at 4 ranks some shards are uneven and some empty."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def _network():
 
 
 def _data():
-    """The samples of every rank; each of them is a micro-batch."""
+    """Return the samples of all ranks; each sample is a micro-batch."""
     return torch.randn(2 * WORLD, 2, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -80,7 +80,7 @@ def _accumulate(model, between=lambda: None):
 
 
 def _sizes(shards):
-    """Bytes in fp32 of all parameters; and with dim 0 filled up to a multiple of ``shards``: of all, a block, the root.
+    """Return bytes in fp32 of all parameters; and, padded to ``shards`` equal shards, of all, a block and the root.
 
     ``n`` rows over ``W`` ranks are ``ceil(n / W)`` on each.
     """

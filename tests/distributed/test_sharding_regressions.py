@@ -167,7 +167,7 @@ def test_token_sums_over_uneven_ranks(pools, world):
 
 
 def _broken_evaluation(strategy):
-    """A forward without gradients that breaks off, then training."""
+    """Train after a forward without gradients that broke off."""
     model, plain = _model(strategy=strategy), _model(strategy=strategy)
     optimizers = {m: _adamw(m) for m in (model, plain)}
     x = _batches()[0]
@@ -205,7 +205,7 @@ def test_training_after_an_evaluation_that_broke_off(pools):
 
 
 def _unfinished(strategy):
-    """The last micro-batch of a step has no backward."""
+    """End a step with a micro-batch that has no backward."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     shard_module(model, mesh=build_mesh(), units=list(model), strategy=strategy)
     for _ in range(2):  # the step that is broken off leaves nothing behind
@@ -226,7 +226,7 @@ def test_a_step_that_ends_without_a_backward_is_refused(pools, ranks, strategy):
 
 
 class _Either(nn.Module):
-    """Two layers in one unit, of which a forward may leave the second out."""
+    """Unit of two layers whose forward may leave the second out."""
 
     def __init__(self):
         super().__init__()

@@ -44,7 +44,7 @@ def _trained(model):
 
 
 def _gradients(model, precision):
-    """Of two micro-batches, this rank's own samples."""
+    """Return the gradients of two micro-batches of this rank's own samples."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     x = torch.randn(2, TOKENS, 5, generator=generator).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     for i, part in enumerate(x.split(1)):
@@ -129,7 +129,7 @@ def test_what_was_frozen_before_stays_frozen(pools, strategy, precision):
 
 
 def _whole():
-    """A network that was built frozen is unfrozen as a whole, its integers apart; new memory keeps what is known."""
+    """Unfreeze a network that was built frozen as a whole, and again after ``materialise``."""
     with torch.device("meta"):
         model = Transformer().requires_grad_(False)
     shard_module(model, mesh=_mesh(), units=model.blocks)
