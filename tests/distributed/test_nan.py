@@ -9,7 +9,6 @@ import torch.distributed as dist
 from distill.saved_state import saved_tensors
 from fsdp_cp.checkpoint import published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.measure.diagnostics import first_non_finite
 from fsdp_cp.reduce import local_shard
 from tests.oracles.runs import Setup, make_config
@@ -61,10 +60,9 @@ def flat(x):
     return [part for each in x.values() for part in flat(each)] if isinstance(x, dict) else [local_shard(x)]
 
 
-def test_one_bad_step_is_skipped_on_all_ranks(checkpoints, tmp_path):
-    for skipped, updates, unchanged, rates, error, leftover, saved in run_ranks(
-        4, _poisoned, checkpoints, tmp_path, (2,)
-    ):
+def test_one_bad_step_is_skipped_on_all_ranks(pools, checkpoints, tmp_path):
+    results = pools[4].run(_poisoned, checkpoints, tmp_path, (2,))
+    for skipped, updates, unchanged, rates, error, leftover, saved in results:
         assert skipped == {"student": 1, "fake": 0} and updates == {"student": 2, "fake": 3}
         assert unchanged == [False, True, True, True, False, True]  # the student trains at steps 0, 2 (bad) and 4
         assert error is None and not leftover and not saved
@@ -74,8 +72,8 @@ def test_one_bad_step_is_skipped_on_all_ranks(checkpoints, tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_steps_in_a_row_stop_the_run(checkpoints, tmp_path):
-    for skipped, updates, *_, error, leftover, saved in run_ranks(4, _poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
+def test_bad_steps_in_a_row_stop_the_run(pools, checkpoints, tmp_path):
+    for skipped, updates, *_, error, leftover, saved in pools[4].run(_poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
         # The student's good update at step 4 does not count for the fake score. The checkpoint of step 5 does not
         # count the skipped update of step 6, since a resumed run repeats step 6.
         assert skipped == {"student": 1, "fake": 2} and updates == {"student": 2, "fake": 0}
@@ -96,6 +94,6 @@ def _bad_on_one_rank(folder):
     return [*found, first_non_finite(named, world)]
 
 
-def test_the_first_bad_parameter_is_named_alike_on_all_ranks(checkpoints):
-    for found in run_ranks(4, _bad_on_one_rank, checkpoints):
+def test_the_first_bad_parameter_is_named_alike_on_all_ranks(pools, checkpoints):
+    for found in pools[4].run(_bad_on_one_rank, checkpoints):
         assert found == ["no parameter", "no parameter", "blocks.1.attn1.to_q.weight"]
