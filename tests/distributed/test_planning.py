@@ -31,20 +31,27 @@ def _networks(layers):
     return [word for role in ROLES for word in (f"{role}.checkpoint=null", f"{role}.architecture={architecture}")]
 
 
-_ADAPTERS = ("student.lora.rank=4", "fake.lora.rank=8")
 CASES = {
     "ring": (2, "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
-    "samples": (2, "mesh.cp=1", "student.strategy=optim", "fake.strategy=optim_grads", "fake.ema.enabled=true"),
+    "samples": (
+        2,
+        "mesh.cp=1",
+        "student.strategy=optim",
+        "fake.strategy=optim_grads",
+        "fake.ema.enabled=true",
+        "fake.activation_checkpointing=selective",
+    ),
     "adapters, recomputed": (
         2,
         "mesh.cp=2",
         "precision=bf16",
         "student.activation_checkpointing=full",
-        "fake.activation_checkpointing=selective",
+        "fake.activation_checkpointing=full",
         "student.ema.enabled=true",
-        *_ADAPTERS,
+        "student.lora.rank=4",
+        "fake.lora.rank=8",
     ),
-    "teacher in halves": (4, "mesh.cp=2", "teacher.shard_ranks=2", "micro_batch_size=1", "fake.gather_stream=compute"),
+    "teacher in halves": (4, "mesh.cp=2", "teacher.shard_ranks=2", "micro_batch_size=4", "fake.gather_stream=compute"),
     "derivative, offloaded": (
         1,
         "experiment=quickstart_scm",
