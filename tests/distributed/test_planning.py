@@ -18,7 +18,7 @@ from distill.setup import plan_run
 from fsdp_cp.sharding.pool import BufferPool
 
 WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 ROLES = ("teacher", "student", "fake")
 
 
@@ -64,6 +64,8 @@ CASES = {
     "derivative, ring": (2, "experiment=quickstart_scm", "mesh.cp=2", "mesh.ring=2", "precision=bf16"),
 }
 
+LONG = ("teacher in halves", "derivative, ring")
+
 
 def _planned(world, words, layers=2):
     config = as_planned(compose_config([*WORDS, *_networks(layers), *words, f"world={world}"]))
@@ -91,7 +93,10 @@ def _with_lowest_peaks(pools, world, words, predicted):
     return measured
 
 
-@pytest.mark.parametrize("case", ["ring", *(pytest.param(case, marks=slow) for case in CASES if case != "ring")])
+@pytest.mark.parametrize(
+    "case",
+    ["ring", *(pytest.param(case, marks=long if case in LONG else slow) for case in CASES if case != "ring")],
+)
 def test_what_is_predicted_is_what_real_tensors_take(pools, case):
     world, *words = CASES[case]
     predicted = simulate(*_planned(world, words))
@@ -184,7 +189,7 @@ def _real_pools(world, words):
     return _pools_of(world, words, partial(run_steps, tensors=nullcontext()))[1]
 
 
-@slow
+@long
 def test_pooled_buffers_are_in_the_plan(pools):
     """The planned pool is as large as that of real ranks, and is held between steps."""
     world, mesh = 2, ("mesh.cp=1", "micro_batch_size=2")

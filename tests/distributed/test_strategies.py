@@ -22,12 +22,10 @@ QUICK = [
 ]
 SLOW = [
     ("no_shard", "dp_cp", 2, "full", "teacher", True),
-    ("no_shard", "dp", 1, "selective", "none", False),
     ("optim", "replicas", 2, "selective", "none", True),
     ("optim_grads", "dp", 4, "none", "teacher", False),
     ("optim_grads", "replicas", 2, "full", "all", True),
-    ("optim_grads_params", "dp", 4, "full", "all", False),
-    ("optim_grads_params", "cp", 2, "selective", "none", False),
+    ("optim_grads_params", "dp", 4, "selective", "all", False),
     ("hsdp", "dp_cp", 4, "selective", "all", True),
     ("hsdp", "replicas", 2, "full", "teacher", False),
 ]
