@@ -185,8 +185,8 @@ def _released(settings):
 
 
 def _all_released():
-    more = {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "selective"}
-    return [_released(s) for s in ({}, {"strategy": "optim"} | more)]
+    prefetch = {"forward_prefetch": 2, "backward_prefetch": 2}
+    return [_released(s) for s in (prefetch, {"strategy": "optim", "activation_checkpointing": "selective"})]
 
 
 @pytest.mark.slow
