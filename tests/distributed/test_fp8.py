@@ -53,7 +53,7 @@ def _check_near(trace, oracle):
     assert 0 < norm < LARGEST_GRADIENT and loss < LARGEST_LOSS and angle < 1 - LEAST_COSINE, (loss, norm, angle)
 
 
-@pytest.mark.parametrize(("changes", "dp_shard", "cp"), [(GATHER, 2, 1), (FP8, 2, 2)])
+@pytest.mark.parametrize(("changes", "dp_shard", "cp"), [(GATHER, 2, 1), (FP8, 1, 2)])
 def test_near_bf16_on_every_mesh(pools, checkpoints, changes, dp_shard, cp):
     sizes = {"dp_shard": dp_shard, "cp": cp, "activation_checkpointing": True}
     _check_near(_run(pools, checkpoints, changes, **sizes), _run(pools, checkpoints, {}, **sizes))

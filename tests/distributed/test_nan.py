@@ -16,7 +16,7 @@ from tests.oracles.sharded_run import make_trainer
 
 
 def _poisoned(folder, run_dir, in_a_row):
-    setup = Setup(dp_shard=2, cp=2)
+    setup = Setup(dp_shard=2)
     config = make_config(setup, folder)
     config.run_dir = str(run_dir)
     config.optim.max_skipped = 3
@@ -61,7 +61,7 @@ def flat(x):
 
 
 def test_one_bad_step_is_skipped_on_all_ranks(pools, checkpoints, tmp_path):
-    results = pools[4].run(_poisoned, checkpoints, tmp_path, (2,))
+    results = pools[2].run(_poisoned, checkpoints, tmp_path, (2,))
     for skipped, updates, unchanged, rates, error, leftover, saved in results:
         assert skipped == {"student": 1, "fake": 0} and updates == {"student": 2, "fake": 3}
         assert unchanged == [False, True, True, True, False, True]  # the student trains at steps 0, 2 (bad) and 4
@@ -73,7 +73,7 @@ def test_one_bad_step_is_skipped_on_all_ranks(pools, checkpoints, tmp_path):
 
 @pytest.mark.slow
 def test_bad_steps_in_a_row_stop_the_run(pools, checkpoints, tmp_path):
-    for skipped, updates, *_, error, leftover, saved in pools[4].run(_poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
+    for skipped, updates, *_, error, leftover, saved in pools[2].run(_poisoned, checkpoints, tmp_path, (1, 2, 3, 5)):
         # The student's good update at step 4 does not count for the fake score. The checkpoint of step 5 does not
         # count the skipped update of step 6, since a resumed run repeats step 6.
         assert skipped == {"student": 1, "fake": 2} and updates == {"student": 2, "fake": 0}

@@ -24,9 +24,11 @@ CASES = {
     "offload": {"offload": "cpu"},
     "one stream, checkpointed": {"gather_stream": "compute", "activation_checkpointing": "full"},
     "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
-    "kept": {"keep_gathered": True},
-    "one gradient buffer, unused": {"gradient_buffers": 1, "reduce_unused": True},
-    "three buffers, separate group": {"gradient_buffers": 3, "separate_reduce_group": True},
+    "three buffers, separate group, unused": {
+        "gradient_buffers": 3,
+        "separate_reduce_group": True,
+        "reduce_unused": True,
+    },
     "a copy for each two ranks": {"shard_ranks": 2},
 }
 pytestmark = pytest.mark.slow
