@@ -77,7 +77,7 @@ FAULTS = (
         harm="reduce_dtype=auto under bf16 sums gradients over ranks in bf16",
         old='    return torch.float64 if settings.precision == "fp64" else torch.float32\n',
         new="    return COMPUTE_DTYPE[settings.precision]\n",
-        killed_by="",
+        killed_by="distributed/test_sharding.py::test_a_role_that_was_idle_first_trains_in_the_same_dtypes",
     ),
     Fault(
         name="time_embedder_bf16",
@@ -85,7 +85,7 @@ FAULTS = (
         harm="bf16: Wan's time embedder computes in bf16, times of 1000 are rounded to 4",
         old="((full_precision_units, full_dtype), (units, compute_dtype), ((model,), compute_dtype))",
         new="((full_precision_units, compute_dtype), (units, compute_dtype), ((model,), compute_dtype))",
-        killed_by="",
+        killed_by="distributed/test_sharding.py::test_bf16_compute_keeps_times_masters_and_gradients_in_fp32",
     ),
     Fault(
         name="gradient_scale_twice",
@@ -93,7 +93,7 @@ FAULTS = (
         harm="one rank or no_shard with gradient_scale: gradients are scaled by its square",
         old="factor = 1 / settings.gradient_scale if shard_size > 1 else settings.gradient_scale**-0.5",
         new="factor = 1 / settings.gradient_scale",
-        killed_by="",
+        killed_by="distributed/test_sharding_regressions.py::test_token_sums_over_uneven_ranks[2]",
     ),
     Fault(
         name="fake_not_frozen",
@@ -109,7 +109,7 @@ FAULTS = (
         harm="optim_grads holds unsharded gradients over a whole step: memory of ZeRO-1 where ZeRO-2 was asked for",
         old='    reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")\n',
         new='    reduces = last or settings.strategy == "optim_grads_params"\n',
-        killed_by="",
+        killed_by="distributed/test_microbatch.py::test_gradients_and_collectives_of_micro_batches[optim_grads]",
     ),
     Fault(
         name="shared_integer_by_position",
@@ -189,7 +189,7 @@ FAULTS = (
         harm="of two roles the cosine of each never comes down: it spans the steps of both",
         old="rates = {part: learning_rate(settings, self.updates[part], self.planned_updates[part]) for part in parts}",
         new="rates = {part: learning_rate(settings, self.updates[part], self.config.steps) for part in parts}",
-        killed_by="",
+        killed_by="distributed/test_nan.py::test_one_bad_step_is_skipped_on_all_ranks",
     ),
     Fault(
         name="adam_beta2",
@@ -205,7 +205,7 @@ FAULTS = (
         harm="optim.ROLE.no_decay is read, checked, and without effect",
         old="self._update(lr * group.lr_scale, group.weight_decay, {name: named[name] for name in given})",
         new="self._update(lr * group.lr_scale, self.settings.weight_decay, {name: named[name] for name in given})",
-        killed_by="",
+        killed_by="distributed/test_optimizer_groups.py::test_groups_on_shards_equal_plain_adamw[foreach-sizes0-optim_grads_params]",
     ),
     Fault(
         name="resume_position_by_step",
@@ -333,7 +333,7 @@ FAULTS = (
         harm="the plan's host memory lacks the average: a host that is too small is called fitting",
         old='    saved = ("parameters", "optimizer", "ema", HOST)\n',
         new='    saved = ("parameters", "optimizer", HOST)\n',
-        killed_by="",
+        killed_by="distributed/test_planning.py::test_one_rank_gathers_nothing_and_stages_all_that_trains",
     ),
     Fault(
         name="sweep_counts_warm_up",
