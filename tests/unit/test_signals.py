@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_cp.signals import SIGNALS
 
-OTHERS = set(SIGNALS) - {signal.SIGTERM}
+OTHERS = [number for number in SIGNALS if number != signal.SIGTERM]
 
 PROGRAM = """
 import sys, time

@@ -22,7 +22,10 @@ FLOOR_TEACHER = 0.001
 NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003
 """Of both ends of an interval; of two uniform draws, 2 to 8 % are as near as that."""
 SHAPE = (1, 1, 1, 1)
-RECIPES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+RECIPES = [
+    pytest.param(path.stem, marks=() if path.stem.startswith("quickstart") else pytest.mark.slow)
+    for path in sorted((CONFIGS / "experiment").glob("*.yaml"))
+]
 
 
 class Recorder(nn.Module):
@@ -106,7 +109,9 @@ def check_all(name, settings):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_call_of_a_recipes_sampler_is_trained(recipe):
-    check_all(recipe, compose_config([f"experiment={recipe}"]).method)
+    config = compose_config([f"experiment={recipe}"])
+    assert config.run_dir == f"runs/{recipe}" and config.steps > 0
+    check_all(recipe, config.method)
 
 
 @pytest.mark.parametrize("name", METHODS)
