@@ -245,15 +245,6 @@ def test_a_mean_over_samples():
     assert sum(parts) == pytest.approx(whole, rel=1e-12)
 
 
-def test_what_is_observed():
-    method = meanflow(SmallNet(PROBLEMS[0], zero=False), Mixture())
-    run_loss(method)
-    seen = method.observations.drain()
-    assert {"jvp_norm", "error/instant", "error/interval"} <= seen.keys()
-    assert seen["error/instant"][1] + seen["error/interval"][1] == 6
-    assert seen["jvp_norm"][1] == seen["error/interval"][1] > 0
-
-
 # ---------------------------------------------------------------- times
 
 

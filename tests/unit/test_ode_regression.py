@@ -90,14 +90,6 @@ def test_a_mean_over_samples():
     assert sum(parts) == pytest.approx(whole, rel=1e-12)
 
 
-def test_what_is_observed():
-    method = ode_regression()
-    run_loss(method)
-    seen = method.observations.drain()
-    assert sum(seen[f"loss/t{time:.4f}"][1] for time in TIMES) == 6
-    assert {"prediction_std/0", "data_motion"} <= seen.keys()
-
-
 # ---------------------------------------------------------------- trajectories
 
 

@@ -63,19 +63,6 @@ def test_a_phase_that_fails_leaves_the_others_right(clock):
     assert not phases._at_borders
 
 
-def test_the_whole_is_what_the_clock_says():
-    """With the real clock: the parts add up to no more than what was measured around them, and all are there."""
-    before = time.perf_counter()
-    with PhaseTimes(CPU) as times:
-        with phase("outer"):
-            time.sleep(0.02)
-            with phase("inner"):
-                time.sleep(0.03)
-    whole, found = time.perf_counter() - before, times.seconds()
-    assert found["outer"] >= 0.02 and found["inner"] >= 0.03 and set(found) == {"", "outer", "inner"}
-    assert sum(found.values()) <= whole + 1e-9
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_kernels_are_timed_and_not_their_launch():
     device = torch.device("cuda", torch.cuda.current_device())

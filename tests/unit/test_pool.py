@@ -41,14 +41,6 @@ def test_places_of_random_lifetimes(seed):
     assert total <= 1.5 * alive, "greedy orders of intervals: 1.2 was the worst of a thousand"
 
 
-def test_places_of_a_chain_and_of_nothing():
-    """Units that are gathered one after the other, each while the one before is alive: two of them are held."""
-    count, size = 40, 1000
-    chain = [{j for j in (i - 1, i + 1) if 0 <= j < count} for i in range(count)]
-    assert place([size] * count, chain)[1] == 2 * 1024
-    assert place([], []) == ([], 0)
-
-
 class Unit:
     """Asks as one unit does for one purpose."""
 
@@ -199,13 +191,6 @@ def test_networks_that_are_gone_are_not_planned(quick):
     Unit(pool, "a third", 1).ask()
     pool.end_step()
     assert buffer() is None and pool.nbytes == 512 and len(pool.buffers) == 1
-
-
-def test_nothing_to_hold(quick):
-    pool = BufferPool()
-    assert Unit(pool, "frozen", 0).ask().numel() == 0
-    pool.end_step()
-    assert pool.plans == 0 and pool.nbytes == 0
 
 
 class Stream:

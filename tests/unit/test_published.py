@@ -187,17 +187,6 @@ def test_what_a_killed_export_left_is_named_and_kept(tmp_path, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", alive.name])
 
 
-def test_two_at_once_both_end_whole(tmp_path):
-    out = tmp_path / "out"
-    with published(out, {}) as first, published(out, {}) as second:
-        assert first != second
-        (first / "a").write_text("first")
-        (second / "a").write_text("second")
-    assert (out / "a").read_text() == "first", "the last to end" and sorted(p.name for p in tmp_path.iterdir()) == [
-        "out"
-    ]
-
-
 def test_the_working_directory_is_no_place(tmp_path, monkeypatch):
     inside = tmp_path / "a" / "b"
     inside.mkdir(parents=True)

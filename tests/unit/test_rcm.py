@@ -204,20 +204,6 @@ def test_each_loss_has_a_backward_of_its_own():
         assert close(both[name] - scm[name], dmd[name], 1e-9) and close(both[name] - dmd[name], scm[name], 1e-9)
 
 
-def test_a_step_draws_the_same_again_and_its_losses_do_not_share_noise():
-    first, again = rcm(), rcm()
-    step = step_of(first, "student", 1)
-    for method in (first, again):
-        for loss in closures(method, step).values():
-            loss.closure()
-    for a, b in zip(first.roles["student"].calls, again.roles["student"].calls, strict=True):
-        assert torch.equal(a.x, b.x) and torch.equal(a.t, b.t)
-    consistency, sample = first.roles["student"].calls[1], first.roles["student"].calls[2]
-    assert abs(torch.corrcoef(torch.stack([consistency.x.flatten(), sample.x.flatten()]))[0, 1]) < 0.25
-    score = first.roles["fake"].calls[0]
-    assert not torch.isin(score.t, consistency.t).any()
-
-
 # ---------------------------------------------------------------- the fake score's loss
 
 

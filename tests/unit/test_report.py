@@ -12,7 +12,7 @@ from distill.report import charts
 from distill.report.measures import HIGHER_IS_BETTER, Measure
 from distill.report.page import number
 from distill.report.row import ReportRow
-from distill.report.write import report_picture, student_beats_teacher, verdict, write_report
+from distill.report.write import student_beats_teacher, verdict, write_report
 from distill.run_facts import FILES
 
 CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
@@ -101,14 +101,6 @@ def test_page_loads_nothing_and_runs_nothing(run):
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
 
 
-def test_page_has_unique_ids_and_all_they_point_to(run):
-    _, text, page, _ = run
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    used = {a["xlink:href"][1:] for _, a in page.tags if "xlink:href" in a} | set(re.findall(r"url\(#([^)]*)\)", text))
-    assert used and used <= set(ids)
-
-
 def test_page_has_every_row_with_its_pictures(run):
     _, text, page, data = run
     alts = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
@@ -134,21 +126,6 @@ def test_numbers_of_page_and_json_agree(run):
             seen += 1
     assert seen == len(page.cells) == 8 * len(HIGHER_IS_BETTER)
     assert data["verdict"] in text
-
-
-def test_cells_are_marked(run):
-    _, _, page, _ = run
-    assert page.cells["student, 1 steps", "distance/area"]["text"].startswith("▲")
-    assert "wins" in page.cells["student, 1 steps", "distance/area"]["class"]
-    assert page.cells["student, 4 steps", "distance/area"]["text"][0].isdigit()  # neither better nor does it count
-    assert "best" in page.cells["teacher, 50 steps", "distance/area"]["class"].split()
-    assert "best" not in page.cells["held-out renders", "distance/area"]["class"].split()
-
-
-def test_rows_come_in_reading_order(run):
-    steps = [(row["role"], row["steps"]) for row in run[3]["rows"]]
-    teacher = [("teacher", n) for n in (50, 4, 2, 1)]
-    assert steps == [("heldout", None), *teacher, ("student", 4), ("student", 2), ("student", 1)]
 
 
 def test_torn_lines_are_counted_and_facts_are_escaped(run):
@@ -228,13 +205,6 @@ def test_rows_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(ValueError):
             write_report(tmp_path, title="", rows=[row], reference=reference, captions=CAPTIONS, config_summary={})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_report_picture(tmp_path):
-    rows, _ = make_rows()
-    picture = report_picture(tmp_path / "picture.png", rows, CAPTIONS, title="t")
-    assert (tmp_path / "picture.png").is_file()
-    assert 700 < picture.width <= 1500 and picture.height > 7 * 48
 
 
 def test_read_metrics_leaves_out_what_is_no_record(tmp_path):

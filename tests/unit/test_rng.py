@@ -67,14 +67,6 @@ def test_uniform_is_uniform_and_below_one():
     assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-3
 
 
-def test_dtypes_see_the_same_numbers():
-    r = random([0, 1])
-    assert torch.equal(r.normal("noise", (5,), torch.float64), r.normal("noise", (5,)).double())
-    assert torch.equal(r.uniform("time"), r.uniform("time", torch.float64).float())
-    assert r.normal("noise", (), torch.float64).shape == (2,)
-    assert random([0], device="meta").normal("noise", (5,)).device.type == "meta"
-
-
 def test_shared_integer_is_one_for_the_step_and_covers_its_range():
     draws = [random(range(8), step=s).shared_integer("length", 1, 4) for s in range(400)]
     others = [random([17], step=s).shared_integer("length", 1, 4) for s in range(400)]

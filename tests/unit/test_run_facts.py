@@ -19,7 +19,6 @@ from distill.run_facts import (
     default_settings,
     flat,
     read_starts,
-    run_files,
     start_facts,
     troubles,
 )
@@ -152,12 +151,3 @@ def test_every_setting_is_compared_with_its_default():
     assert [row["differs"] for row in compared] == sorted((row["differs"] for row in compared), reverse=True)
     seed = next(row for row in compared if row["key"] == "seed")
     assert (seed["value"], seed["default"]) == (7, 0)
-
-
-def test_only_files_that_are_there_are_linked(tmp_path):
-    assert run_files(tmp_path) == []
-    for name in ("export/student", "samples"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("log.txt", "metrics.jsonl", "else.txt", "checkpoints"):
-        (tmp_path / name).touch()
-    assert run_files(tmp_path) == ["export/", "metrics.jsonl", "log.txt"], "an empty folder has nothing to show"

@@ -1,7 +1,5 @@
 """The scheduler that is exported with a student: its times are the trained ones, its update is the student's."""
 
-from functools import partial
-
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -102,16 +100,6 @@ def test_its_update_is_the_students(times, sampler):
     assert off(exact) < 1e-6
     assert off(times) < 1e-4, "what it costs that the times are met to 1e-5"
     assert off([*times[:-1], times[-1] - 0.01]) > 3e-4, "the checks above can tell times apart"
-
-
-def test_a_list_without_a_scheduler_can_be_given_to_a_plain_one():
-    """As docs/run.md shows: the pipeline calls ``set_timesteps(n, device=...)``."""
-    times = [80 / 81, 0.934, 0.853, 0.609]
-    scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
-    scheduler.set_timesteps = partial(scheduler.set_timesteps, sigmas=times)
-    scheduler.set_timesteps(4, device="cpu")
-    assert scheduler.sigmas.tolist() == pytest.approx([*times, 0.0], abs=1e-7)
-    assert scheduler.timesteps.tolist() == pytest.approx([1000 * t for t in times], abs=1e-3)
 
 
 @pytest.mark.parametrize("sampler", ["renoise", "ode"])

@@ -42,11 +42,6 @@ def test_shift_keeps_the_ends_and_multiplies_the_odds(shift):
     assert shift_times(t.tolist(), shift) == pytest.approx(shifted.tolist(), abs=1e-15)
 
 
-def test_wan_four_step_list_is_the_evenly_spaced_one_shifted_by_five():
-    assert shift_times([1.0, 0.75, 0.5, 0.25], 5.0) == pytest.approx([1.0, 0.9375, 0.8333, 0.625], abs=1e-4)
-    assert euler_times(4, 5.0)[:4] == pytest.approx([1.0, 0.9375, 0.8333, 0.625], abs=1e-4)
-
-
 @pytest.mark.parametrize(("steps", "shift"), [(1, 5.0), (50, 1.0), (4, 5.0)])
 def test_euler_times_descend_from_one_to_zero_as_in_diffusers(steps, shift):
     times = euler_times(steps, shift)

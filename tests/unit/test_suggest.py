@@ -99,21 +99,6 @@ def test_one_sample_a_forward_comes_before_the_hosts_memory():
     assert Axes.of(compose_config([*given, "plan=suggest"]), given).crowded == ()
 
 
-def test_what_one_way_of_checkpointing_is_refused_for_another_is_tried():
-    """``keep_operators`` go with ``selective`` alone."""
-
-    def evaluate(candidates):
-        return [
-            Outcome(words=each, refused="with keep_operators")
-            if "student.activation_checkpointing=selective" not in each
-            else Outcome(words=each, device_gib=1, memory_gib=9, seconds_per_step=1)
-            for each in candidates
-        ]
-
-    found = search(axes(cp=(1, 3), micro_batches=(), strategy=False), evaluate)
-    assert [outcome.fits for outcome in found] == [True, True], "and of the refusals nothing is said"
-
-
 def _all_fit(candidates):
     return [Outcome(words=words, device_gib=1, memory_gib=9, seconds_per_step=1) for words in candidates]
 

@@ -104,14 +104,6 @@ def test_other_methods_are_words_on_the_same_line(pipeline, name):
     assert config.method.name == name and plan.mesh.cp == CP
 
 
-def test_of_the_vertical_size_and_of_captions(pipeline):
-    assert composed(pipeline, "data.height=1280", "data.width=704").data.sample_shapes()[0] == (48, 31, 80, 44)
-    config = composed(pipeline, "data=captions_704p")
-    assert config.data.sample_shapes()[0] == LATENTS and config.data.negative_prompt.startswith("色调艳丽")
-    small = composed(pipeline, "data=video_folder_480p").data.sample_shapes()[0]
-    assert Wan().tokens(dict(PUBLISHED), small) == 21 * 15 * 26
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
