@@ -178,14 +178,6 @@ def test_word_table_embeds(encoders):
         data.condition(["a purple circle growing"])
 
 
-def test_words_are_well_separated():
-    vectors = make_vectors()
-    gram = vectors @ vectors.T / vectors.shape[1]
-    assert torch.allclose(gram, torch.eye(len(VOCABULARY)), atol=1e-5)
-    with refused("dim"):
-        make_vectors(num_words=5, dim=4)
-
-
 def test_shipped_table_is_the_written_one(encoders):
     with safe_open(str(SHIPPED / "words.safetensors"), framework="pt") as file:
         assert json.loads(file.metadata()["vocabulary"]) == list(VOCABULARY)

@@ -272,18 +272,14 @@ def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
     assert largest["scm"] < 1e-8 and largest["dmd"] < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("problem", "tolerance"),
-    [(TO_LEARN[0], 0.05), pytest.param(TO_LEARN[1], 0.2, marks=pytest.mark.slow)],
-    ids=["Gaussian", "Mixture"],
-)
-def test_a_student_converges_to_the_flow_map(problem, tolerance):
+def test_a_student_converges_to_the_flow_map():
     """The fake score begins as the teacher, too."""
+    problem = TO_LEARN[0]
     student, fake = SmallNet(problem, width=32), SmallNet(problem, width=32, seed=1)
     assert flow_map_error(problem, student) > 0.6
     settings = RcmSettings(guidance_scale=1.0, tangent_warmup=0, consistency_steps=300, student_every=2)
     train(build_method(settings, {"teacher": problem, "student": student, "fake": fake}), problem, 600, 1e-2)
-    assert flow_map_error(problem, student) < tolerance
+    assert flow_map_error(problem, student) < 0.05
 
 
 # ---------------------------------------------------------------- settings

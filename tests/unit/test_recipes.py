@@ -76,12 +76,10 @@ def fake_world(size):
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory):
-    """The settings of Wan2.1's encoders, without weights."""
-    folder = tmp_path_factory.mktemp("pipeline")
+def write_encoders(folder, **vae):
+    """Write the settings of Wan's encoders, without weights."""
     for part, settings in (
-        ("vae", {"_class_name": "AutoencoderKLWan"}),
+        ("vae", {"_class_name": "AutoencoderKLWan", **vae}),
         ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": 4096}),
         ("tokenizer", {}),
     ):
@@ -89,6 +87,11 @@ def pipeline(tmp_path_factory):
         (folder / part / "config.json").write_text(json.dumps(settings))
         (folder / part / "model.safetensors").touch()
     return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    return write_encoders(tmp_path_factory.mktemp("pipeline"))
 
 
 def compose_recipe(words, network, pipeline):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,29 +45,35 @@ def make_rows() -> tuple[list[ReportRow], ReportRow]:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text of the cells that carry a measure."""
+    """Tags with their attributes, the text, and the cells that carry a measure."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict]] = []
         self.cells: dict[tuple[str, str], dict] = {}
-        self._cell: dict | None = None
-        self.feed(text)
+        self.text = ""
+        self._cell: dict = {"text": ""}
+        self.source = (folder / "report.html").read_text(encoding="utf-8")
+        self.feed(self.source)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.tags.append((tag, attributes))
-        if tag == "td" and "data-measure" in attributes:
-            self._cell = attributes | {"text": ""}
-            self.cells[attributes["data-row"], attributes["data-measure"]] = self._cell
-
-    def handle_endtag(self, tag):
         if tag == "td":
-            self._cell = None
+            self._cell = attributes | {"text": ""}
+            if "data-measure" in attributes:
+                self.cells[attributes["data-row"], attributes["data-measure"]] = self._cell
 
     def handle_data(self, data):
-        if self._cell is not None:
-            self._cell["text"] += data
+        self.text += data
+        self._cell["text"] += data
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def classes(self) -> set[str]:
+        return {word for _, attributes in self.tags for word in (attributes.get("class") or "").split()}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +92,8 @@ def run(tmp_path_factory):
     rows, reference = make_rows()
     facts = {"mesh": {"dp_shard": 1, "cp": 2}, "resume command": "torchrun train.py 'a=<b>'", "seconds": 12.5}
     write_report(folder, title="A & B", rows=rows, reference=reference, captions=CAPTIONS, config_summary=facts)
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    return folder, text, Page(text), json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    page = Page(folder)
+    return folder, page.source, page, json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def test_page_loads_nothing_and_runs_nothing(run):
@@ -122,7 +129,7 @@ def test_numbers_of_page_and_json_agree(run):
             cell = page.cells[row["name"], name]
             assert float(cell["data-value"]) == measure["value"] == given[row["name"]].measures[name].value
             assert measure["standard_error"] == given[row["name"]].measures[name].standard_error
-            assert cell["text"].lstrip("▲△▼") == " ± ".join(number(name, measure))
+            assert cell["text"].strip().lstrip("▲△▼") == " ± ".join(number(name, measure))
             seen += 1
     assert seen == len(page.cells) == 8 * len(HIGHER_IS_BETTER)
     assert data["verdict"] in text
@@ -179,8 +186,8 @@ def test_without_measures_there_are_curves_and_frames(tmp_path):
     rows.append(ReportRow("student, 4 steps", "student", 4, None, clips(1, 9, 120), 4))
     reference = ReportRow("clips of the folder", "heldout", None, None, clips(2, 9, 120), 0)
     write_report(tmp_path, title="t", rows=rows, reference=reference, captions=CAPTIONS, config_summary={}, fps=16)
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert not Page(text).cells and "data:image/jpeg;base64," in text
+    page = Page(tmp_path)
+    assert not page.cells and "data:image/jpeg;base64," in page.source
     assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["measures"] is None
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import tempfile
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -15,32 +14,10 @@ from distill.report.measures import Measure
 from distill.report.row import ReportRow
 from distill.report.write import write_report
 from tests.unit import damaged_lines
+from tests.unit.test_report import Page
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-class Page(HTMLParser):
-    """Tags with attributes; the texts by the id or class of the elements around them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.text = ""
-        self.feed((folder / "report.html").read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
-
-    def all(self, tag: str) -> list[dict]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-    @property
-    def classes(self) -> set[str]:
-        return {word for _, attributes in self.tags for word in (attributes.get("class") or "").split()}
 
 
 def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:

@@ -203,18 +203,15 @@ def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
     assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("problem", "tolerance"),
-    [(TO_LEARN[0], 0.05), pytest.param(TO_LEARN[1], 0.15, marks=pytest.mark.slow)],
-    ids=PROBLEM_NAMES,
-)
-def test_a_student_converges_to_the_flow_map(problem, tolerance):
+@pytest.mark.slow
+def test_a_student_converges_to_the_flow_map():
     """From the teacher's own prediction, which is off by most of the data's deviation."""
+    problem = TO_LEARN[1]
     student = SmallNet(problem, width=32)
     assert flow_map_error(problem, student) > 0.6
     method, *_ = on(problem, student)
     train(method, problem, 500, 1e-2)
-    assert flow_map_error(problem, student) < tolerance
+    assert flow_map_error(problem, student) < 0.15
 
 
 def test_samples_of_the_exact_student_are_the_flow_maps():

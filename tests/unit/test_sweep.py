@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from distill.config import compose_config
 from distill.sweep.check import check_points, role_turns
 from distill.sweep.command import main
 from distill.sweep.folder import POINT, read_settings, rows
-from distill.sweep.job import is_open
 from distill.sweep.outcome import DONE, FAILED, OUT_OF_MEMORY, PLANNED, REFUSED, classify, measurements
 from distill.sweep.picture import lines_of, write_picture
 from distill.sweep.points import Point, parse_words
@@ -222,13 +220,9 @@ def test_table_and_picture(tmp_path):
     assert float(found[3]["predicted_allocated_gib"]) == 192 / 1.1e3 and found[3]["data.num_frames"] == "12"
     rows = [line for line in markdown(table()).splitlines() if line.startswith("|")]
     assert len(rows) == 6 and len({row.replace(r"\|", "").count("|") for row in rows}) == 1
-    assert [(line.label, [row["tokens"] for row in line.rows]) for line in lines_of(table())] == [
-        ("cp=1", [96, 192]), ("cp=2", [96, 192]),
-    ]  # fmt: skip
-    assert write_picture(tmp_path / "a.png", table(), title="a")
-    two = Image.open(tmp_path / "a.png").size
-    assert write_picture(tmp_path / "b.png", table(mfu=0.4), title="b")
-    assert Image.open(tmp_path / "b.png").size[0] > 1.3 * two[0], "one panel more"
+    lines = [("cp=1", [96, 192]), ("cp=2", [96, 192])]
+    assert [(line.label, [row["tokens"] for row in line.rows]) for line in lines_of(table())] == lines
+    assert write_picture(tmp_path / "a.png", table(), title="a") and (tmp_path / "a.png").exists()
     refused = [{"overrides": {"seed": "1"}, "status": REFUSED, "tokens": None}]
     assert not write_picture(tmp_path / "c.png", refused, title="c") and not (tmp_path / "c.png").exists()
 
@@ -293,14 +287,6 @@ def test_a_sweep_goes_on_where_it_was(swept, tmp_path, capsys):
         swept("seed=1,2", word, code=2)
         assert word.split("=")[0] in capsys.readouterr().err
     assert main(["--nproc-per-node", "2", *QUICK, "mesh.cp=1", f"sweep_dir={tmp_path / 's'}", "seed=1,2"]) == 2
-
-
-def test_what_is_left_to_do():
-    assert is_open({}, predict=False, train=True) and is_open({"status": DONE}, predict=True, train=True)
-    known = {"status": DONE, "predicted_allocated_gib": 1.0}
-    assert not is_open(known, predict=True, train=True)
-    assert is_open(known | {"status": PLANNED}, predict=True, train=True)
-    assert not is_open(known | {"status": PLANNED}, predict=True, train=False)
 
 
 LAUNCHER = """\

@@ -20,7 +20,7 @@ from models.families.wan import Wan
 from models.families.wan_frames import PUBLISHED, VAE
 from models.load import build_role
 from tests.unit.refused import refused
-from tests.unit.test_recipes import fake_world
+from tests.unit.test_recipes import fake_world, write_encoders
 
 RANKS, CP, TOKENS, PARAMETERS = 8, 4, 27_280, 4_999_787_712
 EXPERIMENT = "experiment=wan2_2_ti2v_5b_dmd2"
@@ -31,15 +31,7 @@ ROLES = ("teacher", "student", "fake")
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     """The settings of its encoders and its index, without weights."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    for part, settings in (
-        ("vae", {"_class_name": "AutoencoderKLWan", **VAE}),
-        ("text_encoder", {"architectures": ["UMT5EncoderModel"], "d_model": 4096}),
-        ("tokenizer", {}),
-    ):
-        (folder / part).mkdir()
-        (folder / part / "config.json").write_text(json.dumps(settings))
-        (folder / part / "model.safetensors").touch()
+    folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **VAE)
     (folder / "transformer").mkdir()
     (folder / "transformer" / "config.json").write_text(json.dumps(dict(PUBLISHED)))
     (folder / "model_index.json").write_text('{"_class_name": "WanPipeline", "expand_timesteps": true}')
@@ -95,13 +87,6 @@ def test_a_first_frame_costs_times_of_tokens():
     framed = wan.forward_flops(config, TOKENS, text | {"first_frame": (48, 1, 44, 80)})
     width = 24 * 128
     assert framed - alone == 2 * (TOKENS - 1) * width * (256 + 7 * width) and 1 < framed / alone < 1.02
-
-
-@pytest.mark.parametrize("name", ["rcm", pytest.param("meanflow", marks=pytest.mark.slow)])
-def test_other_methods_are_words_on_the_same_line(pipeline, name):
-    config = composed(pipeline, f"method={name}", "data.image=first_frame")
-    plan = plan_run(config)
-    assert config.method.name == name and plan.mesh.cp == CP
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.tiny_pipeline import moving_square, render_clips, write_metadata, wri
 from tests.unit.refused import refused
 
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
-REAL = Path(__file__).resolve().parents[3] / "shared" / "videos"
 
 
 @pytest.fixture
@@ -334,13 +333,3 @@ def test_latents_that_are_not_finite_are_refused(make, monkeypatch, tmp_path):
     with refused("clip_0.mp4"):
         make()
     assert not cached(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (REAL / "metadata.csv").is_file(), reason="needs ../shared/videos")
-def test_the_real_clips(tiny, tmp_path):
-    data = VideoFolder(path=REAL, encoders=tiny, cache=tmp_path, num_frames=9, height=32, width=64, fps=8)
-    assert len(data) == 4 and data.condition_shapes == {"text": (512, 32)}
-    latents = torch.stack([data[i]["latents"] for i in range(4)])
-    assert latents.shape == (4, 16, 3, 4, 8) and 0.3 < latents.std() < 3
-    assert data.decode(latents[:1]).shape == (1, 9, 32, 64, 3)
