@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from scipy import stats
 
@@ -21,7 +20,7 @@ from distill.data.moving_shapes import (
     draw_scene,
     render,
 )
-from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, make_vectors, write
+from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, write
 from distill.report.measures import colour_shares, measure
 from tests.unit.refused import refused
 
@@ -176,13 +175,6 @@ def test_word_table_embeds(encoders):
     assert len({tuple(rows.flatten().tolist()) for rows in texts(data, data.captions())}) == 64
     with refused("purple"):
         data.condition(["a purple circle growing"])
-
-
-def test_shipped_table_is_the_written_one(encoders):
-    with safe_open(str(SHIPPED / "words.safetensors"), framework="pt") as file:
-        assert json.loads(file.metadata()["vocabulary"]) == list(VOCABULARY)
-        # QR may differ in the last bits between BLAS builds; the shipped file is the one that counts
-        assert torch.allclose(file.get_tensor("vectors"), make_vectors(), atol=1e-4)
 
 
 def test_broken_word_tables_are_user_errors(tmp_path):

@@ -3,15 +3,11 @@
 import json
 import math
 import re
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
 
 from distill.config import compose_config
-from distill.report import charts
 from distill.report.row import ReportRow
 from distill.run_facts import (
     Start,
@@ -22,7 +18,6 @@ from distill.run_facts import (
     start_facts,
     troubles,
 )
-from tests.unit import damaged_lines
 
 START = {"started": "2026-11-22T10:00:00+01:00", "from_step": 30, "command": "train.py 'a=<b>'", "directory": "/w",
          "host": "node7", "commit": "abc", "clean": False, "versions": {"torch": "2.13.0"}, "device": "8 x NVIDIA H20",
@@ -102,26 +97,6 @@ def test_a_run_without_losses_or_a_student_or_a_picture_is_told():
     one = ReportRow(shown.name, "student", 4, None, shown.clips[:1], 4)
     for clips in (rows(student=(0,), heldout=(0,)), [*rows()[:2], one]):  # the data has flat clips too
         assert troubles(healthy(), clips) == []
-
-
-@settings(max_examples=100, derandomize=True, deadline=None, database=None)
-@given(damaged_lines.files)
-def test_no_file_brings_a_traceback(content):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "x.jsonl")
-        path.write_bytes(content)
-        metrics = charts.read_metrics(path)
-        total = sum(bool(line.strip()) for line in content.split(b"\n"))
-        assert len(metrics.records) + metrics.unreadable + metrics.repeated == total
-        steps = [record["step"] for record in metrics.records]
-        assert steps == sorted(set(steps)) and all(type(step) is int for step in steps)
-        for xs, ys in charts.curves(metrics.records).values():
-            assert xs.shape == ys.shape and xs.size and np.isfinite(xs).all() and not np.isinf(ys).any()
-        assert all(isinstance(text, str) for text in troubles(metrics.records, clip=1.0))
-        starts, unreadable = read_starts(path)
-        assert len(starts) + unreadable == total and Start() not in starts
-        for start in starts:
-            assert None not in start_facts(start).values()
 
 
 # ---------------------------------------------------------------- starts, settings, files

@@ -8,7 +8,7 @@ from distill.methods.sampling import euler_sample, guided_sample, unipc_sample
 from distill.schedules import euler_times
 from models.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
-from tests.unit.method_roles import SHAPE, TEXT, Gaussian, Net, dmd2, flow_matching, make_batch, normal, random_at
+from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
 from tests.unit.refused import refused
 
 # ---------------------------------------------------------------- against diffusers
@@ -91,14 +91,6 @@ def test_unipc_converges_to_the_exact_flow_faster_than_euler():
         assert 1.8 < euler[n] / euler[n + 1] < 2.2, "first order"
         assert unipc[n] / unipc[n + 1] > 2.3, "better than first order"
     assert unipc[2] < 3e-4, "below what truncated times allow"
-
-
-def test_the_network_is_called_at_the_times_of_the_shifted_grid():
-    role, batch = Net(1), make_batch()
-    unipc_sample(role, normal(4, *SHAPE, seed=4), batch.condition, steps=5, shift=3.0, scale=2.0)
-    grid = [1 - i * 0.999 / 5 for i in range(5)]
-    for call, u in zip(role.calls, grid, strict=True):
-        assert (call.t - 3 * u / (1 + 2 * u)).abs().max() < 2e-6 and len(call.x) == 8
 
 
 # ---------------------------------------------------------------- as methods use them
