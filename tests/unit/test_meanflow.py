@@ -12,9 +12,9 @@ from distill.config.schema import TrainedRoleSettings
 from distill.methods import build_method
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.schedules import per_sample
-from fsdp_cp.rng import StepRandom, stream
+from fsdp_cp.rng import StepRandom
 from models.condition import text_condition
-from tests.unit.analytic import PROBLEMS, TEXT, Mixture, make_batch, normal, nothing
+from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
 from tests.unit.refused import refused, refuses_all
 
@@ -124,7 +124,7 @@ def test_a_student_converges_to_the_flow_map():
     for step in range(400):
         batch = make_batch(problem, 256, seed=step)
         student.calls.clear()
-        random = BatchRandom(step)
+        random = BatchRandom(seed=1, step=step, positions=range(256))
         (loss,) = method.losses(step, batch, random)
         optimizer.zero_grad()
         loss.closure().backward()
@@ -133,19 +133,6 @@ def test_a_student_converges_to_the_flow_map():
     assert before > 0.9, "one Euler step of the teacher is far from its flow map"
     assert error(1) < 0.15
     assert error(4) < 0.15
-
-
-class BatchRandom(StepRandom):
-    """Draws of 256 samples at once: a stream for each would take most of the test's time."""
-
-    def __init__(self, step):
-        super().__init__(seed=1, step=step, positions=range(1))
-
-    def normal(self, purpose, shape, dtype=torch.float32):
-        return torch.randn(256, *shape, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
-
-    def uniform(self, purpose, dtype=torch.float32):
-        return torch.rand(256, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=IDS)

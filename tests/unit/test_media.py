@@ -79,12 +79,6 @@ def test_a_failure_leaves_the_old_file_and_no_rubbish(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_pick_frames_keeps_the_ends_and_the_order():
-    assert media.pick_frames(6, None) == media.pick_frames(6, 8) == [0, 1, 2, 3, 4, 5]
-    assert media.pick_frames(81, 5) == [0, 20, 40, 60, 80]
-    assert media.pick_frames(81, 1) == [0]
-
-
 def test_strip_holds_the_frames_in_order():
     clip = moving_disc(4)
     picture = media.strip(clip, gap=2)
@@ -94,25 +88,6 @@ def test_strip_holds_the_frames_in_order():
     assert (picture[:, 16:18, 3] == 0).all()
     again = np.asarray(Image.open(io.BytesIO(media.picture_bytes(picture))))
     assert (again == picture).all()
-
-
-def test_contact_sheet_shows_every_frame_enlarged(tmp_path):
-    clips = np.stack([moving_disc(6), moving_disc(6, colour=(20, 60, 255))])
-    path = tmp_path / "sheet.png"
-    sheet = media.contact_sheet(
-        path, [("teacher, 50 steps", clips), ("student, 4 steps", clips[:1])], captions=["red", "blue"], width=1200
-    )
-    assert Image.open(path).size == sheet.size
-    assert 1000 <= sheet.width <= 1200
-    pixels = np.asarray(sheet)
-    # 3 rows of clips in 2 cells (the second row has one clip), 6 frames each, at one whole factor.
-    area = int((pixels == 26).all(axis=-1).sum())
-    background = int((clips == 26).all(axis=-1).sum() + (clips[:1] == 26).all(axis=-1).sum())
-    factor = (area / background) ** 0.5
-    assert factor == int(factor) >= 3
-    for colour, discs in ((255, 60, 20), 2), ((20, 60, 255), 1):
-        drawn = int((pixels == colour).all(axis=-1).sum())
-        assert drawn == discs * int((clips[0] == (255, 60, 20)).all(axis=-1).sum()) * factor**2
 
 
 def read_gif(data: bytes) -> tuple[np.ndarray, list[int], int]:

@@ -112,12 +112,6 @@ def wandb(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def test_what_wandb_refuses_by_itself_is_one_line(wandb, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with refused("log.project"):
-        MetricsLog(tmp_path, LogSettings(wandb=True, project="a/b:c"), {})
-
-
 def test_a_service_that_fails_on_the_way_is_left_out_and_said_once(wandb, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = MetricsLog(tmp_path, LogSettings(wandb=True), {})

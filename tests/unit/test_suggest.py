@@ -2,12 +2,11 @@
 
 import itertools
 import random
-import re
 
 import pytest
 
 from distill.config import compose_config
-from distill.planning.suggest import MARGIN, Axes, Outcome, in_words, ranked, search
+from distill.planning.suggest import Axes, Outcome, ranked, search
 
 CHECKPOINTING = ("none", "selective", "full")
 
@@ -101,18 +100,3 @@ def test_one_sample_a_forward_comes_before_the_hosts_memory():
 
 def _all_fit(candidates):
     return [Outcome(words=words, device_gib=1, memory_gib=9, seconds_per_step=1) for words in candidates]
-
-
-def test_what_is_printed_names_each_that_was_tried():
-    """Those that fit come first, the fastest of them at the top; a margin of the memory stays free."""
-    margin = 100 * (1 - MARGIN)
-    outcomes = [
-        Outcome(words=("mesh.cp=1",), device_gib=140, memory_gib=100, peak_phase="x", largest="y"),
-        Outcome(words=("mesh.cp=2",), device_gib=margin + 1, memory_gib=100, seconds_per_step=1, largest="x"),
-        Outcome(words=("mesh.cp=4",), device_gib=margin - 1, memory_gib=100, seconds_per_step=4, mfu=0.5),
-        Outcome(words=("mesh.cp=8",), device_gib=50, memory_gib=100, seconds_per_step=3, mfu=0.6, host_gib=7),
-        Outcome(words=("mesh.cp=16",), refused="mesh.cp=16 does not divide"),
-    ]
-    text = "\n".join(in_words(outcomes, ["experiment=e x", "world=8"]))
-    assert "'experiment=e x' mesh.cp=8" in text
-    assert list(dict.fromkeys(re.findall(r"mesh\.cp=\d+", text))) == [f"mesh.cp={n}" for n in (8, 4, 2, 1, 16)]

@@ -11,8 +11,8 @@ from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.meanflow import MeanFlowSettings
 from distill.schedules import euler_times
-from fsdp_cp.rng import StepRandom, stream
 from models.condition import text_condition
+from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40
 NEAR, FLOOR = 0.05, 0.01
@@ -47,16 +47,6 @@ class Recorder(nn.Module):
         return (x * self.scale).flatten(1)
 
 
-class Draws(StepRandom):
-    """Of all samples at once: a stream for each would take most of the test's time."""
-
-    def normal(self, purpose, shape, dtype=torch.float32):
-        return torch.randn(COUNT, *shape, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
-
-    def uniform(self, purpose, dtype=torch.float32):
-        return torch.rand(COUNT, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
-
-
 def training_times(settings):
     """``t`` and, where the student has a second time, ``r`` of its updates, over the latter half of a long run."""
     kind = METHODS[settings.name][0]
@@ -73,7 +63,7 @@ def training_times(settings):
     while done < STEPS:
         step += 1
         if method.trained_role(step) == "student":
-            for loss in method.losses(step, batch, Draws(seed=0, step=step, positions=range(1))):
+            for loss in method.losses(step, batch, BatchRandom(seed=0, step=step, positions=range(COUNT))):
                 loss.closure()
             done += 1
     t, r = zip(*student.trained_at, strict=True)
