@@ -7,8 +7,6 @@ import torch
 from scipy import stats
 from torch import nn
 
-from distill.config import Config, EmaSettings
-from distill.config.schema import TrainedRoleSettings
 from distill.methods import build_method
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.schedules import per_sample
@@ -16,7 +14,7 @@ from fsdp_cp.rng import StepRandom
 from models.condition import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
-from tests.unit.refused import refused, refuses_all
+from tests.unit.refused import refuses_all
 
 IDS = ["gaussian", "mixture"]
 
@@ -273,13 +271,3 @@ def test_settings_are_refused_by_name():
         {"time_shift": 0.0},
         {"step_list": [0.9, 0.5]},
     )
-
-
-def test_the_derivative_is_checked():
-    def config(**settings):
-        student = TrainedRoleSettings(precision="bf16", ema=EmaSettings())
-        return Config(steps=1, batch_size=1, student=student, method=MeanFlowSettings(**settings), data=None)
-
-    with refused("method.jvp"):
-        MeanFlow.check(config(jvp="finite_difference"))
-    MeanFlow.check(config())

@@ -1,15 +1,4 @@
-"""Each measure counts only because it discriminates: renders score at its noise floor, corrupted clips clearly worse.
-
-What must catch what (x: worse than held-out renders by at least 5 combined standard errors, .: not asked):
-
-                        wrong caption  blurred  frames shuffled  mean clip  caption's mean clip
-colour_accuracy               x           x           .              x              x
-motion_accuracy               x           x           x              x              x
-distance/area                 .           .           .              x              x
-distance/compactness          .           x           .              x              x
-distance/edge_sharpness       .           x           .              x              x
-distance/displacement         .           .           x              x              .
-"""
+"""Measures discriminate: renders score at the noise floor of each, corrupted clips clearly worse."""
 
 import numpy as np
 import pytest

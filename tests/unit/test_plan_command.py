@@ -150,10 +150,6 @@ def test_samples_after_the_last_step_are_not_the_trainings():
     assert found[0].most_gib == found[10].most_gib == 50, "the device must hold them all the same"
 
 
-def test_an_architecture_may_leave_open_what_the_class_fills_in(plan):
-    assert plan(*(f"{role}.architecture={{num_layers: 7}}" for role in ("teacher", "student", "fake"))) == 0
-
-
 def test_where_weights_are_gathered_is_planned_as_it_is_set():
     """It says how many blocks are held at once, on a CPU too; what only a GPU has is left out."""
     words = ("student.gather_stream=compute", "fake.compile=true")

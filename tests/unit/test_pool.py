@@ -163,23 +163,6 @@ def test_what_was_not_foreseen_has_memory_of_its_own_and_is_planned_once(quick, 
     assert pool.plans == 2
 
 
-def test_without_memory_for_a_new_plan_the_next_step_plans(quick, monkeypatch):
-    pool, unit = _planned_unit()
-    Unit(pool, "head", 5).ask()
-
-    def none_left(self, total, device):
-        self._memory = None
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BufferPool, "_renew", none_left)
-        with pytest.raises(torch.OutOfMemoryError):
-            pool.end_step()
-    assert not pool.owns(unit.ask()), "there is no plan"
-    pool.end_step()
-    assert pool.plans == 2 and pool.owns(unit.ask())
-
-
 def test_networks_that_are_gone_are_not_planned(quick):
     pool, unit = _planned_unit()
     gone = Unit(pool, "another network", 10_000)

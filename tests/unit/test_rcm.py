@@ -7,19 +7,16 @@ import pytest
 import torch
 from scipy import stats
 
-from distill.methods import METHODS, Batch, build_method
+from distill.methods import METHODS, build_method
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
-from models.condition import text_condition
 from tests.unit import analytic
 from tests.unit.analytic import TO_LEARN, ExactStudent, SmallNet, flow_map_error, train
 from tests.unit.method_roles import (
     SHAPE,
-    TEXT,
     N,
     Net,
     Painter,
-    Recorder,
     close,
     gradients,
     make_batch,
@@ -230,27 +227,6 @@ def test_batches_are_means():
         }
         whole, twice, one, three = losses.values()
         assert close(twice, whole) and close(one / 4 + 3 * three / 4, whole), name
-
-
-@pytest.mark.parametrize(("name", "step"), [("dmd", 3), ("fake_score", 4)])
-def test_times_of_the_score(name, step):
-    """Of the student's DMD loss and of the fake score's own, uniform before the shift."""
-    method, count = rcm(shift=4.0), 1500
-    method.roles["student"] = Painter(normal(count, *SHAPE, seed=1))
-    for role in ("teacher", "fake"):
-        method.roles[role] = Recorder()
-        method.roles[role].formula = lambda x, t, text: x
-    batch = Batch(
-        latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
-        condition=text_condition(
-            torch.ones(count, *TEXT, dtype=torch.float64),
-            torch.zeros(*TEXT, dtype=torch.float64),
-            torch.zeros(*TEXT, dtype=torch.float64),
-        ),
-    )
-    {loss.name: loss for loss in method.losses(step, batch, random_at(step, range(count)))}[name].closure()
-    (call,) = method.roles["fake"].calls
-    assert stats.kstest(unshifted(call.t, 4.0).numpy(), "uniform").pvalue > 1e-3
 
 
 # ---------------------------------------------------------------- problems with a known answer

@@ -195,17 +195,6 @@ def test_without_measures_there_are_curves_and_frames(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["measures"] is None
 
 
-def test_not_finite_values_are_null_in_json(tmp_path):
-    rows, reference = make_rows()
-    rows[0].measures["distance/area"] = Measure(math.nan, math.nan)
-    write_report(
-        tmp_path, title="t", rows=rows, reference=reference, captions=CAPTIONS, config_summary={"n": np.int64(3)}
-    )
-    data = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    student = next(r for r in data["rows"] if r["name"] == "student, 1 steps")
-    assert student["measures"]["distance/area"]["value"] is None and data["run"]["n"] == 3
-
-
 def test_rows_that_do_not_fit_are_refused(tmp_path):
     _, reference = make_rows()
     for row in (

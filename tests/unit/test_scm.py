@@ -248,7 +248,7 @@ def student(**settings):
     return SimpleNamespace(**{"compile": False, "precision": "fp32", "fp8": "none", **settings})
 
 
-@pytest.mark.parametrize("name", ["scm", "rcm"])
+@pytest.mark.parametrize("name", ["scm", "rcm", "meanflow"])
 def test_refused_combinations(name, monkeypatch):
     method, kind = METHODS[name]
 
