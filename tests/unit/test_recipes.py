@@ -48,7 +48,7 @@ RECIPES = [  # network, resolution, method, nodes
     ("1_3b", "480p", "dmd2", 1),
     pytest.param("1_3b", "720p", "rcm", 4, marks=pytest.mark.slow),
     pytest.param("14b", "480p", "dmd2", 1, marks=pytest.mark.slow),
-    ("14b", "720p", "rcm", 4),
+    pytest.param("14b", "720p", "rcm", 4, marks=pytest.mark.slow),
 ]
 
 

@@ -156,7 +156,7 @@ def check_any_folder(metrics: bytes, starts: bytes, norms: bytes, measures: byte
 four = st.tuples(*[damaged_lines.files] * 4)
 
 
-@settings(max_examples=6, derandomize=True, deadline=None, database=None)
+@settings(max_examples=3, derandomize=True, deadline=None, database=None)
 @given(four)
 def test_a_report_is_written_whatever_the_files_hold(contents):
     check_any_folder(*contents)

@@ -51,6 +51,7 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_outside_the_loop_it_ends_at_once():
     process = start("now", "0")
     process.send_signal(signal.SIGINT)
@@ -88,6 +89,7 @@ def test_a_second_one_ends_it_at_once():
     assert end(process)[:2] == (128 + signal.SIGINT, "")
 
 
+@pytest.mark.slow
 def test_a_second_one_ends_a_process_that_waits_in_a_collective():
     """Python calls no handler before the wait returns."""
     process = start("store", "60")

@@ -57,7 +57,7 @@ def test_the_best_of_mesh_and_checkpointing_is_found(seed):
 
 
 def test_all_kinds_of_worlds_were_met():
-    kinds = {(ranked(search(axes(), world(seed)))[0].fits, len(search(axes(), world(seed)))) for seed in range(12)}
+    kinds = {(ranked(search(axes(), world(seed)))[0].fits, len(search(axes(), world(seed)))) for seed in range(30)}
     assert {fits for fits, _ in kinds} == {True, False} and len(kinds) > 4
 
 

@@ -136,6 +136,7 @@ def test_whole_turns_of_the_roles_are_measured():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.slow
 def test_a_gpu_is_asked_for_where_the_jobs_run():
     """Here by torchrun: none of them could; on other machines by a launcher: this one may be a login node."""
     found = parse_words([*(word for word in QUICK if not word.startswith("device=")), "device=cuda", "seed=1,2"])
@@ -263,6 +264,7 @@ def swept(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was(swept, tmp_path, capsys):
     found = swept("seed=1,3", "--plan")
     assert {row["status"] for row in found.values()} == {PLANNED}

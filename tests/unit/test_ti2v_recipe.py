@@ -48,7 +48,8 @@ def composed(pipeline, *words):
     return config
 
 
-@pytest.mark.parametrize("image", [pytest.param(None, marks=pytest.mark.slow), "first_frame"])
+@pytest.mark.slow
+@pytest.mark.parametrize("image", [None, "first_frame"])
 def test_it_fits_its_node(pipeline, monkeypatch, image):
     monkeypatch.setattr(models.fill, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     config = composed(pipeline, f"data.image={image or 'null'}")

@@ -192,6 +192,7 @@ def test_a_cache_that_cannot_be_made_is_named(make, tmp_path):
 # The cache
 
 
+@pytest.mark.slow
 def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, videos):
     rows = [("clip_0.mp4", "same"), ("clip_1.mp4", "same"), ("clip_0.mp4", "other")]
     write_metadata(videos, rows)
@@ -204,11 +205,11 @@ def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, vid
     ("change", "clips", "captions"),
     [
         ({"num_frames": 5}, 3, 0),
-        ({"negative_prompt": "blurred"}, 0, 1),
         *(
             pytest.param(change, clips, texts, marks=pytest.mark.slow)
             for change, clips, texts in (
                 ({"fps": 10}, 3, 0),
+                ({"negative_prompt": "blurred"}, 0, 1),
                 ({"dtype": torch.bfloat16}, 3, 4),
                 ({"max_text_tokens": 16}, 0, 4),
             )
@@ -289,13 +290,14 @@ def test_a_missing_or_damaged_cache_file_is_written_again(make, counts, tmp_path
     data = make()
     before, file = data[0]["latents"], tmp_path / "cache" / "latents" / f"{data._items[0][0]}.safetensors"
     files, whole = cached(tmp_path).keys(), file.read_bytes()
-    for damaged in (None, whole[:-4], b"", save({"latents": torch.zeros(2, 2)})):
+    for damaged in (None, whole[:-4], save({"latents": torch.zeros(2, 2)})):
         file.unlink() if damaged is None else file.write_bytes(damaged)
         counts["clips"].clear()
         assert torch.equal(make()[0]["latents"], before) and len(counts["clips"]) == 1
         assert cached(tmp_path).keys() == files
 
 
+@pytest.mark.slow
 def test_left_overs_of_killed_runs_are_removed_young_ones_kept(make, tmp_path):
     folder = tmp_path / "cache" / "latents"
     folder.mkdir(parents=True)
