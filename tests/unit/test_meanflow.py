@@ -103,6 +103,7 @@ def test_a_wrong_mean_velocity_has_a_gradient():
     assert student.scale.grad.abs() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_student_converges_to_the_flow_map():
     problem = Mixture(shape=(1, 1, 1, 1), weights=(0.4, 0.6), means=(-1.0, 1.0), stds=(0.5, 0.6))
     student = SmallNet(problem, width=48)

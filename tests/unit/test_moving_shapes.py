@@ -112,6 +112,7 @@ def test_motions_move_as_told():
 SHARES = [0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03]
 
 
+@pytest.mark.slow
 def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
     data = MovingShapes(encoders=encoders, colour_shares=SHARES)
     assert data.captions() == list(UNCOLOURED_CAPTIONS) and len(data.captions()) == 8

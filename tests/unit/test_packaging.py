@@ -217,6 +217,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return sorted(name for name in graph if name in reachable(name))
 
 
+@pytest.mark.slow
 def test_imports_make_no_circle():
     graph = import_graph()
     assert len(graph) > 100 and "models.load" in graph["models.verification"], "the graph is read"

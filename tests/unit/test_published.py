@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 def test_nothing_of_somebody_else_is_touched(tmp_path_factory, seed):
     """Random folders in the place of an export: files, folders, links, earlier exports with something in addition."""
     draw = random.Random(seed)

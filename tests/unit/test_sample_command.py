@@ -75,6 +75,7 @@ def test_a_caption_that_the_run_never_saw_is_encoded(captions_run, tmp_path):
     assert about["captions"] == ["a bird, flying", "a red square"] and about["steps"] == 4
 
 
+@pytest.mark.slow
 def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run):
     config = load_config(captions_run / "config.yaml")
     given = {"seed": 0, "device": torch.device("cpu"), "run_dir": captions_run}

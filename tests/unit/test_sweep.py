@@ -117,6 +117,7 @@ def test_under_torchrun_a_sweep_is_refused(monkeypatch, capsys):
     assert main(["seed=1,2"]) == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_whole_turns_of_the_roles_are_measured():
     def check(*words, world=2):
         found = parse_words([*QUICK, *words])

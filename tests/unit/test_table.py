@@ -12,7 +12,7 @@ from distill.data.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 from tests.unit.refused import refused
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def refusal(path, content: str | bytes, columns=("file_name", "caption")) -> str:

@@ -95,7 +95,6 @@ def test_a_first_frame_costs_times_of_tokens():
     [
         (["data.width=1264"], "data.width=1264"),
         (["data.num_frames=120"], "data.num_frames=120"),
-        (["data=captions_704p", "data.image=first_frame"], "data=captions"),
         (["data.num_frames=1", "data.image=first_frame"], "data.image=first_frame"),
     ],
 )

@@ -251,6 +251,7 @@ def test_other_weights_under_the_same_path_are_noticed(make, counts, tiny, tmp_p
     assert len(counts["clips"]) == clips and len(counts["captions"]) == captions
 
 
+@pytest.mark.slow
 def test_clips_are_known_by_their_bytes(make, counts, videos):
     make()
     counts["clips"].clear()
