@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_importing_networks_says_nothing():
     done = subprocess.run([sys.executable, "-c", "import models.families.wan, distill.trainer"], capture_output=True)
     assert done.returncode == 0 and done.stderr == b""
