@@ -1,0 +1,164 @@
+"""Runs that are stopped, killed, stalled or out of disk: they save what they can, and the same command resumes them."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fsdp_cp.checkpoint import published_steps
+from models import export
+from tests.e2e.launch import (
+    QUICK,
+    ROOT,
+    environment,
+    forked,
+    is_alive,
+    kill_all,
+    losses,
+    processes,
+    torchrun_command,
+    train,
+    wait_for,
+)
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = ("steps=100000", "checkpoint.every=0", "export.at_end=false")
+
+
+def newest(run_dir):
+    return max(published_steps(run_dir / "checkpoints"), default=0)
+
+
+def trained(run_dir):
+    return losses(run_dir)[-1]["step"] if (run_dir / "metrics.jsonl").is_file() and losses(run_dir) else 0
+
+
+def status(run_dir):
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def equal_runs(run_dir, other):
+    ours, theirs = (load_file(d / "export/student/diffusion_pytorch_model.safetensors") for d in (run_dir, other))
+    return losses(run_dir) == losses(other) and all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+def test_a_signal_stops_one_process(tmp_path):
+    """SIGTERM saves the step and ends with exit code 75; the same command finishes as the undisturbed run."""
+    run_dir, straight = tmp_path / "run", tmp_path / "straight"
+    run = forked(0, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=1", f"run_dir={run_dir}")
+    wait_for(lambda: trained(run_dir) >= 2, run.processes[0].is_alive)
+    assert status(run_dir)["state"] == "running"
+    run.send(signal.SIGTERM)
+    done = run.wait(60)
+    assert done.returncode == 75 and "Traceback" not in done.stderr
+    step = newest(run_dir)
+    assert step == trained(run_dir)
+    about = status(run_dir)
+    assert (about["state"], about["exit_code"], about["checkpoint"]) == ("stopped", 75, step)
+    for folder in (run_dir, straight):
+        train(0, *QUICK, "mesh.cp=1", f"steps={step + 2}", f"run_dir={folder}")
+    assert (status(run_dir)["state"], status(run_dir)["exit_code"]) == ("finished", 0)
+    assert equal_runs(run_dir, straight)
+
+
+def test_signals_and_deaths_under_torchrun(tmp_path):
+    """Four starts of one run: stopped, stopped by one rank, left by torchrun, and restarted after a rank's death."""
+    run_dir, straight = tmp_path / "run", tmp_path / "straight"
+    marker = f"run_dir={run_dir}"
+    options = ("--standalone", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "120")
+
+    def start(*overrides, more=()):
+        words = torchrun_command(2, *QUICK, "mesh.cp=2", *overrides, marker, options=(*options, *more))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        job = subprocess.Popen(words, cwd=ROOT, env=environment(), **pipes)
+        before = trained(run_dir)
+        wait_for(lambda: trained(run_dir) >= before + 2, lambda: job.poll() is None)
+        return job, [process for process in processes(marker) if process != job.pid]
+
+    try:
+        job, _ = start(*ENDLESS)
+        job.send_signal(signal.SIGTERM)  # torchrun hands it to its workers
+        out, _ = job.communicate(timeout=90)
+        assert job.returncode == 1, out
+        assert status(run_dir)["state"] == "stopped" and newest(run_dir) == trained(run_dir) and not processes(marker)
+
+        job, workers = start(*ENDLESS)
+        os.kill(workers[1], signal.SIGUSR1)  # all ranks stop at the same step
+        job.communicate(timeout=90)
+        assert status(run_dir)["state"] == "stopped" and newest(run_dir) == trained(run_dir) and not processes(marker)
+
+        job, _ = start(*ENDLESS)
+        job.kill()
+        job.communicate(timeout=90)  # until the last worker has closed its end
+        wait_for(lambda: not processes(marker), seconds=30)
+        assert status(run_dir)["state"] == "stopped" and newest(run_dir) == trained(run_dir)
+
+        step = newest(run_dir)
+        steps = f"steps={step + 12}"
+        job, workers = start(steps, "checkpoint.every=2", more=("--max-restarts", "2"))
+        wait_for(lambda: newest(run_dir) > step, lambda: job.poll() is None)
+        os.kill(workers[1], signal.SIGKILL)
+        out, _ = job.communicate(timeout=180)
+        assert job.returncode == 0, out
+    finally:
+        kill_all(marker)
+    starts = [json.loads(line)["from_step"] for line in (run_dir / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == 5 and starts == sorted(starts) and starts[4] > step
+    train(2, *QUICK, "mesh.cp=2", steps, f"run_dir={straight}")
+    assert equal_runs(run_dir, straight)
+
+
+def test_a_stalled_rank_ends_the_other(tmp_path):
+    """The other rank waits for ``timeout.step`` and names the checkpoint from which the run resumes."""
+    run_dir, seconds = tmp_path / "run", 9
+    settings = (
+        *QUICK,
+        *ENDLESS,
+        "checkpoint.every=3",
+        "mesh.cp=2",
+        f"timeout.step={seconds / 60}",
+        f"run_dir={run_dir}",
+    )
+    run = forked(2, "train", "device=cpu", *settings)
+    wait_for(lambda: trained(run_dir) >= 5, run.processes[0].is_alive)
+    waiting, stalled = (process.pid for process in run.processes)
+    os.kill(stalled, signal.SIGSTOP)
+    started = time.monotonic()
+    wait_for(lambda: not is_alive(waiting), seconds=120)
+    assert seconds - 1 < time.monotonic() - started < seconds + 45
+    os.kill(stalled, signal.SIGKILL)
+    name = f"step_{newest(run_dir):08d}"
+    assert name in run.output("err") + run.output("out")
+    errors = [line for line in (run_dir / "log.txt").read_text().splitlines() if " ERROR " in line]
+    assert any("rank 0" in line and name in line for line in errors), errors
+    assert run.wait().returncode != 0
+
+
+def test_a_full_disk_keeps_what_was_written(tmp_path):
+    """A limit on the size of files stands for the disk. Checkpoints and exports appear whole or not at all."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    words = ("device=cpu", *QUICK, "mesh.cp=1", f"run_dir={run_dir}")
+
+    def refused(module, *arguments, kilobytes):
+        done = forked(0, module, *arguments, file_bytes=1000 * kilobytes).wait()
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+    train(0, *words, "steps=1")
+    refused("train", *words, "steps=3", kilobytes=5_000)
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_00000001"], "no part of one fills the disk"
+    train(0, *words, "steps=3")
+    assert [r["step"] for r in losses(run_dir)] == [1, 2, 3]
+    assert export.main([str(run_dir), str(out)]) == 0
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    refused("models.export", str(run_dir), str(out), "--weights", "ema", kilobytes=1_000)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
+    refused("train", *words, "steps=3", kilobytes=3_000)
+    assert sorted(p.name for p in (run_dir / "export").iterdir()) == ["scheduler", "student"]
