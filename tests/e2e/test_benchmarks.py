@@ -11,6 +11,7 @@ from benchmarks.real_size import main as real_size
 from distill.planning.simulation import Simulation, StepCost
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.mesh import MeshShape
+from tests.e2e.launch import forked
 
 
 @pytest.mark.long
@@ -73,6 +74,24 @@ def test_overhead_in_small(capsys):
 def test_a_bound_is_kept_in_small(capsys, main, words):
     assert main(words) == 0
     assert "BROKEN" not in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("attention_overlap", "--tokens 64 --rounds 1"),
+        ("checkpoints", "--millions 1"),
+        ("cp_attention", "--quick --world 2 --tokens 1024"),
+        ("load_memory", "--parameters 3e6 --world 2"),
+        ("parity", "--steps 1"),
+        ("quickstart_step", "--cycles 1"),
+        ("sharding", "--world 2 --rounds 1"),
+    ],
+)
+def test_a_benchmark_in_small(module, words):
+    done = forked(0, f"benchmarks.{module}", *words.split()).wait()
+    assert done.returncode == 0 and "|" in done.stdout, done
 
 
 @pytest.mark.long

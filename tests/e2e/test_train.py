@@ -185,6 +185,21 @@ def test_every_role_sharded_in_its_own_way(tmp_path):
     assert config.student.keep_operators == ["fsdp_cp.ring_attention", "aten.mm"]
 
 
+@pytest.mark.slow
+def test_trajectories_are_written_and_trained_on(tmp_path):
+    words = (
+        "experiment=quickstart_ode_regression", "device=cpu", "mesh.cp=2", "batch_size=2", "steps=2", *SAMPLES,
+        "method.num_trajectories=4", "method.teacher_steps=4", f"method.trajectories={tmp_path}/trajectories",
+    )  # fmt: skip
+    done = forked(2, "distill.trajectories", *words).wait()
+    assert done.returncode == 0, done
+    train(2, *words, f"run_dir={tmp_path}/run")
+    assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
+    WanTransformer3DModel.from_pretrained(tmp_path / "run" / "export" / "student")
+    words_file = tmp_path / "words.safetensors"
+    assert forked(0, "distill.data.word_table", str(words_file)).wait().returncode == 0 and words_file.is_file()
+
+
 PRODUCT = (
     "train", "distill.sweep", "distill.trajectories", "distill.data.word_table", "models.export", "models.lora",
     "models.verify", "tests.tiny_pipeline",
