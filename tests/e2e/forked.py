@@ -68,6 +68,11 @@ class Forked:
         for process in self.processes:
             os.kill(process.pid, number)
 
+    def lives(self) -> bool:
+        """Assert that every rank runs; on failure the output is in the assertion."""
+        assert all(process.is_alive() for process in self.processes), self.output("out") + self.output("err")
+        return True
+
     def output(self, end: str) -> str:
         """Return what all ranks wrote to ``out`` or ``err``."""
         files = (Path(f"{self._folder.name}/{rank}.{end}") for rank in range(len(self.processes)))

@@ -52,7 +52,7 @@ def test_a_signal_stops_one_process(tmp_path):
     """SIGTERM saves the step and ends with exit code 75; the same command finishes as the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     run = forked(0, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=1", f"run_dir={run_dir}")
-    wait_for(lambda: trained(run_dir) >= 2, run.processes[0].is_alive)
+    wait_for(lambda: trained(run_dir) >= 2, run.lives)
     assert status(run_dir)["state"] == "running"
     run.send(signal.SIGTERM)
     done = run.wait(60)
@@ -126,7 +126,7 @@ def test_a_stalled_rank_ends_the_other(tmp_path):
         f"run_dir={run_dir}",
     )
     run = forked(2, "train", "device=cpu", *settings)
-    wait_for(lambda: trained(run_dir) >= 5, run.processes[0].is_alive)
+    wait_for(lambda: trained(run_dir) >= 5, run.lives)
     waiting, stalled = (process.pid for process in run.processes)
     os.kill(stalled, signal.SIGSTOP)
     started = time.monotonic()

@@ -70,7 +70,6 @@ MISTAKES = {
     "data": [
         ("data.num_frames=5", "data.num_frames"),
         ("data.height=18", "data.height"),
-        ("data.negative_prompt='a purple cow'", "data.negative_prompt"),
         ("data=video_folder", "data.path"),
         ("data=captions", "sample.report_clips"),
         ("sample.student_steps=[5]", "sample.student_steps"),
@@ -97,14 +96,12 @@ MISTAKES = {
     "commands": [
         ("python -m models.export {new} {new}", "RUN"),
         ("python -m models.export {run} {things}/export_and_mine", "OUT"),
-        ("python -m models.export {run} {new} --role teacher", "--role"),
-        ("python -m models.lora extract {things} {things} {new}", "FULL"),
+        ("python -m models.lora.__main__ extract {things} {things} {new}", "FULL"),
         ("python -m models.verify nobody", "nobody"),
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
         ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
         ("python -m distill.data.word_table {things}/mine.safetensors", "mine.safetensors"),
-        ("python -m benchmarks.gpu --device cpu", "--tiny"),
     ],
 }
 # What looks like a mistake and is none: a setting, and its value in the run's configuration.

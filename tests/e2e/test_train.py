@@ -51,7 +51,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
     assert len(clips) == 2 and frames(clips[0]) == 6
     assert (run_dir / "report.html").stat().st_size > 1000 and json.loads((run_dir / "report.json").read_text())
 
-    assert export.main([str(run_dir), str(tmp_path / "out")]) == 0
+    assert export.main([str(run_dir), str(tmp_path / "out"), "--weights", "ema"]) == 0
     assert same_weights(run_dir / "export" / "student", tmp_path / "out"), "the command exports what the run did"
     assert sample.main([str(run_dir), "--steps", "2", "--count", "1", "--out", str(tmp_path / "clips")]) == 0
     assert frames(tmp_path / "clips" / "0.mp4") == 6
@@ -60,9 +60,9 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     """While one run holds its folder, a second is refused. Killed and started again, it is the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
-    words = (*QUICK, "device=cpu", "mesh.cp=2", "export.at_end=false", "checkpoint.keep=0")
+    words = (*QUICK, "device=cpu", "mesh.cp=2", "export.at_end=false")
     first = forked(2, "train", *words, "steps=100000", f"run_dir={run_dir}")
-    wait_for(lambda: len(published_steps(run_dir / "checkpoints")) >= 2, first.processes[0].is_alive)
+    wait_for(lambda: len(published_steps(run_dir / "checkpoints")) >= 2, first.lives)
     first.send(signal.SIGSTOP)
     steps = max(published_steps(run_dir / "checkpoints")) + 2
     again = (*words, f"steps={steps}", f"run_dir={run_dir}")
