@@ -23,7 +23,7 @@ from models.role_plan import plan_role
 from tests.e2e.launch import train
 from tests.tiny_pipeline import render_clips
 
-STEPS = [1.0, 0.9375, 0.8333, 0.625]
+STEPS = [1.0, 0.9375, 0.8333333, 0.625]
 
 
 @dataclass(frozen=True, kw_only=True)
