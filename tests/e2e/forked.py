@@ -68,6 +68,14 @@ class Forked:
         for process in self.processes:
             os.kill(process.pid, number)
 
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()  # a stopped one too
+            process.join()
+
     def lives(self) -> bool:
         """Assert that every rank runs; on failure the output is in the assertion."""
         assert all(process.is_alive() for process in self.processes), self.output("out") + self.output("err")

@@ -17,7 +17,6 @@ from tests.e2e.launch import (
     ROOT,
     environment,
     forked,
-    is_alive,
     kill_all,
     losses,
     processes,
@@ -51,11 +50,11 @@ def equal_runs(run_dir, other):
 def test_a_signal_stops_one_process(tmp_path):
     """SIGTERM saves the step and ends with exit code 75; the same command finishes as the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
-    run = forked(0, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=1", f"run_dir={run_dir}")
-    wait_for(lambda: trained(run_dir) >= 2, run.lives)
-    assert status(run_dir)["state"] == "running"
-    run.send(signal.SIGTERM)
-    done = run.wait(60)
+    with forked(0, "train", *QUICK, *ENDLESS, "device=cpu", "mesh.cp=1", f"run_dir={run_dir}") as run:
+        wait_for(lambda: trained(run_dir) >= 2, run.lives)
+        assert status(run_dir)["state"] == "running"
+        run.send(signal.SIGTERM)
+        done = run.wait(60)
     assert done.returncode == 75 and "Traceback" not in done.stderr
     step = newest(run_dir)
     assert step == trained(run_dir)
@@ -125,19 +124,19 @@ def test_a_stalled_rank_ends_the_other(tmp_path):
         f"timeout.step={seconds / 60}",
         f"run_dir={run_dir}",
     )
-    run = forked(2, "train", "device=cpu", *settings)
-    wait_for(lambda: trained(run_dir) >= 5, run.lives)
-    waiting, stalled = (process.pid for process in run.processes)
-    os.kill(stalled, signal.SIGSTOP)
-    started = time.monotonic()
-    wait_for(lambda: not is_alive(waiting), seconds=120)
-    assert seconds - 1 < time.monotonic() - started < seconds + 45
-    os.kill(stalled, signal.SIGKILL)
+    with forked(2, "train", "device=cpu", *settings) as run:
+        wait_for(lambda: trained(run_dir) >= 5, run.lives)
+        waiting, stalled = run.processes
+        os.kill(stalled.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        waiting.join(120)
+        assert seconds - 1 < time.monotonic() - started < seconds + 45
+        assert waiting.exitcode
+        printed = run.output("out") + run.output("err")
     name = f"step_{newest(run_dir):08d}"
-    assert name in run.output("err") + run.output("out")
+    assert name in printed
     errors = [line for line in (run_dir / "log.txt").read_text().splitlines() if " ERROR " in line]
     assert any("rank 0" in line and name in line for line in errors), errors
-    assert run.wait().returncode != 0
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path):

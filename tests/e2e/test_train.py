@@ -61,15 +61,13 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
     """While one run holds its folder, a second is refused. Killed and started again, it is the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     words = (*QUICK, "device=cpu", "mesh.cp=1", "export.at_end=false")
-    first = forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}")
-    wait_for(lambda: len(published_steps(run_dir / "checkpoints")) >= 2, first.lives)
-    first.send(signal.SIGSTOP)
-    steps = max(published_steps(run_dir / "checkpoints")) + 2
-    again = (*words, f"steps={steps}", f"run_dir={run_dir}")
-    refused = forked(0, "train", *again).wait()
-    assert refused.returncode == 2 and "run_dir=" in refused.stderr and "Traceback" not in refused.stderr, refused
-    first.send(signal.SIGKILL)
-    assert first.wait().returncode == -signal.SIGKILL
+    with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
+        wait_for(lambda: len(published_steps(run_dir / "checkpoints")) >= 2, first.lives)
+        first.send(signal.SIGSTOP)
+        steps = max(published_steps(run_dir / "checkpoints")) + 2
+        again = (*words, f"steps={steps}", f"run_dir={run_dir}")
+        refused = forked(0, "train", *again).wait()
+        assert refused.returncode == 2 and "run_dir=" in refused.stderr and "Traceback" not in refused.stderr, refused
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "student/lo')  # as a kill in the middle of a write leaves it
     done = forked(0, "train", *again).wait()
