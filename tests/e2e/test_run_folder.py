@@ -106,7 +106,7 @@ def test_a_run_that_ends_broken_exports_nothing(tmp_path, capsys, settings):
     assert "error: " in (tmp_path / "run" / "log.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_architecture_resumes_under_another_hash_seed(tmp_path):
     """diffusers makes its list of defaults from a set, whose order depends on the hash seed."""
     words = ["experiment=quickstart_teacher", "device=cpu", "batch_size=2", "sample.at_end=false"]
