@@ -86,10 +86,10 @@ def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
 def test_the_same_losses_on_another_mesh(tmp_path):
     traces = []
     for dp, cp in ((1, 1), (2, 2)):
-        words = (*SMALL, "batch_size=4", "steps=4", *NO_END, f"mesh.dp_shard={dp}", f"mesh.cp={cp}")
+        words = ("experiment=quickstart", "steps=3", *NO_END, f"mesh.dp_shard={dp}", f"mesh.cp={cp}")
         train(dp * cp, *words, f"run_dir={tmp_path}/{dp}x{cp}")
         traces.append(losses(tmp_path / f"{dp}x{cp}"))
-    assert [line["step"] for line in traces[0]] == [1, 2, 3, 4]
+    assert [line["step"] for line in traces[0]] == [1, 2, 3]
     for ours, theirs in zip(*traces, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -213,7 +213,7 @@ def test_every_command_has_help():
     ]
     for module in (*PRODUCT, *sorted(programs), "benchmarks.gpu"):
         done = forked(0, module, "--help").wait(120)
-        assert done.returncode == 0 and "usage" in done.stdout.lower(), (module, done)
+        assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, (module, done)
 
 
 @pytest.mark.slow
