@@ -1,11 +1,8 @@
-"""Programs that kill runs and cut off hosts: they see a loss, and find none."""
+"""The program that kills runs: it sees a loss, and finds none."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from benchmarks import chaos, faults, two_hosts
+from benchmarks import chaos
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is wanted
 
@@ -35,26 +32,26 @@ def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):
 def test_a_run_that_came_out_otherwise_is_seen(tmp_path):
     truth = finished(tmp_path / "truth")
     same = finished(tmp_path / "same")
-    assert faults.differences(same, truth) == []
+    assert chaos.differences(same, truth) == []
     for name, change in (
         ("sign", {"bits": -0.0}),
         ("export", {"export": 1e-30}),
         ("losses", {"losses": (1.0, 2.0, 3.5)}),
         ("twice", {"losses": (1.0, 2.0, 3.0, 3.0)}),
     ):
-        assert faults.differences(finished(tmp_path / name, **change), truth), name
+        assert chaos.differences(finished(tmp_path / name, **change), truth), name
     shutil.rmtree(same / "export")
     (same / "checkpoints" / "step_00000003").rename(same / "checkpoints" / "step_00000002")
-    assert faults.differences(same, truth)
+    assert chaos.differences(same, truth)
 
 
 def test_what_is_left_behind_is_seen(tmp_path):
     run = finished(tmp_path / "run")
-    assert faults.leftovers(run) == []
+    assert chaos.leftovers(run) == []
     names = ("checkpoints/step_00000003.tmp", "checkpoints/step_00000001", "export/.student.unfinished_x")
     for name in names:
         (run / name).mkdir()
-    assert sorted(faults.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
+    assert sorted(chaos.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
 
 
 def test_kills_are_judged(tmp_path):
@@ -88,29 +85,3 @@ def test_kills_lose_nothing(tmp_path, capsys):
     assert printed.count("| ok |") == 8 and (tmp_path / "chaos" / "chaos.md").read_text() == printed
     with pytest.raises(chaos.UserError):
         chaos.main(["--out", str(tmp_path / "chaos")])
-
-
-@pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip")
-def test_two_hosts_are_cut_off_and_joined():
-    try:
-        hosts = two_hosts.Hosts().__enter__()
-    except two_hosts.UserError as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    try:
-        # Nobody listens there: a host that is reached refuses at once.
-        asks = f"import socket; s = socket.socket(); s.settimeout(1); s.connect(('{two_hosts.ADDRESSES[1]}', 9))"
-        for state, answer in (
-            ("up", "ConnectionRefusedError"),
-            ("down", "TimeoutError"),
-            ("up", "ConnectionRefusedError"),
-        ):
-            hosts.cable(state)
-            command = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-S", "-c", asks]
-            # A host that was away is looked for again first, which takes a few seconds on a busy machine.
-            tries = [subprocess.run(command, capture_output=True, text=True).stderr]
-            while answer not in tries[-1] and state == "up" and len(tries) < 20:
-                tries.append(subprocess.run(command, capture_output=True, text=True).stderr)
-            assert answer in tries[-1], (state, tries)
-    finally:
-        hosts.__exit__()
