@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding.shard import FORWARD_AD_SINCE
+from fsdp_cp.sharding.settings import FORWARD_AD_SINCE
 
 Mode = Literal["exact", "finite_difference"]
 MODES: tuple[str, ...] = get_args(Mode)

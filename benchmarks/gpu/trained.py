@@ -20,7 +20,7 @@ from benchmarks.steps import open_trainer
 from distill.trainer import Trainer
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.sharding.shard import FORWARD_AD_SINCE
+from fsdp_cp.sharding.settings import FORWARD_AD_SINCE
 from models.condition import text_condition
 from models.families.wan import Wan
 from tests.oracles.clips import RandomClips

@@ -8,18 +8,22 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import MeshShape
+
+if TYPE_CHECKING:
+    from fsdp_cp.mesh import MeshShape
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Precision = Literal["fp32", "bf16", "fp64"]
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
+FORWARD_AD_SINCE = (2, 13)
+"""The first torch whose FSDP2 hooks pass forward-mode tangents on (pytorch issue 182641)."""
 
 
 @dataclass(kw_only=True)
