@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from distill.config import Config
 from distill.dry_run import dry_run
-from distill.methods import build_method
+from distill.mesh_check import check_meshes
 from distill.planning.command import plan_command
 from distill.planning.own import announce_plan
 from distill.planning.suggest import suggest_command
@@ -15,13 +15,12 @@ from distill.room import check_disk
 from distill.run_folder import command_line, held_run_dir, refuse_foreign, resume_setting, start_run
 from distill.run_status import recorded_end
 from distill.setup import device_of, plan_run
-from distill.trainer import Trainer
+from distill.trainer import build_trainer
 from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.signals import StopSignal
-from models.load import build_roles
 
 
 def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
@@ -60,24 +59,12 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
             data = config.data.build(
                 seed=config.seed, captions=config.sample.captions, images=config.sample.images, **where
             )
-            roles = build_roles(
-                plan.roles,
-                trained=plan.method.trained_roles,
-                mesh=mesh,
-                device=device,
-                latent_shape=data.latent_shape,
-                condition_shapes=data.condition_shapes,
-                seed=config.seed,
-            )
-            trainer = Trainer(
-                config=config,
-                mesh=mesh,
-                device=device,
-                data=data,
-                method=build_method(config.method, roles),
-                micro_batch_size=plan.micro_batch_size,
-                run_dir=plan.run_dir,
-            )
+            checked = {}
+            if config.log.mesh_check and resume_from is None:
+                checked = check_meshes(config, plan, device=device, data=data)
+            trainer = build_trainer(config, plan, mesh=mesh, device=device, data=data)
+            if checked:
+                trainer.facts["first steps on two meshes"] = checked
             if resume_from is not None:
                 trainer.resume(resume_from)
             start_run(config, plan.run_dir, resume_from=resume_from, step=trainer.step, command=command_line(overrides))
