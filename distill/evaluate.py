@@ -17,7 +17,6 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from distill.config import Config
@@ -30,12 +29,12 @@ from distill.report.media import contact_sheet, write_mp4
 from distill.report.row import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.run_facts import default_settings
-from distill.sampling import decode, generate, sample_captions, sampling_batch
+from distill.sampling import decode, generate, sample_captions
 from distill.stored_clips import read_clips
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import all_reduce_scalars, barrier, on_all_ranks
+from fsdp_cp.reduce import barrier, on_all_ranks
 from models.condition import has_image
 from models.export_folder import export_scheduler
 
@@ -62,7 +61,7 @@ class Evaluator:
     method: Method
     run_dir: Path
     batch: int
-    """Clips per forward on a rank at least: the training's micro-batch, which fits."""
+    """Clips per forward on a rank."""
     teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
     """Its sample clips by number of steps, as :meth:`clips` made them: it does not change, so they are made once."""
     stored: dict[int, str] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class Evaluator:
                 mesh=self.mesh,
                 device=self.device,
                 seed=SAMPLE_SEED,
-                batch=min(self._largest_batch, -(-len(captions) // self.mesh.dp_size)),
+                batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
                 advance=bar.update,
                 clips=items,
             )
@@ -132,11 +131,6 @@ class Evaluator:
         clips, self.stored[steps] = found
         log.info("teacher, %s: %s %s", _steps(steps), _count(len(clips), "clip"), self.stored[steps])
         return clips
-
-    @cached_property
-    def _largest_batch(self) -> int:
-        fits = sampling_batch(self.method.roles.values(), self.device)
-        return max(self.batch, int(all_reduce_scalars([fits], self.mesh.world, dist.ReduceOp.MIN)[0]))
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
         """Clips of fixed captions and noise, student against teacher, as files in ``samples/`` and in the log.

@@ -28,6 +28,7 @@ from distill.methods import Batch, build_method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
 from distill.optimizers import learning_rate
 from distill.profiling import StepProfiler
+from distill.sampling import sampling_batch
 from distill.saved_state import restore, same_command, saved_state, saved_tensors
 from distill.setup import RunPlan
 from distill.speed import speed
@@ -92,6 +93,8 @@ class Trainer(TrainingState):
         """
         announce(self)
         on_all_ranks(self._open_log)
+        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
+        self.evaluator.batch = max(self.evaluator.batch, fitting)  # a micro-batch fits in training
         reset_peak(self.device)
         # As a context: an error would else be printed behind the bar, in its line.
         steps = self.config.steps
