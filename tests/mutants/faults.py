@@ -69,7 +69,7 @@ FAULTS = (
         harm="steps that train both experts clip by (and log) the first one's norm",
         old="norm = grad_norm(chain.from_iterable(self.trained[part].parameters() for part in parts))",
         new="norm = grad_norm(self.trained[parts[0]].parameters())",
-        killed_by="distributed/test_experts_parity.py::test_two_experts[rcm-{'cp': 2, 'micro_batch_size': 4, 'steps': 4}]",
+        killed_by="distributed/test_experts_parity.py::test_two_experts[rcm-{'cp': 2, 'micro_batch_size': 4, 'steps': 4}]",  # noqa: E501
     ),
     Fault(
         name="reduce_in_bf16",
@@ -205,7 +205,7 @@ FAULTS = (
         harm="optim.ROLE.no_decay is read, checked, and without effect",
         old="self._update(lr * group.lr_scale, group.weight_decay, {name: named[name] for name in given})",
         new="self._update(lr * group.lr_scale, self.settings.weight_decay, {name: named[name] for name in given})",
-        killed_by="distributed/test_optimizer_groups.py::test_groups_on_shards_equal_plain_adamw[foreach-sizes0-optim_grads_params]",
+        killed_by="distributed/test_optimizer_groups.py::test_groups_on_shards_equal_plain_adamw[foreach-sizes0-optim_grads_params]",  # noqa: E501
     ),
     Fault(
         name="resume_position_by_step",
@@ -301,7 +301,7 @@ FAULTS = (
         harm="adapters act rank times weaker in training than in what is exported",
         old="        lora_alpha=settings.rank * settings.scale,",
         new="        lora_alpha=settings.scale,",
-        killed_by="distributed/test_lora_parity.py::test_dmd2_with_a_shared_base[{'dp_shard': 2, 'cp': 2, 'micro_batch_size': 2}-{}]",
+        killed_by="distributed/test_lora_parity.py::test_dmd2_with_a_shared_base[{'dp_shard': 2, 'cp': 2, 'micro_batch_size': 2}-{}]",  # noqa: E501
     ),
     Fault(
         name="wan_lora_alpha",
@@ -325,7 +325,7 @@ FAULTS = (
         harm="the exported scheduler samples the student in the other way than it was trained",
         old='        stochastic = self.settings.student_sampler == "renoise"\n',
         new='        stochastic = self.settings.student_sampler == "ode"\n',
-        killed_by="unit/test_ltx_family.py::test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over",
+        killed_by="unit/test_ltx_family.py::test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over",  # noqa: E501
     ),
     Fault(
         name="staging_without_ema",
