@@ -94,7 +94,7 @@ def test_the_same_losses_on_another_mesh(tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_repeats_a_users_mistake_last(tmp_path):
     done = run_command(2, "experiment=quickstart", "mesh.cp=3", f"run_dir={tmp_path}/run")
     assert done.returncode == 1, "torchrun's own"
@@ -216,7 +216,7 @@ def test_every_command_has_help():
         assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, (module, done)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_plans_itself_writes_its_plan(tmp_path):
     train(2, *SMALL, *NO_END, "mesh.cp=2", "steps=2", "planning.before_run=true", f"run_dir={tmp_path}/run")
     assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
