@@ -203,7 +203,7 @@ COMMANDS = (
     "models.lora", "models.verify", "tests.tiny_pipeline", "tests.tiny_ltx_pipeline", "tests.tiny_hunyuan_pipeline",
     "benchmarks.gpu",
 )  # fmt: skip
-WITHOUT_HELP = ("distill.sample", "distill.data.word_table")
+WITHOUT_HELP = ("distill.data.word_table",)
 """Commands whose ``--help`` does not work yet."""
 
 
