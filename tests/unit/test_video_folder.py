@@ -140,6 +140,7 @@ def test_no_usable_clip_is_an_error(tmp_path, tiny):
         VideoFolder(path=folder, encoders=tiny, cache=tmp_path / "cache", **SIZES)
 
 
+@pytest.mark.slow
 def test_a_table_from_a_spreadsheet_is_read_and_clips_without_a_caption_are_left_out(make, counts, videos, caplog):
     """Byte order mark, another column, quotes, commas and line breaks in a caption; none, or white space alone."""
     rows = [("licence", "caption", "file_name"), ("x", 'a "red", two\nlines', "clip_0.mp4"), ("x", " ", "clip_1.mp4")]
