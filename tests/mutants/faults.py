@@ -149,7 +149,7 @@ FAULTS = (
         harm="rCM trains the student four steps of five and the fake score one",
         old='return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"',
         new='return "student" if joint < 0 or joint % self.settings.student_every != 0 else "fake"',
-        killed_by="",
+        killed_by="unit/test_rcm.py::test_whose_turn_it_is",
     ),
     Fault(
         name="gan_labels",
@@ -165,7 +165,7 @@ FAULTS = (
         harm="the unstable part of the tangent is there from the first step: no warm-up",
         old="    return -cos.square() * (prediction - teacher) - r * (cos * sin * x + derivative)\n",
         new="    return -cos.square() * (prediction - teacher) - (r * cos * sin * x + derivative)\n",
-        killed_by="",
+        killed_by="unit/test_scm.py::test_loss_and_gradient_equal_the_dense_reference",
     ),
     Fault(
         name="meanflow_sign",
@@ -173,7 +173,7 @@ FAULTS = (
         harm="the student learns another field; looks like a slow run",
         old="            target = velocity - growth * per_sample(t - r, x) * derivative\n",
         new="            target = velocity + growth * per_sample(t - r, x) * derivative\n",
-        killed_by="",
+        killed_by="unit/test_meanflow.py::test_gradient_equals_a_dense_reference",
     ),
     Fault(
         name="ema_counts_steps",
@@ -197,7 +197,7 @@ FAULTS = (
         harm="Adam's second moment forgets as fast as the first",
         old="                beta2=float(self.settings.betas[1]),\n",
         new="                beta2=float(self.settings.betas[0]),\n",
-        killed_by="",
+        killed_by="unit/test_optimizers.py::test_updates_equal_torch_adamw_with_a_changing_rate",
     ),
     Fault(
         name="decay_scaled_group",
@@ -253,7 +253,7 @@ FAULTS = (
         harm="two runs write into one folder and overwrite each other's checkpoints",
         old="fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         new="fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)",
-        killed_by="",
+        killed_by="e2e/test_train.py::test_a_second_run_is_refused_and_a_killed_one_resumes",
     ),
     Fault(
         name="no_antialias",
@@ -341,7 +341,7 @@ FAULTS = (
         harm="a warm-up step counts in tokens/s",
         old='chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]',
         new='chosen = [record for record in records if warm_up <= record["step"] <= warm_up + measured]',
-        killed_by="",
+        killed_by="unit/test_sweep.py::test_what_is_measured",
     ),
     Fault(
         name="refusal_exit_code",
@@ -361,6 +361,6 @@ FAULTS = (
             "    plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
             "    if config.dry_run:\n"
         ),
-        killed_by="",
+        killed_by="e2e/test_mistakes.py::test_a_dry_run_writes_nothing",
     ),
 )
