@@ -253,7 +253,7 @@ FAULTS = (
         harm="two runs write into one folder and overwrite each other's checkpoints",
         old="fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         new="fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)",
-        killed_by="e2e/test_train.py::test_a_second_run_is_refused_and_a_killed_one_resumes",
+        killed_by="unit/test_run_folder.py::test_a_lock_is_taken_once_at_a_time",
     ),
     Fault(
         name="no_antialias",
@@ -333,7 +333,7 @@ FAULTS = (
         harm="the plan's host memory lacks the average: a host that is too small is called fitting",
         old='    saved = ("parameters", "optimizer", "ema", HOST)\n',
         new='    saved = ("parameters", "optimizer", HOST)\n',
-        killed_by="distributed/test_planning.py::test_one_rank_gathers_nothing_and_stages_all_that_trains",
+        killed_by="unit/test_plan_command.py::test_what_plan_json_holds",
     ),
     Fault(
         name="sweep_counts_warm_up",
