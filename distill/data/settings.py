@@ -155,7 +155,10 @@ class VideoFolderSettings(DataSettings):
 
     name: str = "video_folder"
     path: str | None = None
-    """Folder with mp4 files and ``metadata.csv`` (``file_name,caption``)."""
+    """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
+    ``caption``, or a ``.txt`` file next to each video."""
+    columns: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
+    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
     cache: str | None = None
@@ -223,17 +226,18 @@ class VideoFolderSettings(DataSettings):
             captions=captions,
             image=self.image,
             images=images,
+            columns=self.columns,
         )
 
     def table_in_words(self) -> str:
         from distill.data.video_folder import read_metadata
 
         path = Path(self.path).expanduser()
-        rows = read_metadata(path)
-        missing = [name for name, _ in rows if not (path / name).is_file()]
-        if len(missing) == len(rows):
-            raise UserError(f"data.path={path}: none of the {len(rows)} clips is there, first {missing[0]}")
-        note = f", {len(missing)} of them missing (first {missing[0]})" if missing else ""
+        rows = read_metadata(path, self.columns)
+        left_out = [f"{row.file} {row.problem}" for row in rows if row.problem]
+        if len(left_out) == len(rows):
+            raise UserError(f"data.path={path}: none of the {len(rows)} clips can be used, first {left_out[0]}")
+        note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""
         return f"{len(rows)} clips in {path}{note}"
 
     def _data_class(self) -> Any:
@@ -249,7 +253,7 @@ class CaptionsSettings(VideoFolderSettings):
     has_clips: ClassVar[bool] = False
     name: str = "captions"
     path: str | None = None
-    """Text file with a caption per line, or ``.csv`` file with a column ``caption``."""
+    """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
     cache: str | None = None
     """Folder of the embeddings; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
     fps: float = 8.0
@@ -259,7 +263,7 @@ class CaptionsSettings(VideoFolderSettings):
         from distill.data.captions import read_captions
 
         path = Path(self.path).expanduser()
-        return f"{len(read_captions(path))} captions in {path}"
+        return f"{len(read_captions(path, self.columns))} captions in {path}"
 
     def _data_class(self) -> Any:
         from distill.data.captions import Captions

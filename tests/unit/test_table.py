@@ -101,7 +101,6 @@ def test_a_swallowed_row_of_a_captions_file(tmp_path):
         ("a.csv", "caption;id\na bird;1\n"),
         ("a.txt", "file_name,caption\na.mp4,a bird\n"),
         ("a.txt", "one\0\n"),
-        ("a.jsonl", '{"caption": "one"}\n'),
     ],
 )
 def test_captions_files(tmp_path, name, content):
@@ -124,4 +123,5 @@ def test_files_outside_the_folder_are_refused(tmp_path, name):
 
 def test_files_in_sub_folders_are_taken(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,caption\nsub/../x/a.mp4,one\n..a.mp4,two\n")
-    assert read_metadata(tmp_path) == [("sub/../x/a.mp4", "one"), ("..a.mp4", "two")]
+    rows = [(row.file, row.caption) for row in read_metadata(tmp_path)]
+    assert rows == [("sub/../x/a.mp4", "one"), ("..a.mp4", "two")]
