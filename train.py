@@ -12,7 +12,7 @@ from distill.methods import build_method
 from distill.planning.command import plan_command
 from distill.planning.own import announce_plan
 from distill.planning.suggest import suggest_command
-from distill.resume_checks import check_resume
+from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk
 from distill.run_folder import command_line, held_run_dir, refuse_foreign, resume_setting, run_log, start_run
 from distill.run_status import recorded_end
@@ -49,8 +49,9 @@ def run(overrides: list[str], stop: StopSignal) -> None:
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)
         resume_from = find_resume(resume, checkpoints, verify=config.checkpoint.verify)
         mesh = mesh_of_shape(plan.mesh, device_type=device.type)
+        sources = on_all_ranks(lambda: find_sources(config, plan.roles) if rank() == 0 else None)[0]
         if resume_from is not None:
-            check_resume(config, resume_from, plan.roles)
+            sources = check_resume(config, resume_from, plan.roles, sources)
         steps = config.steps - (read_state(resume_from)["step"] if resume_from else 0)
         on_all_ranks(lambda: check_disk(config, plan, steps, resume) if rank() == 0 else None)
         with held_run_dir(plan.run_dir):
@@ -78,6 +79,7 @@ def run(overrides: list[str], stop: StopSignal) -> None:
                 micro_batch_size=plan.micro_batch_size,
                 run_dir=plan.run_dir,
             )
+            trainer.sources = sources
             if resume_from is not None:
                 trainer.resume(resume_from)
             start_run(config, plan.run_dir, resume_from=resume_from, step=trainer.step, command=command_line(overrides))

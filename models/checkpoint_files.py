@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,14 +166,14 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
 
 
 def fingerprint(folder: TransformerFolder) -> str:
-    """What tells the weights in ``folder`` from others, wherever they lie: of names, sizes and samples of the files.
+    """Return what tells the weights in ``folder`` from others, wherever they lie: :func:`fingerprint_of` its files."""
+    return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS)
 
-    Not of every byte: 14B parameters would take minutes to read.
-    """
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """Hash names, sizes and samples of ``files``, in their order. Every byte of 14B parameters would take minutes."""
     found = hashlib.sha256()
-    for file in sorted(folder.path.glob("*.safetensors")):
-        if file.name == ADDITIONS:
-            continue
+    for file in files:
         size = file.stat().st_size
         found.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:
