@@ -56,6 +56,8 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
     found = METHODS[config.method.name][0].fingerprints(config.method)
     if config.data is not None:
         found |= config.data.fingerprints()
+    roles = list(roles)
+    weights = {path: fingerprint(folder) for path, folder in {f.path: f for r in roles for f in r.folders}.items()}
     for role in roles:
         saved = role.lora.saved if role.lora is not None else None
         if saved is not None:
@@ -63,7 +65,7 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
         of_base = "teacher" if saved is not None else role.name
         given = getattr(config, of_base)
         found[f"{of_base}.checkpoint"] = (
-            " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
+            " ".join([*(weights[folder.path] for folder in role.folders), *map(str, role.boundaries)])
             if role.folders
             else json.dumps([given.architecture, given.boundary])
         )
