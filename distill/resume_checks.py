@@ -155,7 +155,13 @@ def check_resume(
     other = {key for key in known if _content(earlier[key]) != _content(sources[key])}
     free = {f"data.{name}" for name in config.data.free_on_resume} if config.data is not None else set()
     other |= {key for key in changed if key.startswith("data.") and key not in {*BY_CONTENT, *free}}
-    refused = sorted(other - set(config.checkpoint.accept))
+    # Roles that begin at the teacher's weights, then and now, follow its setting.
+    follow = {
+        key
+        for key in other & {"student.checkpoint", "fake.checkpoint"} & known
+        if all(_content(each[key]) == _content(each.get("teacher.checkpoint")) for each in (earlier, sources))
+    }
+    refused = sorted(other - follow - set(config.checkpoint.accept))
     if refused:
         values = [
             f"{key}={before.get(key)}, not {now[key]}"
