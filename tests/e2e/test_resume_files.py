@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.launch import ROOT
@@ -18,10 +19,10 @@ def _state(run_dir, step):
     return json.loads((run_dir / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
 
 
+@pytest.mark.slow
 def test_another_teacher_is_refused_or_accepted_and_recorded(tmp_path, capsys):
-    run_dir, other, moved = (tmp_path / name for name in ("run", "other", "moved"))
-    for folder in (other, moved):
-        shutil.copytree(ROOT / "assets" / "quickstart_teacher", folder)
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(ROOT / "assets" / "quickstart_teacher", other)
     weights = other / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file({name: 1.01 * tensor for name, tensor in load_file(weights).items()}, weights)
     arguments = [*QUICK, f"run_dir={run_dir}"]
@@ -30,12 +31,10 @@ def test_another_teacher_is_refused_or_accepted_and_recorded(tmp_path, capsys):
     assert main([*arguments, "steps=2", f"teacher.checkpoint={other}"]) == 2
     error = capsys.readouterr().err
     assert "teacher.checkpoint" in error and str(other) in error and before["value"] in error
-    assert main([*arguments, "steps=2", f"teacher.checkpoint={moved}"]) == 0, "the same contents"
-    assert _state(run_dir, 2)["sources"]["teacher.checkpoint"] == before | {"value": str(moved)}
     accept = "checkpoint.accept=[teacher.checkpoint]"
-    assert main([*arguments, "steps=3", f"teacher.checkpoint={other}", accept]) == 0
-    found = _state(run_dir, 3)["sources"]["teacher.checkpoint"]
+    assert main([*arguments, "steps=2", f"teacher.checkpoint={other}", accept]) == 0
+    found = _state(run_dir, 2)["sources"]["teacher.checkpoint"]
     assert found["value"] == str(other) and found["fingerprint"] != before["fingerprint"]
-    assert found["earlier"]["fingerprint"] == before["fingerprint"] and found["since_step"] == 2
+    assert found["earlier"]["fingerprint"] == before["fingerprint"] and found["since_step"] == 1
     start = json.loads((run_dir / "starts.jsonl").read_text().splitlines()[-1])
     assert start["config"]["checkpoint"]["accept"] == ["teacher.checkpoint"]
