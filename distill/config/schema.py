@@ -150,6 +150,9 @@ class CheckpointSettings:
     """Save one after the last step; without it the run cannot be gone on with from there."""
     resume: str = "auto"
     """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
+    accept: list[str] = field(default_factory=list)
+    """Settings whose files or data may differ from those that the checkpoint was made with, as
+    ``[teacher.checkpoint]``."""
 
 
 @dataclass(kw_only=True)

@@ -186,6 +186,11 @@ class Wan(DiffusersFamily):
     def original_name(self, layer: str) -> str:
         return original_name(layer)
 
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from diffusers import WanPipeline
+
+        return WanPipeline.lora_state_dict(tensors, use_safetensors=True)
+
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]
 
