@@ -13,8 +13,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 # one thread a process: two ranks with a full thread pool each fight over the same cores
 ENV := OMP_NUM_THREADS=1
-# Tests at a time. Each worker begins with a half of the files in their order, since the tests of a file share their
-# ranks and folders: the one has those of many processes, the other those of one. Who has done his half takes of the rest.
+# Each worker starts with half of the files in order and steals from the other when it is done. Tests of a file share
+# ranks and networks, so files should stay together.
 WORKERS ?= 2
 PYTEST := $(ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -43,17 +43,15 @@ quickstart: $(STAMP)  ## distil the shipped teacher on two CPU processes, afresh
 	  mesh.cp=1 log.mesh_check=true checkpoint.resume=never $(ARGS)
 
 .PHONY: test
-test: $(STAMP)  ## all tests but the slow ones
+test: $(STAMP)  ## the tests to run after each change: at most 5 minutes on two cores
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
-# pytest exits 5 when it selected nothing
-.PHONY: test-slow
-test-slow: $(STAMP)  ## the tests marked slow
-	$(PYTEST) -m "slow and not long" $(PYTEST_ARGS) || \
-	  { code=$$?; [ $$code -eq 5 ] && echo "no test is marked slow"; }
+.PHONY: test-all
+test-all: $(STAMP)  ## make test, and all meshes, model families and strategies: what CI runs, at most 20 minutes
+	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 .PHONY: test-long
-test-long: $(STAMP)  ## benchmarks/ in small, a whole sweep, inductor, the rest of the tables of meshes and settings
+test-long: $(STAMP)  ## small runs of benchmarks/, a whole sweep, inductor: hours, not in CI
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 .PHONY: lint
@@ -65,7 +63,7 @@ lint: $(STAMP)  ## ruff, and the types of fsdp_cp and models by mypy
 # Takes what the indexes offer today for every extra that installs without a GPU. torch stays at the version
 # that the project is tested with, without the +cpu that a CPU index adds.
 TORCH_VERSION := 2.13.0
-EXTRAS := dev,wandb,tensorboard,bench
+EXTRAS := dev,triton,wandb,tensorboard,bench
 .PHONY: constraints
 constraints:  ## write constraints.txt anew, from a fresh virtual environment
 	rm -rf build/constraints

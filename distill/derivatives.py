@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fsdp_cp.duals import norms_keep_tangent_dtypes
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding.settings import FORWARD_AD_SINCE
 
 Mode = Literal["exact", "finite_difference"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -36,7 +36,7 @@ def directional_derivative(
         step: ``h`` of the finite difference.
     """
     if mode == "exact":
-        with forward_ad.dual_level():
+        with norms_keep_tangent_dtypes(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(p, d) for p, d in zip(primals, tangents, strict=True)]
             tangent = forward_ad.unpack_dual(function(*duals)).tangent
         assert tangent is not None, "the function does not depend on its arguments, or an operation dropped the tangent"
@@ -68,9 +68,3 @@ def check_exact(config: Any) -> None:
                 f"method.jvp=finite_difference with student.fp8={config.student.fp8}: the difference drowns in"
                 " rounding; use student.fp8=none or method.jvp=exact"
             )
-        return
-    if torch.__version__ < FORWARD_AD_SINCE:
-        raise UserError(
-            f"method.jvp=exact needs torch {'.'.join(map(str, FORWARD_AD_SINCE))} or newer, not {torch.__version__};"
-            " use method.jvp=finite_difference in fp32"
-        )

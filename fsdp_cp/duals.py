@@ -6,10 +6,14 @@ and tangents in one exchange, and puts the results together with ``torch.autogra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
@@ -51,6 +55,8 @@ def unpack_duals(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...] | None]:
     """Primals and tangents of an operator's arguments: ``None`` for a tangent that is missing, or for all if all are.
 
+    Tangents get their primal's dtype: some operators of CUDA return others, which an exchange would promote.
+
     Raises:
         RuntimeError: with gradients enabled (forward over reverse is not supported).
     """
@@ -59,4 +65,29 @@ def unpack_duals(
         return tuple(tensors), None
     if torch.is_grad_enabled():
         raise RuntimeError(f"forward-mode AD through {operator} has no backward; compute it under torch.no_grad()")
-    return tuple(dual.primal for dual in duals), tuple(dual.tangent for dual in duals)
+    tangents = (None if dual.tangent is None else dual.tangent.to(dual.primal.dtype) for dual in duals)
+    return tuple(dual.primal for dual in duals), tuple(tangents)
+
+
+@contextmanager
+def norms_keep_tangent_dtypes() -> Iterator[None]:
+    """Inside, ``layer_norm`` and ``rms_norm`` of ``torch.nn.functional`` return tangents of their primal's dtype.
+
+    On CUDA both keep statistics of bf16 inputs in fp32, so the tangent is fp32 and the next linear layer refuses it.
+    """
+    functional = nn.functional
+    with (
+        mock.patch.object(functional, "layer_norm", partial(_in_primal_dtype, functional.layer_norm)),
+        mock.patch.object(functional, "rms_norm", partial(_in_primal_dtype, functional.rms_norm)),
+    ):
+        yield
+
+
+def _in_primal_dtype(norm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    out = norm(*args, **kwargs)
+    if not inside_dual_level():
+        return out
+    primal, tangent = forward_ad.unpack_dual(out)
+    if tangent is None or tangent.dtype == primal.dtype:
+        return out
+    return forward_ad.make_dual(primal, tangent.to(primal.dtype))

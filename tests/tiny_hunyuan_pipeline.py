@@ -19,7 +19,7 @@ from tests.tiny_pipeline import new_folder
 
 CHANNELS, TEXT_WIDTH, GLYPH_WIDTH, IMAGE_WIDTH = 8, 32, 24, 20
 SYSTEM_TOKENS = 108
-"""How many tokens of the chat template the pipelines cut off."""
+"""Number of tokens of the chat template that the pipelines cut off."""
 TRANSFORMER: dict[str, Any] = {
     "in_channels": 2 * CHANNELS + 1, "out_channels": CHANNELS, "num_attention_heads": 4, "attention_head_dim": 12,
     "num_layers": 2, "num_refiner_layers": 2, "text_embed_dim": TEXT_WIDTH, "text_embed_2_dim": GLYPH_WIDTH,
@@ -89,7 +89,7 @@ def build_tiny_hunyuan_pipeline(folder: str | Path, seed: int = 0, *, image: boo
 
 
 def _image_parts() -> dict[str, Any]:
-    """SigLIP of 9 patches."""
+    """Return a SigLIP of 9 patches and its processor."""
     from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
     config = SiglipVisionConfig(
@@ -104,7 +104,7 @@ def _image_parts() -> dict[str, Any]:
 
 
 def _tokenizer() -> Any:
-    """Single characters, and a chat template whose system part is as long as that of the published one."""
+    """Return a tokenizer of single characters whose chat template has a system part as long as the published one."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,7 +118,7 @@ def _tokenizer() -> Any:
         additional_special_tokens=["<system>", "<user>", "<end>"],
         padding_side="right",
     )
-    # Of the system's message the first letters; the published template's part before the caption is of 108 tokens.
+    # The first letters of the system message fill the 108 tokens that precede the caption in the published template.
     shown = "{{ messages[0]['content'][:" + str(SYSTEM_TOKENS - 2) + "] }}"
     tokenizer.chat_template = f"<system>{shown}<user>{{{{ messages[1]['content'] }}}}<end>"
     return tokenizer
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a test-sized HunyuanVideo 1.5 folder with random weights.")
     parser.add_argument("folder", type=new_folder)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--image", action="store_true", help="of an image-to-video pipeline")
+    parser.add_argument("--image", action="store_true", help="an image-to-video pipeline")
     arguments = parser.parse_args()
     print(build_tiny_hunyuan_pipeline(arguments.folder, arguments.seed, image=arguments.image))
 

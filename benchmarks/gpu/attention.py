@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,14 +20,18 @@ from benchmarks.attention_kernels import (
     world_of_one,
 )
 from benchmarks.gpu.child import Context
+from benchmarks.gpu.kernels import refused_at_once
 from fsdp_cp.attention.kernels import all_kernels
 from fsdp_cp.mesh import build_mesh
 
-TOKENS, TINY_TOKENS = (8192, 32760, 75600), (384, 512)
-"""The middle one is Wan's clip at 480p, the last at 720p; no multiples of a tile, as real ones."""
-HEADS, TINY_HEADS = (3, 5, 12), (2,)
-"""Of a rank: Wan 1.3B's on 4 ranks, 14B's on 8, 1.3B's on one."""
-TIMED = 1.0
+SIZES, TINY_SIZES = ((32760, 12), (75600, 5), (32760, 3), (8192, 12)), ((384, 2), (512, 2))
+"""Tokens and heads of a rank: Wan 1.3B at 480p on one rank, 14B at 720p on 8, 1.3B at 480p on 4, and a short clip.
+
+No token count is a multiple of a tile, as in real clips; the size that says most comes first.
+"""
+DERIVATIVES = ("auto", "reference")
+"""Names whose derivative is timed: the default choice on this device, and chunked torch."""
+TIMED = 0.5
 """Seconds of each pass that are timed, at least three runs."""
 OWN_TARGET, OTHER_TARGET = 3.5, 6.0
 """The derivative over the same kernel's forward, six matrix products against two; and over the fastest kernel's."""
@@ -42,12 +45,12 @@ def attention(context: Context) -> None:
     context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=60)
     found = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
     rate = repr(found[0] * 1e12) if found else "nan"
-    # The derivative's kernel comes before the others: what it is compared with may be cut, it may not.
-    names = ["reference", *(name for name in all_kernels() if name != "reference"), "torch SDPA", MATH]
+    # The derivatives come before the others: what they are compared with may be cut, they may not.
+    names = [*DERIVATIVES, *(name for name in all_kernels() if name not in DERIVATIVES), "torch SDPA", MATH]
     for i, name in enumerate(names):
         kernel = all_kernels().get(name)
-        refusal = kernel.refuses(torch.device("cpu"), torch.bfloat16, HEAD_DIM, False) if kernel else None
-        if context.device_type == "cpu" and refusal is not None:
+        refusal = refused_at_once(kernel, context.device_type, HEAD_DIM) if kernel else None
+        if refusal is not None:
             context.row(name, refused=refusal)
             continue
         # Half of what is left at most, so that one that is slow or hangs does not take the time of all others.
@@ -64,7 +67,7 @@ def ceiling(context: Context) -> None:
 
 
 def one_kernel(context: Context, name: str, rate: str) -> None:
-    """The rows of one kernel, the smallest sizes first.
+    """The rows of one kernel.
 
     Args:
         context: of the part.
@@ -72,27 +75,26 @@ def one_kernel(context: Context, name: str, rate: str) -> None:
         rate: of the ceiling, operations per second.
     """
     device = context.device_type
-    tokens, heads = (TINY_TOKENS, TINY_HEADS) if context.tiny else (TOKENS, HEADS)
+    sizes = TINY_SIZES if context.tiny else ((MATH_TOKENS, 12),) if name == MATH else SIZES
     with world_of_one(device):
         attend, refusal = _attend(device, name)
         if attend is None:
             context.row(name, refused=refusal)
             return
-        titles = ["JVP"] if name == MATH else [*FACTORS] if name == "reference" else [*FACTORS][:2]
-        for n in tokens if name != MATH or context.tiny else (MATH_TOKENS,):
-            for h in heads:
-                if context.left() < 10:
-                    context.row(name, tokens=n, heads=h, error="left out: its time was over")
+        titles = ["JVP"] if name == MATH else [*FACTORS] if name in DERIVATIVES else [*FACTORS][:2]
+        for n, h in sizes:
+            if context.left() < 10:
+                context.row(name, tokens=n, heads=h, error="left out: its time was over")
+                continue
+            for found in measure_passes(device, attend, n, h, titles, limit=TIMED):
+                cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": found.title}
+                if found.failure:
+                    context.row(name, **cells, error=found.failure)
+                    context.let_go()
                     continue
-                for found in measure_passes(device, attend, n, h, titles, limit=TIMED):
-                    cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": found.title}
-                    if found.failure:
-                        context.row(name, **cells, error=found.failure)
-                        context.let_go()
-                        continue
-                    cells |= {"ms": found.seconds * 1e3, "TFLOP/s": found.rate / 1e12}
-                    cells |= {"share": found.rate / float(rate), "peak MiB": found.peak / MIB}
-                    context.row(name, **cells, **{"largest error": found.error, "right": found.is_right})
+                cells |= {"ms": found.seconds * 1e3, "TFLOP/s": found.rate / 1e12}
+                cells |= {"share": found.rate / float(rate), "peak MiB": found.peak / MIB}
+                context.row(name, **cells, **{"largest error": found.error, "right": found.is_right})
 
 
 def _attend(device: str, name: str) -> tuple[Attend | None, str | None]:
@@ -119,12 +121,13 @@ def ratios(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for (tokens, heads), of in times.items():
         forwards = {name: ms for (name, title), ms in of.items() if title == "forward"}
-        if ("reference", "JVP") not in of or not forwards:
-            continue
-        derivative, fastest = of["reference", "JVP"], min(forwards, key=forwards.__getitem__)
-        for name, target in (("reference", OWN_TARGET), (fastest, OTHER_TARGET)):
-            if name in forwards and (name, target) != ("reference", OTHER_TARGET):
-                ratio = derivative / forwards[name]
-                cells = {"tokens": tokens, "heads": heads, "ratio": ratio, "target": target, "met": ratio <= target}
-                found.append({"what": f"JVP over the forward of {name}", **cells})
+        fastest = min(forwards, key=forwards.__getitem__, default=None)
+        for derived in DERIVATIVES:
+            if (derived, "JVP") not in of:
+                continue
+            for name, target in (("reference", OWN_TARGET), (fastest, OTHER_TARGET)):
+                if name in forwards and (name, target) != ("reference", OTHER_TARGET):
+                    ratio = of[derived, "JVP"] / forwards[name]
+                    cells = {"tokens": tokens, "heads": heads, "ratio": ratio, "target": target, "met": ratio <= target}
+                    found.append({"what": f"JVP of {derived} over the forward of {name}", **cells})
     return found

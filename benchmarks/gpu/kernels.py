@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.child import Context, DeviceLost, said
+from fsdp_cp.attention.kernel import Kernel
 from fsdp_cp.attention.kernels import all_kernels
 from tests.oracles.attention_kernels import CASES, TOLERANCE, check_derivative, check_kernel
 
@@ -23,12 +24,24 @@ HEAD_DIM = 32
 def kernels(context: Context) -> None:
     """The part: a row for each kernel and dtype, without masks and with them."""
     for name, kernel in all_kernels().items():
-        # Of a CPU that is told without a process; of a GPU not without starting CUDA in this one.
-        refusal = kernel.refuses(torch.device("cpu"), torch.bfloat16, HEAD_DIM, False)
-        if context.device_type == "cpu" and refusal is not None:
+        refusal = refused_at_once(kernel, context.device_type, HEAD_DIM)
+        if refusal is not None:
             context.row(name, refused=refusal)
         else:
             context.isolated(name, "benchmarks.gpu.kernels:one_kernel", name, seconds=90)
+
+
+def refused_at_once(kernel: Kernel, device_type: str, head_dim: int) -> str | None:
+    """Return why ``kernel`` cannot run, as far as this is known without a process that starts CUDA.
+
+    On a GPU only missing packages are known: starting CUDA here would take GPU memory from every other process.
+    """
+    if device_type == "cpu":
+        return kernel.refuses(torch.device("cpu"), torch.bfloat16, head_dim, False)
+    if kernel.name == "cpu_flash":
+        return "runs on the CPU"
+    package = getattr(kernel, "functions", None)
+    return None if package is None else package().problem
 
 
 def one_kernel(context: Context, name: str) -> None:

@@ -17,7 +17,6 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.rng import stream_seed
 from models.families.wan import Wan
 from models.network import Network
-from models.role import Role
 from models.role_plan import RolePlan
 
 GIB = 2**30
@@ -76,7 +75,7 @@ def shapes_of(words: list[str]) -> Shapes:
 
 
 @torch.no_grad()
-def fill_on_device(network: Network, plans: Sequence[RolePlan], roles: Sequence[Role], seed: int) -> None:
+def fill_on_device(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
     """In the place of :func:`models.fill.fill`, which draws on the CPU: three minutes of a 14B network.
 
     Matrices are normal, and keep the size of what they multiply; biases 0, other vectors 1; adapters as they begin.

@@ -30,15 +30,22 @@ PARTS = (
     Part(
         name="kernels",
         target="benchmarks.gpu.kernels:kernels",
-        seconds=240,
+        seconds=120,
         shows="Every local kernel against attention written out in float64: forward, backward, in two chunks,"
         " log-sum-exp and its tangent. Errors are relative by norm (those of log-sum-exps absolute, over ten), the"
         " largest of all cases.",
     ),
     Part(
+        name="quickstart",
+        target="benchmarks.gpu.quickstart:quickstart",
+        seconds=180,
+        shows="The shipped teacher. The difference is the largest of losses to those of the CPU in the same steps,"
+        " relative; wanted is 1e-4 in fp32.",
+    ),
+    Part(
         name="attention",
         target="benchmarks.gpu.attention:attention",
-        seconds=480,
+        seconds=240,
         shows="bf16, heads of 128. Arithmetic is 4 S^2 H D for the forward, 2.5 times that for the backward, 3 times"
         " for the derivative with its forward; the share is of the fastest matrix product of this run. Errors are"
         " against float64, relative by norm.",
@@ -46,10 +53,22 @@ PARTS = (
     Part(
         name="wan 1.3B",
         target="benchmarks.gpu.wan:small",
-        seconds=480,
+        seconds=300,
         shows="Three Wan 1.3B of random weights and a rollout of one step: the trainer's own steps, medians after a"
-        " round to warm up; blocks are compiled where a row says so. MFU counts no recomputation; attention is its"
-        " share of the time that kernels ran.",
+        " round to warm up. MFU counts no recomputation; attention is its share of the time that kernels ran.",
+    ),
+    Part(
+        name="wan 1.3B recomputation",
+        target="benchmarks.gpu.wan:recomputed",
+        seconds=240,
+        shows="The same steps of DMD2 with another `activation_checkpointing` of student and fake score; the part above"
+        " has `full`.",
+    ),
+    Part(
+        name="wan 1.3B compiled",
+        target="benchmarks.gpu.wan:compiled",
+        seconds=300,
+        shows="The same steps of DMD2 with compiled blocks. The first round compiles.",
     ),
     Part(
         name="memory",
@@ -65,13 +84,6 @@ PARTS = (
         " a ring its attention is over these and 40 heads, once; of Ulysses over all 75,600 tokens and 5 heads, with"
         " the exchange done by copies on the spot. Kept is what the graph holds from forward to backward,"
         " beyond the block's input.",
-    ),
-    Part(
-        name="quickstart",
-        target="benchmarks.gpu.quickstart:quickstart",
-        seconds=480,
-        shows="The shipped teacher. The difference is the largest of losses to those of the CPU in the same steps,"
-        " relative; wanted is 1e-4 in fp32.",
     ),
     Part(
         name="encoders",

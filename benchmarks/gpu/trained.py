@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd import DeviceType, forward_ad
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp_cp.attention
@@ -17,15 +17,15 @@ from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import GIB, Peak, architecture_of, fill_on_device, gib, shapes_of, words_of
 from benchmarks.planning import planned
 from benchmarks.steps import open_trainer
+from distill.derivatives import directional_derivative
 from distill.trainer import Trainer
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.sharding.settings import FORWARD_AD_SINCE
 from models.condition import text_condition
 from models.families.wan import Wan
 from tests.oracles.clips import RandomClips
 
-ROUNDS = 3
+ROUNDS = 2
 """Of a student's and a fake score's step each, behind one to warm up."""
 MFU_TARGET = 0.45
 DUAL = "fsdp_cp::ring_dual"
@@ -87,8 +87,10 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
         whole = max((size for size in most.values() if size is not None), default=None)
         context.row(f"{name}: whole run", **{"peak GiB": gib(whole), "reserved GiB": _reserved(device)})
         if context.left() > 3 * taken + 30:
-            for role, share in _attention(trainer, data, cycle).items():
-                context.row(f"{name}: {role} step, profiled", attention=share)
+            for role, (share, busy) in _attention(trainer, data, cycle).items():
+                idle = 1 - busy / statistics.median(line["perf/seconds_per_step"] for line in found[role])
+                cells = {"GPU idle": idle} if device.type == "cuda" else {}
+                context.row(f"{name}: {role} step, profiled", attention=share, **cells)
 
 
 def _cycle(trainer: Trainer) -> list[str]:
@@ -135,8 +137,11 @@ def _reserved(device: torch.device) -> float | None:
     return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
 
 
-def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, float]:
-    """Of each role's step, the share of attention in the time that kernels ran (on the CPU: operators)."""
+def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple[float, float]]:
+    """Of each role's step, the share of attention in the seconds that kernels ran (on the CPU: operators), and those.
+
+    Kernels of two streams at once count twice.
+    """
     on_gpu = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     dual = fsdp_cp.attention.ring_dual
@@ -159,7 +164,7 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, float
         else:
             whole = sum(event.self_cpu_time_total for event in events)
             part = sum(event.cpu_time_total for event in operators)
-        shares[role] = part / whole if whole else 0.0
+        shares[role] = (part / whole if whole else 0.0, whole / 1e6)
     return shares
 
 
@@ -181,11 +186,12 @@ def derivative(context: Context, name: str) -> None:
             return family.outputs(network, x, time_of, condition)[0]
 
         def dual() -> torch.Tensor:
-            with forward_ad.dual_level():
-                given = forward_ad.make_dual(x, t_x), forward_ad.make_dual(time_of, t_time)
-                tangent = forward_ad.unpack_dual(family.outputs(network, *given, condition)[0]).tangent
-                assert tangent is not None and bool(tangent.isfinite().all())
-                return tangent
+            tangent = directional_derivative(
+                lambda x, t: family.outputs(network, x, t, condition)[0], (x, time_of), (t_x, t_time), mode="exact",
+                step=0.0,
+            )  # fmt: skip
+            assert bool(tangent.isfinite().all())
+            return tangent
 
         def measured(run: Any) -> dict[str, Any]:
             peak.reset()
@@ -193,11 +199,8 @@ def derivative(context: Context, name: str) -> None:
             most = peak.read()
             return {"seconds": timed(run, context.device_type, limit=5.0), "peak GiB": gib(most)}
 
-        since = ".".join(map(str, FORWARD_AD_SINCE))
-        old = torch.__version__ < FORWARD_AD_SINCE  # type: ignore[operator]  # it compares itself with tuples too
-        note = {"note": f"torch {torch.__version__} has none through FSDP2, torch {since} has"} if old else {}
         context.attempt(f"{name}: without, unsharded", lambda: measured(plain))
-        context.attempt(f"{name}: with, unsharded", lambda: measured(dual), **note)
+        context.attempt(f"{name}: with, unsharded", lambda: measured(dual))
 
 
 def _plain_network(architecture: dict[str, Any], device: torch.device) -> Any:

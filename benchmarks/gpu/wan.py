@@ -1,5 +1,7 @@
 """Steps of whole networks: three Wan 1.3B, and adapters on one Wan 14B; each run in a process of its own.
 
+Runs are spread over several parts, so that a short lease of a GPU finishes some of them.
+
 These functions import nothing that takes long: the processes do that measure (:mod:`benchmarks.gpu.trained`).
 """
 
@@ -21,21 +23,39 @@ WITHIN = 0.05
 """Of what is measured a plan may differ by so much."""
 
 
+DMD2, RCM = ("1_3b", "dmd2"), ("1_3b", "rcm")
+
+
 def small(context: Context) -> None:
-    """The part of 1.3B: DMD2, rCM, DMD2 with compiled blocks, in fp8 too, a derivative of a plain network; and their
-    plans. fp8 is measured compiled alone: casts that are kernels of their own take what its products save."""
-    dmd2, rcm = ("1_3b", "dmd2"), ("1_3b", "rcm")
-    runs: dict[str, tuple[str, ...]] = {"DMD2": dmd2, "rCM": rcm}
+    """Measure DMD2 and rCM of 1.3B with full recomputation, and a derivative of a plain network; with their plans."""
+    runs = {"DMD2": DMD2, "rCM": RCM}
+    name = "derivative of a forward"
+    derivative = partial(context.isolated, name, f"{TRAINED}:derivative", name)
+    with_plans(context, f"{TRAINED}:steps", runs, runs, last=[derivative])
+
+
+def recomputed(context: Context) -> None:
+    """Measure DMD2 of 1.3B with selective recomputation and with none; with their plans."""
+    runs = {
+        f"DMD2, {kind}": (*DMD2, *(f"{role}.activation_checkpointing={kind}" for role in ("student", "fake")))
+        for kind in ("selective", "none")
+    }
+    with_plans(context, f"{TRAINED}:steps", runs, runs)
+
+
+def compiled(context: Context) -> None:
+    """Measure DMD2 of 1.3B with compiled blocks, in bf16 and in fp8.
+
+    fp8 is measured compiled alone: casts that are kernels of their own take the time that its products save.
+    """
+    runs: dict[str, tuple[str, ...]] = {
+        "DMD2, compiled": (*DMD2, *COMPILED), "DMD2, compiled, fp8": (*DMD2, *COMPILED, *FP8)
+    }  # fmt: skip
     if context.tiny:
-        context.row("DMD2, compiled", note=NOT_COMPILED)
-        context.row("DMD2, compiled, fp8", note=NOT_COMPILED)
-    else:
-        runs["DMD2, compiled"] = (*dmd2, *COMPILED)
-        runs["DMD2, compiled, fp8"] = (*dmd2, *COMPILED, *FP8)
-    derivative = partial(
-        context.isolated, "derivative of a forward", f"{TRAINED}:derivative", "derivative of a forward"
-    )
-    with_plans(context, f"{TRAINED}:steps", runs, {"DMD2": dmd2, "rCM": rcm}, last=[derivative])
+        for name in runs:
+            context.row(name, note=NOT_COMPILED)
+        return
+    with_plans(context, f"{TRAINED}:steps", runs, {})
 
 
 def large(context: Context) -> None:

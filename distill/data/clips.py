@@ -11,22 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import av
 import torch
 import torch.nn.functional as F
-from av.video.reformatter import Interpolation
 
 from fsdp_cp.errors import UserError
+
+if TYPE_CHECKING:
+    import av
 
 logger = logging.getLogger(__name__)
 
 # Decoding rules that change pixels must change this name: it is part of every latent's key.
 DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
-
-# swscale's default drops half of the chroma resolution and rounds coarsely; both would reach the VAE.
-_TO_RGB = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
-
 
 MAX_SIZE = 65536
 """Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
@@ -82,6 +80,8 @@ def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
     Returns: float32 (3, T, H, W) in [-1, 1].
     Raises: ``ClipError`` with the reason if the file is missing, broken or too short.
     """
+    import av  # here alone: a run without video files needs no FFmpeg
+
     frames: list[torch.Tensor] = []
     try:
         # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
@@ -169,7 +169,11 @@ def frame_to_tensor(
     frame: av.VideoFrame, height: int, width: int, pixel_aspect: Fraction = Fraction(1)
 ) -> torch.Tensor:
     """One decoded frame as float32 (3, ``height``, ``width``) in [-1, 1], upright, centre-cropped and resized."""
-    rgb_HWC = torch.from_numpy(frame.to_ndarray(format="rgb24", interpolation=_TO_RGB))
+    from av.video.reformatter import Interpolation as To
+
+    # swscale's default drops half of the chroma resolution and rounds coarsely; both would reach the VAE.
+    to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
+    rgb_HWC = torch.from_numpy(frame.to_ndarray(format="rgb24", interpolation=to_rgb))
     turns, rest = divmod(round(frame.rotation), 90)  # degrees counter-clockwise, as phones store portrait clips
     if rest:
         raise ClipError(f"is rotated by {frame.rotation} degrees; only multiples of 90 can be turned upright")

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.arguments import check_arguments, check_split_arguments, check_total_keys
+from fsdp_cp.attention.derivative import choose_dual
 from fsdp_cp.attention.failures import Failure, StopRecomputation, raise_in_backward
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
@@ -222,7 +223,7 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
     if may_be_dual(q):
         primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
         if tangents is not None:
-            _check_kernel(q, mask, backend, jvp=True)
+            attention_dual = choose_dual(backend, primals[0], groups)
             if groups.cp_size > 1:  # what travels is one buffer
                 pairs = zip(primals, tangents, strict=True)
                 tangents = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
@@ -230,7 +231,7 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
 
             def attend_dual(x: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
                 q, k, v, t_q, t_k, t_v = x
-                return ring_dual(q, k, v, t_q, t_k, t_v, mask, scale, ring)
+                return ring_dual(q, k, v, t_q, t_k, t_v, mask, scale, ring, attention_dual)
 
             # None among them on one rank alone, where they are handed on as they are.
             inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
@@ -323,11 +324,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int | Non
     _check_kernel(q, mask, backend)
 
 
-def _check_kernel(q: Tensor, mask: Tensor | None, backend: str, jvp: bool = False) -> None:
+def _check_kernel(q: Tensor, mask: Tensor | None, backend: str) -> None:
     """Refuse before anything is sent. A compiled graph finds out when it runs."""
     if not torch.compiler.is_compiling():
-        masked = mask is not None
-        choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked, jvp=jvp)
+        choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
 
 
 def _check_split(

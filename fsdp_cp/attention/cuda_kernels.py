@@ -152,6 +152,20 @@ class Cudnn(_CudaKernel):
         return out.transpose(1, 2), lse.squeeze(-1)  # (B, H, Sq, 1)
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        # cuDNN's backward counts the missing keys of a half-filled last tile of 128 as logits of 0, and dq is NaN where
+        # exp(-lse) overflows (pytorch issue 196678; seen on an H200 with cuDNN 9.19, with a bias and without). So these
+        # keys go apart, padded to a whole tile that a bias masks.
+        whole = k.shape[1] // 128 * 128
+        if mask is not None or whole == k.shape[1]:
+            return self._backward(grad_out, q, k, v, out, lse, mask, scale)
+        rest = torch.ones((k.shape[0], k.shape[1] - whole), dtype=torch.bool, device=k.device)
+        last = self._backward(grad_out, q, k[:, whole:], v[:, whole:], out, lse, rest, scale)
+        if not whole:
+            return last
+        first = self._backward(grad_out, q, k[:, :whole], v[:, :whole], out, lse, None, scale)
+        return first[0] + last[0], torch.cat((first[1], last[1]), 1), torch.cat((first[2], last[2]), 1)
+
+    def _backward(self, grad_out, q, k, v, out, lse, mask, scale):
         keys = k.shape[1]
         q, k, v, bias = self._inputs(q, k, v, mask)
         # Rows without keys: a large number instead of +inf is 0 in exp(s - lse) whatever the kernel makes of inf.
@@ -171,8 +185,7 @@ class Cudnn(_CudaKernel):
             mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
         if mask is None:
             return _packed(q), _packed(k), _packed(v), None
-        # With a bias, cuDNN's backward counts the missing keys of a half-filled last tile of 128 as logits of 0, and
-        # dq is NaN where exp(-lse) overflows (pytorch issue 196678): hand over whole tiles.
+        # Whole tiles of 128 keys, for the backward.
         return _packed(q), _packed(_padded(k, 1, 128)), _packed(_padded(v, 1, 128)), _bias(mask, q.dtype, 128)
 
 

@@ -27,18 +27,16 @@ def _explain(name: str, what: str, why: str) -> None:
     log.info("attention backend auto: %s for %s (%s)", name, what, why)
 
 
-def choose_kernel(
-    backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, jvp: bool = False
-) -> Kernel:
-    """The kernel called ``backend``, or for ``"auto"`` the best that can run; the log says once which and why.
+def choose_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> Kernel:
+    """Return the kernel called ``backend``, or for ``"auto"`` the best that can run; log once which and why.
 
     Raises:
-        ValueError: an unknown name, a kernel that cannot run these tensors, or that has no JVP where one is asked for.
+        ValueError: an unknown name, or a kernel that cannot run these tensors.
     """
     kernels = all_kernels()
     if backend == "auto":
         order = preferred(device) if device.type == "cuda" else (kernels["cpu_flash"],)
-        candidates = [kernels["reference"]] if jvp else [*order, kernels["reference"]]
+        candidates = [*order, kernels["reference"]]
         reasons = []
         for kernel in candidates:
             reason = kernel.refuses(device, dtype, head_dim, masked)
@@ -49,17 +47,12 @@ def choose_kernel(
             raise ValueError(
                 f"no attention kernel takes {dtype} on {device.type}: {'; '.join(reasons)}; cast q, k and v"
             )
-        why = "the only one with a forward-mode derivative" if jvp else "; ".join(reasons) or "first choice"
-        what = f"{dtype} on {device.type}{', masked' if masked else ''}{', JVP' if jvp else ''}"
-        _explain(kernel.name, what, why)
+        what = f"{dtype} on {device.type}{', masked' if masked else ''}"
+        _explain(kernel.name, what, "; ".join(reasons) or "first choice")
         return kernel
     if backend not in kernels:
         raise ValueError(f"backend={backend!r} is unknown; use auto or {', '.join(kernels)}")
     kernel = kernels[backend]
-    if jvp and kernel.name != "reference":
-        raise ValueError(
-            f"backend={backend!r} has no forward-mode derivative (JVP); use backend='auto' or backend='reference'"
-        )
     reason = kernel.refuses(device, dtype, head_dim, masked)
     if reason is not None:
         able = [name for name, other in kernels.items() if other.refuses(device, dtype, head_dim, masked) is None]

@@ -1,6 +1,7 @@
 """Attention and its forward-mode derivative in plain torch, tile by tile: memory grows linearly in tokens.
 
-The only kernel with a JVP, and the one that takes every dtype on every device. Written after FlashAttention (Dao et al.
+It takes every dtype on every device, and has the derivative that :mod:`fsdp_cp.attention.triton_dual` computes in one
+kernel on CUDA. Written after FlashAttention (Dao et al.
 2022, algorithms 1 and 4); the tangent follows sCM (Lu and Song 2024, appendix on JVP of flash attention): with
 ``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and ``t_lse = rowsum(P t_S)``,
 ``t_out = (P t_S) v - t_lse out + P t_v``.

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_cp.attention.failures import Failure, communication
 from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import Chunk, Layout, Tile
-from fsdp_cp.attention.reference import Dual, attention_dual
+from fsdp_cp.attention.reference import Dual
 
 T = TypeVar("T", Tensor, Tensor | None)
 _KEYS_TAG, _GRADS_TAG = 1, 2  # both are in flight between the same two ranks in backward
@@ -354,11 +354,13 @@ def ring_dual(
     mask: Tensor | None,
     scale: float,
     ring: Ring,
+    attention_dual: Callable[..., Dual],
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
+    """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
-    Shapes as in :func:`ring_forward`; in a ring of one, a tangent that is 0 may be ``None``. Returns ``out`` and
-    ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
+    Shapes as in :func:`ring_forward`; in a ring of one, a tangent that is 0 may be ``None``. ``attention_dual``
+    computes one rectangle of queries and keys, as :func:`fsdp_cp.attention.reference.attention_dual` does. Returns
+    ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)

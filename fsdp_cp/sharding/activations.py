@@ -80,6 +80,8 @@ def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offl
     inner = module.forward
 
     def recomputed(*args, **kwargs):
+        if not torch.is_grad_enabled():  # torch 2.11's checkpoint loses forward-mode tangents here
+            return inner(*args, **kwargs)
         # All of them positional: of keyword arguments checkpoint keeps a plain reference, which offload cannot see.
         names = tuple(kwargs)
         # What is computed again in backward has its own forward's token counts. (A compiled graph holds them.)

@@ -296,11 +296,14 @@ def _prefetch(model: ShardedModule, units: Sequence[ShardedModule], settings: Sh
 
 
 def _refuse_duals(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+    if not torch.is_grad_enabled():
+        return
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(
-            f"forward-mode AD through a sharded network needs torch {'.'.join(map(str, FORWARD_AD_SINCE))} or newer,"
-            f" not {torch.__version__}"
+            f"forward-mode AD through a sharded network with gradients enabled needs torch"
+            f" {'.'.join(map(str, FORWARD_AD_SINCE))} or newer, not {torch.__version__};"
+            " compute it under torch.no_grad()"
         )
 
 

@@ -127,7 +127,7 @@ def test_processes_of_a_part_may_fail_alone():
     ("words", "line"),
     [
         (["--device", "cpu"], "--device cpu has sizes for a test alone; add --tiny, or use --device cuda"),
-        (["--again", "wan"], "--again wan: there is no such part; use 'kernels', 'attention', 'wan 1.3B'"),
+        (["--again", "wan"], "--again wan: there is no such part; use 'kernels', 'quickstart', 'attention'"),
         (["--only", "wan 1.3B", "x"], "--only x: there is no such part; use "),
         (["--minutes", "31", *CPU], "--minutes 31 is more than 30; start the command again to go on"),
         (["--minutes", "nan", *CPU], "argument --minutes: nan must be a number above 0"),
@@ -197,7 +197,7 @@ def test_all_parts_in_small(tmp_path, capsys):
     assert kernels["cpu_flash, bfloat16"]["right"] == "10 of 10"
     assert kernels["reference, derivative, float64"]["largest error"] < 1e-12
     assert all(row["right"] for row in found["attention"]["rows"] if "largest error" in row)
-    assert any(row["what"] == "JVP over the forward of reference" for row in found["attention"]["rows"])
+    assert any(row["what"] == "JVP of reference over the forward of reference" for row in found["attention"]["rows"])
     for name, run in (("wan 1.3B", "DMD2"), ("wan 1.3B", "rCM"), ("wan 14B lora", "DMD2, adapters of rank 4")):
         assert rows[name][f"{run}: plan against peak"]["within 5 %"], run
         assert rows[name][f"{run}: student step"]["seconds"] > 0 < rows[name][f"{run}: fake step"]["seconds"]

@@ -19,12 +19,12 @@ def normal(*shape, seed):
 
 
 def marginal_variance(variance: Tensor, t: Tensor) -> Tensor:
-    """Of ``x_t`` where data have ``variance``."""
+    """Return the variance of ``x_t`` where data have ``variance``."""
     return (1 - t) ** 2 * variance + t**2
 
 
 class Gaussian:
-    """Data are N(mean, covariance) over all N elements of a sample, the covariance a full matrix."""
+    """Data distributed as N(mean, covariance) over all N elements of a sample, with a full covariance matrix."""
 
     boundaries = ()
 
@@ -48,7 +48,7 @@ class Gaussian:
         return ((slope * z) @ self.basis.T - self.mean).view_as(x)
 
     def flow_map(self, x: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        """Where the trajectory through ``x`` at time ``t`` is at time ``s``."""
+        """Return the point at time ``s`` of the trajectory through ``x`` at time ``t``."""
         t, s = t[:, None], s[:, None]
         z = (x.flatten(1) - (1 - t) * self.mean) @ self.basis
         z = z * (marginal_variance(self.variance, s) / marginal_variance(self.variance, t)).sqrt()
@@ -56,7 +56,7 @@ class Gaussian:
 
 
 class Mixture:
-    """Every element of the data is drawn from the same mixture of Gaussians in one dimension."""
+    """Data whose elements are all drawn from one mixture of Gaussians in one dimension."""
 
     boundaries = ()
 
@@ -69,37 +69,37 @@ class Mixture:
         which = torch.bucketize(which, self.weights.cumsum(0)[:-1])
         return self.means[which] + self.stds[which] * normal(count, *self.shape, seed=seed + 1)
 
-    def _standardised(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``x_t`` less each component's mean, over its deviation, with the components last; that deviation; ``t``."""
+    def _standardized(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``x_t`` standardized by each component (components last), the deviations, and ``t``."""
         t = per_sample(t, x)[..., None]
         deviation = marginal_variance(self.stds**2, t).sqrt()
         return (x[..., None] - (1 - t) * self.means) / deviation, deviation, t
 
     def _log_density(self, x: Tensor, t: Tensor) -> Tensor:
-        z, deviation, _ = self._standardised(x, t)
+        z, deviation, _ = self._standardized(x, t)
         return torch.logsumexp(self.weights.log() - 0.5 * z**2 - deviation.log(), -1) - 0.5 * torch.log(
             torch.tensor(2 * torch.pi)
         )
 
     def _log_below(self, x: Tensor, t: Tensor, sign: float = 1.0) -> Tensor:
-        """Logarithm of the probability below ``x``, or above it for ``sign = -1``."""
-        z, _, _ = self._standardised(x, t)
+        """Return the logarithm of the probability below ``x``, or above it for ``sign = -1``."""
+        z, _, _ = self._standardized(x, t)
         return torch.logsumexp(self.weights.log() + torch.special.log_ndtr(sign * z), -1)
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
     ) -> Tensor:
-        z, deviation, t = self._standardised(x, t)
+        z, deviation, t = self._standardized(x, t)
         posterior = torch.softmax(self.weights.log() - 0.5 * z**2 - deviation.log(), -1)
         return (posterior * ((t - (1 - t) * self.stds**2) / deviation * z - self.means)).sum(-1)
 
     def flow_map(self, x: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        """Monotone transport: the quantile at time ``s`` of the probability below ``x`` at time ``t``."""
+        """Transport ``x`` monotonically: return the quantile at ``s`` of the probability below ``x`` at ``t``."""
         below, above = self._log_below(x, t), self._log_below(x, t, -1.0)
         lower = below < above
 
         def excess(y):
-            """Increasing in ``y``, zero at the answer; in logarithms of the smaller tail, which keeps its digits."""
+            """Return a function that increases in ``y`` and is 0 at the answer, in logarithms of the smaller tail."""
             return torch.where(lower, self._log_below(y, s) - below, above - self._log_below(y, s, -1.0))
 
         low, high = torch.full_like(x, -40.0), torch.full_like(x, 40.0)
@@ -108,7 +108,7 @@ class Mixture:
             too_high = excess(middle) > 0
             low, high = torch.where(too_high, low, middle), torch.where(too_high, middle, high)
         y = (low + high) / 2
-        for _ in range(2):  # which bring the derivatives that bisection has not
+        for _ in range(2):  # Newton steps give the derivatives that bisection does not
             tail = torch.where(lower, self._log_below(y, s), self._log_below(y, s, -1.0))
             y = y - excess(y) / (self._log_density(y, s) - tail).exp()
         return y
@@ -116,11 +116,11 @@ class Mixture:
 
 PROBLEMS = [Gaussian(), Mixture()]
 TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.8, 0.6), stds=(0.4, 0.4))]
-"""Milder ones, which a small network learns in seconds."""
+"""Milder problems, which a small network learns in seconds."""
 
 
 class ExactStudent(nn.Module):
-    """The consistency map ``x_t -> x_0`` of ``problem`` as a velocity; parameters of 0 take part in it."""
+    """The consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
 
     boundaries = ()
 
@@ -172,13 +172,13 @@ class SmallNet(nn.Module):
 
 
 def nothing(count: int) -> Condition:
-    """Captions that say nothing."""
+    """Return ``count`` captions of zeros."""
     text = torch.zeros(count, *TEXT, dtype=torch.float64)
     return text_condition(text, text[0], text[0])
 
 
 def make_batch(problem, count: int, seed: int = 1) -> Batch:
-    """``count`` samples of ``problem``, whose captions say nothing."""
+    """Return ``count`` samples of ``problem`` with captions of zeros."""
     return Batch(
         latents=problem.sample(count, seed),
         condition=nothing(count),
@@ -186,7 +186,7 @@ def make_batch(problem, count: int, seed: int = 1) -> Batch:
 
 
 def train(method, problem, steps: int, lr: float, count: int = 16) -> None:
-    """``steps`` steps of ``method``, of whichever role, as the trainer takes them; the rate ends at a hundredth."""
+    """Take ``steps`` steps of ``method`` as the trainer does; the learning rate falls to a hundredth."""
     optimizers = {
         name: torch.optim.Adam(method.roles[name].parameters(), lr=lr, betas=(0.9, 0.99))
         for name in method.trained_roles
@@ -203,7 +203,7 @@ def train(method, problem, steps: int, lr: float, count: int = 16) -> None:
 
 @torch.no_grad()
 def flow_map_error(problem, student, times=(1.0, 0.934, 0.853, 0.609), count: int = 256) -> float:
-    """Root mean square error of the student's ``x_t -> x_0`` over ``times``, relative to the deviation of the data."""
+    """Return the RMS error of the student's ``x_t -> x_0`` over ``times``, relative to the data's deviation."""
     errors = []
     for i, time in enumerate(times):
         t = torch.full((count,), time, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Generated damage to files, and what may come of reading them."""
+"""Generated damage to files, and checks of what reads them."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ def examples(count: int):
     )
 
 
-# ---------------------------------------------------------------- what is done to files
+# ---------------------------------------------------------------- damage
 
 BYTES = st.lists(
     st.tuples(
@@ -35,7 +35,7 @@ BYTES = st.lists(
 
 
 def damaged(data: bytes, steps, head: int = 0) -> bytes:
-    """``data`` after each of ``steps``, of which every second lies in the first ``head`` bytes, if that is given."""
+    """Return ``data`` after ``steps``. With ``head``, about half of them change the first ``head`` bytes."""
     changed = bytearray(data)
     for what, where, seed in steps:
         span = min(head, len(changed)) if head and seed % 2 else len(changed)
@@ -75,7 +75,7 @@ CHANGES = st.lists(
 
 
 def changed_json(text: str, changes) -> str:
-    """A JSON object with values replaced, keys removed or added."""
+    """Return the JSON object with values replaced, keys removed or added."""
     content = json.loads(text)
     for what, number, value in changes:
         key = sorted(content)[number % len(content)] if content else "a"
@@ -86,11 +86,11 @@ def changed_json(text: str, changes) -> str:
     return json.dumps(content)
 
 
-# ---------------------------------------------------------------- what may come of it
+# ---------------------------------------------------------------- checks
 
 
 def refusal(work) -> str | None:
-    """What ``work`` refused in one line; ``None`` if it did not. Every other exception is a failure of the test."""
+    """Run ``work`` and return its refusal of one line, or ``None``. Any other exception fails the test."""
     noise = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(noise), contextlib.redirect_stdout(noise):
@@ -103,7 +103,7 @@ def refusal(work) -> str | None:
 
 
 def command(main, *arguments) -> str | None:
-    """As :func:`refusal`, of a command's ``main``: exit code 0, or 2 and one line."""
+    """Run a command's ``main``: check that it exits with 0, or with 2 and one line; return the line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,7 +115,7 @@ def command(main, *arguments) -> str | None:
 
 
 def snapshot(*folders: Path) -> dict[str, str]:
-    """Every file below, with a hash."""
+    """Return a hash of every file below ``folders``."""
     found = {}
     for folder in folders:
         for file in sorted(folder.rglob("*")):

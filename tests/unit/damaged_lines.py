@@ -1,4 +1,4 @@
-"""Files of JSON lines as nobody should leave them: drawn by hypothesis, for the tests of what reads them."""
+"""Hypothesis strategies for damaged files of JSON lines."""
 
 import json
 import math

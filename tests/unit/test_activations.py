@@ -10,7 +10,6 @@ from torch.autograd import forward_ad
 
 from fsdp_cp import ShardSettings
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.activations import (
     apply_activation_offload,
     apply_checkpointing,
@@ -79,16 +78,6 @@ def test_each_storage_is_copied_once_and_weights_never(views):
     assert not weights & set(counted.copies)
 
 
-def test_views_of_one_storage_come_back_in_one():
-    memory, x = activations._HostMemory(), torch.randn(2, 16 * 1024)
-    saved = [memory.pack(x.t()), memory.pack(x.view(-1)[1:])]
-    for _ in range(2):  # a second backward starts afresh
-        a, b = (each.restore() for each in saved)
-        assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-        assert torch.equal(a, x.t()) and torch.equal(b, x.view(-1)[1:])
-        a.zero_()
-
-
 class _Strided(torch.autograd.Function):
     """Saves views with odd strides, and looks at what comes back."""
 
@@ -137,12 +126,12 @@ def _changed_in_place(x):
 
 @pytest.mark.parametrize("size", [16, 32 * 1024])
 def test_a_tensor_changed_in_place(size):
-    """A copy is of its time; what was too small to be copied is refused, as autograd does by itself."""
+    """A copied tensor keeps its old values; one too small to be copied raises, as autograd does by itself."""
     module, x = _Call(_changed_in_place), torch.randn(size, requires_grad=True)
     offload_saved_tensors(module)
     out = module(x)
     if size == 16:
-        with pytest.raises(RuntimeError, match=r"shape \(16,\) that backward needs was changed in place"):
+        with pytest.raises(RuntimeError):
             out.sum().backward()
     else:
         out.sum().backward()
@@ -167,18 +156,17 @@ def test_second_backwards(views):
     assert torch.equal(*twice) and twice[0].abs().max() > 0
 
 
-def test_nothing_happens_without_gradients(views):
+def test_nothing_is_copied_without_gradients(views):
     module, x, _ = views
-    tangent = torch.randn_like(x)
-    with Counted() as counted, torch.no_grad(), forward_ad.dual_level():
-        module(x)
-        dual = forward_ad.unpack_dual(module(forward_ad.make_dual(x, tangent)))
-    assert not counted.copies
+    tangent, found = torch.randn_like(x), []
     plain = Views()
     plain.load_state_dict(module.state_dict())
-    with torch.no_grad(), forward_ad.dual_level():
-        expected = forward_ad.unpack_dual(plain(forward_ad.make_dual(x, tangent))).tangent
-        assert torch.equal(dual.tangent, expected) and expected.abs().max() > 0
+    with Counted() as counted, torch.no_grad(), forward_ad.dual_level():
+        module(x)
+        for each in (module, plain):
+            found.append(forward_ad.unpack_dual(each(forward_ad.make_dual(x, tangent))).tangent)
+    assert not counted.copies
+    assert torch.equal(*found) and found[0].abs().max() > 0
 
 
 # --- which operators selective checkpointing keeps ---
@@ -206,20 +194,12 @@ def test_the_operators_asked_for_are_kept():
         assert all(torch.equal(a, b) for a, b in zip(gradients, truth[2], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("aten.no_such", "torch has no operator 'aten.no_such'"),
-        ("mm", "torch has no operator 'mm'"),
-        # Autograd takes these apart before a policy sees them: naming them would keep nothing, silently.
-        ("aten.linear", "aten.linear is made of other operators"),
-        ("aten.scaled_dot_product_attention", "is made of other operators"),
-    ],
-)
-def test_operators_that_cannot_be_kept(name, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("name", ["aten.no_such", "aten.linear"])
+def test_operators_that_cannot_be_kept(name):
+    """Autograd takes aten.linear apart before a policy sees it: naming it would keep nothing, silently."""
+    with pytest.raises(UserError, match=name):
         ShardSettings(activation_checkpointing="selective", keep_operators=[name]).check("cpu")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=name):
         recompute_in_backward(nn.Linear(2, 2), keep=(name,))
 
 
@@ -234,34 +214,7 @@ def test_outputs_kept_in_cpu_memory_serve_two_backwards():
         assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], truth)
 
 
-def test_kept_operators_in_another_order_are_noticed():
-    """With their outputs in CPU memory; torch's own cache, which serves without, checks by itself."""
-    calls = []
-
-    def fickle(x):
-        calls.append(0)
-        return x.mm(x).sin().addmm(x, x).sin() if len(calls) == 1 else x.addmm(x, x).sin().mm(x).sin()
-
-    module = _Call(fickle)
-    recompute_in_backward(module, ("aten.mm", "aten.addmm"), offload=True)
-    with pytest.raises(RuntimeError, match="was not called in forward where recomputation calls it now"):
-        module(torch.randn(4, 4, requires_grad=True)).sum().backward()
-
-
 # --- compiled ---
-
-
-def _many_graphs(count):
-    with Counted() as counted:
-        unit = nn.Sequential(nn.Linear(4, 4))
-        wrap_unit(unit, ShardSettings(compile=True))
-        for size in range(count):
-            unit.forward(torch.randn(*[1] * size, 4))  # another rank each time, which no graph can share
-    return counted.graphs
-
-
-def test_more_graphs_than_torch_allows_by_itself():
-    assert _many_graphs(torch._dynamo.config.recompile_limit + 2) == torch._dynamo.config.recompile_limit + 2
 
 
 class _Scaled(nn.Module):
@@ -271,9 +224,10 @@ class _Scaled(nn.Module):
         return (x * self.factor).sin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_tangents_pass_a_compiled_unit(checkpointing):
-    """Of an argument, and of what the unit reads elsewhere; a graph is used again behind them."""
+    """Check tangents of an argument and of an attribute, and that the compiled graph is used again after them."""
     unit, x, along = _Scaled(), torch.rand(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     unit.factor = torch.rand(5, dtype=torch.float64)
     slope = (x * unit.factor).cos()
@@ -293,7 +247,7 @@ def test_tangents_pass_a_compiled_unit(checkpointing):
 
 
 class _Modulated(nn.Module):
-    """What stands behind the attention of a block of HunyuanVideo: a gate, a modulated norm, a gated feed-forward."""
+    """The part of a HunyuanVideo block after its attention: a gate, a modulated norm, a gated feed-forward."""
 
     def __init__(self):
         super().__init__()
@@ -307,7 +261,7 @@ class _Modulated(nn.Module):
 
 
 class _BehindAConvolution(_Modulated):
-    """Transposed inside."""
+    """The same part, with a convolution that transposes its input."""
 
     def __init__(self):
         super().__init__()
@@ -317,23 +271,15 @@ class _BehindAConvolution(_Modulated):
         return super().forward(self.conv(x.transpose(1, 2)).transpose(1, 2), attended, modulation)
 
 
-@pytest.mark.parametrize(
-    ("kind", "transposed"),
-    [
-        (_Modulated, True),
-        pytest.param(_Modulated, False, marks=pytest.mark.long),
-        pytest.param(_BehindAConvolution, True, marks=pytest.mark.slow),
-        pytest.param(_BehindAConvolution, False, marks=pytest.mark.long),
-    ],
-)
-def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind, transposed):
-    """torch 2.13's own are off by 4 to 9 %, where the argument is transposed or the unit does it inside."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
+def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
+    """torch 2.13's own gradients are off by 4 to 9 % where the argument is transposed or the unit transposes."""
     torch.manual_seed(0)
     plain = kind()
     unit = copy.deepcopy(plain)
     wrap_unit(unit, ShardSettings(compile=True))
-    x = torch.randn(1, 48, 45).transpose(1, 2)
-    inputs = [x if transposed else x.contiguous(), torch.randn(1, 45, 48), torch.randn(1, 192)]
+    inputs = [torch.randn(1, 48, 45).transpose(1, 2), torch.randn(1, 45, 48), torch.randn(1, 192)]
     cotangent, found = torch.randn(1, 45, 48), []
     for module in (plain, unit):
         given = [x.detach().requires_grad_() for x in inputs]

@@ -16,25 +16,25 @@ def server():
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def start(server, ranks, of=None, timeout=SOON):
-    """The names on which ``of`` (all by default) of ``ranks`` ranks agree, each with a client of its own."""
+def start(server, ranks, alive=None, timeout=SOON):
+    """Return the names on which ``alive`` of ``ranks`` ranks agree. Each rank has its own client."""
 
     def one(rank):
         client = dist.TCPStore("localhost", server.port, is_master=False, timeout=SOON)
         return agree(client, rank, ranks, timeout)
 
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, of or range(ranks)))
+        return list(pool.map(one, alive or range(ranks)))
 
 
 def test_every_start_has_a_name_of_its_own(server):
-    names = [start(server, 4) for _ in range(5)]
-    assert all(len(set(each)) == 1 for each in names) and len({each[0] for each in names}) == 5
+    names = [start(server, 4) for _ in range(3)]
+    assert all(len(set(each)) == 1 for each in names) and len({each[0] for each in names}) == 3
 
 
 def test_a_start_of_which_some_died_early_does_not_disturb_the_next(server):
-    for alive in ([1], [2, 3], [0], [0, 1, 3]):
-        with pytest.raises(Exception, match="not all of 4 ranks|[Tt]ime"):
+    for alive in ([2, 3], [0, 1, 3]):
+        with pytest.raises(RuntimeError):
             start(server, 4, alive, timedelta(seconds=0.5))
         assert len(set(start(server, 4))) == 1
 
@@ -43,7 +43,6 @@ def test_a_start_of_which_some_died_early_does_not_disturb_the_next(server):
     ("environment", "wanted"),
     [
         ({}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
         ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
         ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}, True),
     ],

@@ -1,4 +1,4 @@
-"""The choice of a local kernel: what ``auto`` takes and says, and what is refused by name."""
+"""The choice of a local attention kernel: what ``auto`` takes, and what is refused."""
 
 import logging
 
@@ -14,38 +14,29 @@ def _choose(backend, dtype=torch.float32, device=CPU, **options):
     return choose_kernel(backend, device=device, dtype=dtype, head_dim=64, masked=False, **options)
 
 
-def test_auto_explains_its_choice_once(caplog):
+def test_auto_takes_the_first_kernel_that_can_and_logs_it_once(caplog):
     _explain.cache_clear()
     with caplog.at_level(logging.INFO, logger="fsdp_cp.attention"):
         for _ in range(3):
             assert _choose("auto").name == "cpu_flash"
             assert _choose("auto", jvp=True).name == "reference"
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
-        "attention backend auto: cpu_flash for torch.float32 on cpu (first choice)",
-        "attention backend auto: reference for torch.float32 on cpu, JVP (the only one with a forward-mode derivative)",
-    ]
+    assert len(caplog.records) == 2
+    assert _choose("auto", dtype=torch.float64).name == "cpu_flash"
 
 
 @pytest.mark.parametrize("name", [n for n in all_kernels() if n != "reference"])
 def test_a_derivative_is_refused_by_every_kernel_that_has_none(name):
-    with pytest.raises(
-        ValueError, match=rf"backend='{name}' has no forward-mode derivative \(JVP\); use backend='auto'"
-    ):
+    with pytest.raises(ValueError, match=name):
         _choose(name, jvp=True)
 
 
-@pytest.mark.parametrize("name", ["flash", "cudnn", "flash_attn_2", "flash_attn_3", "transformer_engine"])
-def test_fp32_is_refused_by_half_precision_kernels(name):
-    with pytest.raises(ValueError, match=rf"backend='{name}' takes .*, not float32"):
-        _choose(name, device=torch.device("cuda"))
-
-
-def test_unknown_names_and_dtypes():
-    with pytest.raises(ValueError, match="backend='sdpa' is unknown; use auto or cpu_flash, "):
-        _choose("sdpa")
-    with pytest.raises(ValueError, match="no attention kernel takes torch.int64 on cpu: cpu_flash takes "):
-        _choose("auto", dtype=torch.int64)
-    assert _choose("auto", dtype=torch.float64).name == "cpu_flash"
-    with pytest.raises(ValueError, match="reference takes fp64, fp32, bf16 and fp16, not torch.float8_e4m3fn"):
-        _choose("auto", dtype=torch.float8_e4m3fn)
+def test_unknown_names_and_dtypes_are_refused():
+    for backend, options in (
+        ("sdpa", {}),
+        ("flash_attn_3", {"device": torch.device("cuda")}),
+        ("auto", {"dtype": torch.int64}),
+        ("auto", {"dtype": torch.float8_e4m3fn}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            _choose(backend, **options)
+        assert "\n" not in str(caught.value), backend

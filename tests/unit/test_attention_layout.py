@@ -1,4 +1,4 @@
-"""Which token lies where, and who attends to whom: against lists and matrices written out."""
+"""The layout of tokens over ranks and the tiles of attention, against lists and matrices written out."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fsdp_cp.attention.layout import Layout
 
 
 def _local_sequences(layout):
-    """What each rank holds: token numbers, -1 for a pad."""
+    """Return the token numbers that each rank holds, with -1 for padding."""
     cp = layout.ring * layout.ulysses
     ranks = [[] for _ in range(cp)]
     base = 0
@@ -30,7 +30,7 @@ _layouts = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(layout=_layouts)
 def test_chunks_hold_every_token_once(layout):
     ranks = _local_sequences(layout)
@@ -55,7 +55,7 @@ def test_chunks_hold_every_token_once(layout):
     assert sorted(seen) == list(range(sum(layout.segments)))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     tokens=st.integers(1, 40),
     ulysses=st.integers(1, 3),
@@ -89,8 +89,6 @@ def test_tiles_are_what_queries_see(tokens, ulysses, ring, block):
     ("tokens", "ring", "ulysses", "sizes"),
     [
         (32760, 4, 4, [8192, 8192, 8192, 8184]),  # 480p x 81 frames, 12 heads on 16 ranks
-        (32760, 2, 8, [16384, 16376]),  # 40 heads
-        (17, 4, 1, [5, 5, 5, 2]),
         (5, 4, 1, [2, 2, 1, 0]),
         (1, 3, 1, [1, 0, 0]),
     ],
@@ -101,12 +99,11 @@ def test_true_tokens_of_each_chunk(tokens, ring, ulysses, sizes):
     assert len({layout.chunk(rank).padded for rank in range(ring)}) == 1
 
 
-@pytest.mark.parametrize("block", [None, 1, 4, 11, 12, 13, 30])
-@pytest.mark.parametrize("ulysses", [1, 3])
 @pytest.mark.parametrize("ring", [1, 2])
-def test_alone_means_that_every_query_sees_every_key_at_once(block, ulysses, ring):
-    layout = Layout((12,), (12,), ulysses=ulysses, ring=ring, causal_block=block)
-    assert layout.alone(0) == (ring == 1 and (block is None or block >= 12))
-    if layout.alone(0):
-        (tile,) = layout.tiles(0, 0)
-        assert tile.queries == tile.keys == (0, 12), "what the attention of a ring of one takes without looking"
+def test_alone_means_that_every_query_sees_every_key_at_once(ring):
+    for block in (None, 1, 11, 12, 13):
+        layout = Layout((12,), (12,), ulysses=3, ring=ring, causal_block=block)
+        assert layout.alone(0) == (ring == 1 and (block is None or block >= 12))
+        if layout.alone(0):
+            (tile,) = layout.tiles(0, 0)
+            assert tile.queries == tile.keys == (0, 12), "a ring of one takes this tile without looking"

@@ -1,11 +1,7 @@
-"""A role's checkpoint folder: what is found in it, and one clear line for whatever is wrong with it."""
+"""Checkpoint directories of a role: their configuration and shapes, and one line for each kind of damage."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,10 +46,9 @@ def refusal(checkpoint) -> str:
     return message
 
 
-def test_transformer_folder_and_pipeline_folder_are_the_same(folder):
+def test_transformer_and_pipeline_directories_are_the_same(folder):
     direct = inspect_transformer(str(folder), "teacher.checkpoint")
-    through = inspect_transformer(str(folder.parent), "teacher.checkpoint")
-    assert direct == through
+    assert direct == inspect_transformer(str(folder.parent), "teacher.checkpoint")
     assert direct.path == folder and direct.config == {"num_layers": 2} and direct.shapes == SHAPES
 
 
@@ -61,102 +56,61 @@ def test_shapes_come_from_all_files_of_an_index(sharded):
     assert inspect_transformer(str(sharded), "teacher.checkpoint").shapes == SHAPES
 
 
-def test_missing_folder(tmp_path):
-    assert "is not a folder" in refusal(tmp_path / "nowhere")
-
-
-def test_a_file_is_not_a_folder(folder):
-    assert "is not a folder" in refusal(folder / FILE)
-
-
-def test_no_config(folder):
-    (folder / "config.json").unlink()
-    assert "config.json" in refusal(folder)
-    assert "transformer/config.json" in refusal(folder.parent)
-
-
-@pytest.mark.parametrize("text", ["{", "", "[]", "3", "null"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
 def test_config_that_is_no_json_object(folder, text):
     (folder / "config.json").write_text(text)
-    assert "config.json" in refusal(folder)
+    refusal(folder)
+    (folder / "config.json").unlink()
+    refusal(folder)
 
 
-def test_no_weights(folder):
-    (folder / FILE).rename(folder / "diffusion_pytorch_model.bin")
-    assert ".safetensors" in refusal(folder)
-
-
-@pytest.mark.parametrize("content", ["empty", "garbage", "truncated header", "truncated tensors"])
+@pytest.mark.parametrize("content", ["renamed", "empty", "truncated header", "truncated tensors"])
 def test_broken_weights(folder, content):
     whole = (folder / FILE).read_bytes()
-    broken = {"empty": b"", "garbage": b"\xff" * 100, "truncated header": whole[:20], "truncated tensors": whole[:-4]}
+    broken = {"renamed": whole, "empty": b"", "truncated header": whole[:20], "truncated tensors": whole[:-4]}
     (folder / FILE).write_bytes(broken[content])
-    assert FILE in refusal(folder)
+    if content == "renamed":
+        (folder / FILE).rename(folder / "diffusion_pytorch_model.bin")
+    refusal(folder)
 
 
-def test_broken_file_of_an_index(sharded):
-    (sharded / "part-2.safetensors").write_bytes(b"")
-    assert "part-2.safetensors" in refusal(sharded)
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda sharded: (sharded / "part-2.safetensors").write_bytes(b""),
+        lambda sharded: (sharded / "part-2.safetensors").unlink(),
+        # The reader would take every file of the directory, and the stray one might win.
+        lambda sharded: save_file(TENSORS, sharded / "older.safetensors"),
+        lambda sharded: save_file(TENSORS, sharded / "part-2.safetensors"),  # a tensor in two files
+        lambda sharded: (sharded / INDEX).write_text("{}"),
+        lambda sharded: (sharded / INDEX).write_text('{"weight_map": 3}'),
+    ],
+)
+def test_broken_files_of_an_index(sharded, harm):
+    harm(sharded)
+    refusal(sharded)
 
 
-def test_file_that_the_index_names_is_missing(sharded):
-    (sharded / "part-2.safetensors").unlink()
-    assert "lacks part-2.safetensors" in refusal(sharded)
-
-
-def test_file_that_the_index_does_not_name(sharded):
-    """The reader would take every file of the folder, and the stray one might win."""
-    save_file(TENSORS, sharded / "older.safetensors")
-    assert "older.safetensors" in refusal(sharded)
-
-
-def test_second_file_without_an_index(folder):
-    """As above: the weights of a variant would be mixed into those of the network."""
+def test_weights_that_belong_to_something_else(folder):
     save_file(TENSORS, folder / "diffusion_pytorch_model.fp16.safetensors")
-    assert "diffusion_pytorch_model.fp16.safetensors" in refusal(folder)
+    refusal(folder)
+    (folder / "diffusion_pytorch_model.fp16.safetensors").unlink()
+    inspect_transformer(str(folder), "teacher.checkpoint")
+    save_file(TENSORS, folder / FILE, metadata={"DCP_SHARDING_INFO": "{}"})  # one rank's part of a sharded save
+    refusal(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}'])
-def test_broken_index(sharded, text):
-    (sharded / INDEX).write_text(text)
-    assert INDEX in refusal(sharded)
-
-
-# ---------------------------------------------------------------- tensors
-
-
-def difference(folder, **changes) -> str:
-    expected = {**SHAPES, **changes}
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"c": (1,)}, "c"), ({"a.bias": None}, "a.bias"), ({"a.weight": (3, 2)}, "a.weight")]
+)
+def test_tensors_that_differ_are_named(folder, changes, name):
+    found = inspect_transformer(str(folder), "student.checkpoint")
+    check_tensors(found, SHAPES, "student.checkpoint")
+    expected = {key: shape for key, shape in (SHAPES | changes).items() if shape is not None}
     with pytest.raises(UserError) as caught:
-        check_tensors(
-            inspect_transformer(str(folder), "student.checkpoint"),
-            {name: shape for name, shape in expected.items() if shape is not None},
-            "student.checkpoint",
-        )
+        check_tensors(found, expected, "student.checkpoint")
     message = str(caught.value)
-    assert message.startswith(f"student.checkpoint={folder}") and "\n" not in message
-    return message
-
-
-def test_what_fits_passes(folder):
-    check_tensors(inspect_transformer(str(folder), "student.checkpoint"), SHAPES, "student.checkpoint")
-
-
-def test_missing_tensors_are_named(folder):
-    message = difference(folder, c=(1,), d=(2,))
-    assert "lacks c, d" in message
-    message = difference(folder, **{name: (1,) for name in "cdefg"})
-    assert "lacks c, d, e and 2 more" in message
-
-
-def test_unexpected_tensors_are_named(folder):
-    assert "unexpected a.bias, b" in difference(folder, **{"a.bias": None, "b": None})
-
-
-def test_other_shapes_are_named_with_both(folder):
-    message = difference(folder, **{"a.weight": (3, 2)})
-    assert "a.weight" in message and "(2, 3)" in message and "(3, 2)" in message
-    assert "(2 tensors differ)" in difference(folder, **{"a.weight": (3, 2), "b": (5,)})
+    assert message.startswith("student.checkpoint") and name in message and "\n" not in message
 
 
 # ---------------------------------------------------------------- with the real network
@@ -205,48 +159,24 @@ def test_a_saved_network_is_planned_from_its_folder(wan):
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    "changes",
     [
-        ({"num_layers": 3}, ["lacks", "blocks.2."]),
-        ({"num_layers": 1}, ["unexpected", "blocks.1."]),
-        ({"ffn_dim": 32}, ["ffn.net", "(16", "(32"]),
-        ({"_class_name": "UNet2DModel"}, ["UNet2DModel", "WanTransformer3DModel"]),
-        ({"image_dim": 16}, ["image-to-video"]),
-        ({"in_channels": 30, "out_channels": 16}, ["takes 30 channels and returns 16", "image-to-video"]),
-        ({"num_layers": "two"}, ["num_layers"]),
+        {"num_layers": 3},
+        {"num_layers": 1},
+        {"ffn_dim": 32},
+        {"_class_name": "UNet2DModel"},
+        {"_class_name": "a\nb"},
+        {"image_dim": 16},
+        {"in_channels": 30, "out_channels": 16},
     ],
     ids=str,
 )
-def test_config_that_does_not_fit_the_weights(wan, changes, parts):
+def test_config_that_does_not_fit_the_weights(wan, changes):
     rewrite_config(wan, **changes)
-    message = planning_refusal(checkpoint=str(wan))
-    assert message.startswith("student.checkpoint") and all(part in message for part in parts), message
+    assert planning_refusal(checkpoint=str(wan)).startswith("student.checkpoint")
 
 
-@pytest.mark.parametrize("wrong", [{"num_layer": 2}, {"num_layers": "two"}, {"patch_size": "abc"}], ids=str)
-def test_architecture_that_wan_does_not_know(wrong):
-    """diffusers ignores a misspelt key with a warning, and would build its default of 14B parameters."""
-    message = planning_refusal(checkpoint=None, architecture={**SMALL, **wrong})
-    assert "student.architecture" in message and next(iter(wrong)) in message
-
-
-def test_neither_and_both_of_checkpoint_and_architecture(wan):
-    for given in ({"checkpoint": None}, {"checkpoint": str(wan), "architecture": SMALL}):
-        message = planning_refusal(**given)
-        assert message.startswith("student.checkpoint") and "student.architecture" in message
-
-
-def test_unknown_family(wan):
-    message = planning_refusal(checkpoint=str(wan), family="won")
-    assert message == "student.family=won is unknown; use wan or ltx or hunyuan15"
-
-
-# ---------------------------------------------------------------- files from outside
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/passwd", "sub/part-2.safetensors", "part-2.bin", "", "a\0b", "..", 3, None]
-)
+@pytest.mark.parametrize("name", ["../outside.safetensors", "sub/part-2.safetensors", "part-2.bin", "a\0b", 3])
 def test_an_index_names_safetensors_of_its_folder_alone(sharded, name):
     (sharded / "sub").mkdir()
     for place in (sharded / "sub" / "part-2.safetensors", sharded.parent / "outside.safetensors"):
@@ -254,7 +184,7 @@ def test_an_index_names_safetensors_of_its_folder_alone(sharded, name):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["b"] = name
     (sharded / INDEX).write_text(json.dumps(index))
-    assert INDEX in refusal(sharded)
+    refusal(sharded)
 
 
 def test_links_are_followed(folder, tmp_path):
@@ -265,55 +195,32 @@ def test_links_are_followed(folder, tmp_path):
     assert inspect_transformer(str(folder), "teacher.checkpoint").shapes == SHAPES
 
 
-def test_a_tensor_in_two_files(sharded):
-    save_file(
-        {"b": TENSORS["b"], "a.weight": TENSORS["a.weight"] + 1, "a.bias": TENSORS["a.bias"]},
-        sharded / "part-2.safetensors",
-    )
-    assert "a.weight is in part-2.safetensors and in another file" in refusal(sharded)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
 def test_weights_that_are_no_floats(folder, dtype):
-    """A flipped bit in a header turns F32 into I32: the same bytes, converted to other weights."""
+    """A flipped bit in a header turns F32 into I32: the same bytes would become other weights."""
     save_file({**TENSORS, "b": torch.zeros(4).to(dtype)}, folder / FILE)
-    message = refusal(folder)
-    assert f"{FILE} holds b as " in message and "use" not in message.split("holds")[0]
-
-
-def test_one_ranks_part_of_a_sharded_save(folder):
-    save_file(TENSORS, folder / FILE, metadata={"DCP_SHARDING_INFO": "{}"})
-    assert "one rank's part" in refusal(folder)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, '{"_class_name": "a\\nb"}'])
-def test_json_that_breaks_readers(wan, text):
-    (wan / "config.json").write_text(text)
-    assert planning_refusal(checkpoint=str(wan)).startswith("student.checkpoint")
+    refusal(folder)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("num_layers", 10**9), ("num_layers", -1), ("num_layers", 0), ("num_layers", True), ("num_layers", 2.0),
-        ("num_layers", None), ("num_layers", [2]), ("patch_size", "122"), ("patch_size", [1, 2]), ("patch_size", 2),
-        ("patch_size", [1, 2, 0]), ("patch_size", [1, 2, "2"]), ("patch_size", [1, 2, 10**9]), ("patch_size", None),
-        ("attention_head_dim", 13), ("attention_head_dim", 10**9), ("num_attention_heads", 0), ("eps", "tiny"),
-        ("eps", float("nan")), ("eps", -1), ("cross_attn_norm", "yes"), ("qk_norm", {"a": 1}), ("text_dim", {}),
-        ("rope_max_seq_len", 10**12), ("freq_dim", 1), ("ffn_dim", -16), ("out_channels", "two"), ("in_channels", None),
+        ("num_layers", 10**9), ("num_layers", True), ("num_layers", "two"), ("patch_size", [1, 2]),
+        ("patch_size", [1, 2, "2"]), ("attention_head_dim", 13), ("eps", float("nan")), ("cross_attn_norm", "yes"),
+        ("qk_norm", {"a": 1}), ("rope_max_seq_len", 10**12), ("out_channels", "two"),
     ],
 )  # fmt: skip
 def test_values_that_no_wan_has(wan, key, value):
     """Some would be built for hours, some with another meaning, some end in a traceback of diffusers."""
     rewrite_config(wan, **{key: value})
     message = planning_refusal(checkpoint=str(wan))
-    assert message.startswith("student.checkpoint") and f"{key}=" in message
+    assert message.startswith("student.checkpoint") and key in message
     message = planning_refusal(checkpoint=None, architecture={**SMALL, key: value})
-    assert message.startswith("student.architecture") and f"{key}=" in message
+    assert message.startswith("student.architecture") and key in message
 
 
 def test_the_plans_configuration_is_what_defines_the_network(wan):
-    """diffusers' notes on it are left out: ``_use_default_values`` is in another order in every process."""
+    """The plan leaves out diffusers' own notes: ``_use_default_values`` has another order in every process."""
     given = {key: value for key, value in SMALL.items() if key != "rope_max_seq_len"}
     planned = plan_role("student", checkpoint=None, architecture=given).config
     assert [key for key in planned if key.startswith("_")] == ["_class_name"]
@@ -325,37 +232,13 @@ def test_the_plans_configuration_is_what_defines_the_network(wan):
     assert plan_role("student", checkpoint=None, architecture=planned).config == planned
 
 
-@pytest.mark.slow
-def test_the_plans_configuration_does_not_depend_on_the_hash_seed():
-    code = (
-        "import json; from models.role_plan import plan_role\n"
-        "print(json.dumps(plan_role('student', checkpoint=None, architecture={'num_layers': 1}).config))"
-    )
-    command, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[2]
-    said = [
-        subprocess.run(
-            command, cwd=root, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert said[0] == said[1]
-
-
 @pytest.mark.parametrize(
-    ("latents", "words"),
-    [
-        ((2, 33, 4, 4), "data.num_frames gives 33 latent positions, but student.checkpoint has rope_max_seq_len=32 in"
-            " patches of 1; use at most 32 latent positions (data.num_frames=32 without a VAE, 125 with Wan's)"),
-        ((2, 32, 66, 4), "data.height gives 66 latent positions, but student.checkpoint has rope_max_seq_len=32 in"
-            " patches of 2; use at most 64 latent positions (data.height=64 without a VAE, 512 with Wan's)"),
-        ((2, 1, 4, 10**6), "data.width gives 1000000 latent positions"),
-    ],
-)  # fmt: skip
-def test_more_positions_than_the_rotary_tables_have(wan, latents, words):
+    ("latents", "setting"),
+    [((2, 33, 4, 4), "data.num_frames"), ((2, 32, 66, 4), "data.height"), ((2, 1, 4, 10**6), "data.width")],
+)
+def test_more_positions_than_the_rotary_tables_have(wan, latents, setting):
     plan = plan_role("student", checkpoint=str(wan))
     assert plan.tokens((2, 32, 64, 64), {"text": (1, 6)}) == 32 * 32 * 32
     with pytest.raises(UserError) as error:
         plan.tokens(latents, {"text": (1, 6)})
-    assert words in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(UserError, match="but student.architecture has rope"):
-        plan_role("student", checkpoint=None, architecture=SMALL).tokens((2, 33, 4, 4), {"text": (1, 6)})
+    assert setting in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The configuration: what composes, what is refused, and whether the refusal helps."""
+"""The configuration: what composes, and what is refused before anything is built."""
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -13,19 +13,10 @@ from distill.config.errors import CONFIGS
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.data.order import Batching
 from distill.methods import METHODS
-from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        compose_config(list(overrides))
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 400, message
-    return message
 
 
 # ---------------------------------------------------------------- what composes
@@ -38,13 +29,6 @@ def test_every_experiment_composes(experiment):
     assert type(config.method) is METHODS[config.method.name][1]
     assert isinstance(config.data, (MovingShapesSettings, VideoFolderSettings))
     assert config.steps >= 1 and config.batch_size >= 1
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_sizes_of_clips_live_in_data_and_never_in_an_experiment(experiment):
-    body = yaml.safe_load((CONFIGS / "experiment" / f"{experiment}.yaml").read_text())
-    sizes = {"num_frames", "height", "width", "fps"}
-    assert not sizes & (body.get("data") or {}).keys(), "data=NAME on the command line could not replace them"
 
 
 def test_quickstart_is_the_default_and_distils_moving_shapes():
@@ -74,185 +58,42 @@ def test_command_line_has_the_last_word_over_the_experiment():
     assert (config.steps, config.optim.student.lr, config.run_dir) == (7, 0.5, "/tmp/mine")
     assert config.method.guidance_scale == 1.5 and config.mesh.ulysses == 2
     assert compose_config(["optim.clip=null", "student.ema.decay=null"]).optim.clip is None
-
-
-def test_each_method_has_settings_of_its_own():
-    method = compose_config(["experiment=quickstart_teacher", "method.time=uniform"]).method
-    assert type(method) is FlowMatchingSettings and method.time == "uniform"
+    role = compose_config(["student.activation_checkpointing=true", "precision=bf16", "teacher.precision=fp32"])
+    assert role.student.activation_checkpointing == "full" and role.fake.precision == "bf16"
+    assert role.teacher.precision == "fp32"
 
 
 def test_an_architecture_can_be_given_on_the_command_line():
-    """The error for a role without checkpoint names ROLE.architecture, so it must be settable."""
+    """A role without a checkpoint needs ROLE.architecture."""
     config = compose_config(["student.checkpoint=null", "student.architecture={num_layers: 2, text_dim: 8}"])
     assert config.student.architecture == {"num_layers": 2, "text_dim": 8}
     config = compose_config(["experiment=quickstart_teacher", "student.architecture.num_layers=2"])
     assert config.student.architecture["num_layers"] == 2 and len(config.student.architecture) > 2
 
 
-def test_each_role_is_sharded_as_its_own_keys_say():
+def test_each_role_has_sharding_settings_of_its_own():
     assert {item.name for item in fields(ShardSettings)} <= {item.name for item in fields(RoleSettings)}
-    given = {
-        "strategy": "optim",
-        "precision": "bf16",
-        "reduce_dtype": "bf16",
-        "master_dtype": "fp32",
-        "activation_checkpointing": "selective",
-        "keep_operators": ["aten.mm", "fsdp_cp.ring_attention"],
-        "activation_offload": True,
-        "compile": True,
-        "offload": "cpu",
-        "forward_prefetch": 2,
-        "backward_prefetch": 3,
-        "keep_gathered": True,
-        "gather_early": True,
-        "gradient_buffers": 1,
-        "separate_reduce_group": True,
-        "communication_buffers": "symmetric",
-        "reduce_unused": True,
-        "gradient_scale": 0.5,
-        "replicate": False,
-        "shard_ranks": 4,
-        "gather_stream": "compute",
-        "fp8": "torchao",
-        "fp8_gather": True,
-    }
-    assert given.keys() == {item.name for item in fields(ShardSettings)}
-    written = {True: "true", str(given["keep_operators"]): "[aten.mm,fsdp_cp.ring_attention]"}
-    overrides = [f"fake.{key}={written.get(v if v is True else str(v), v)}" for key, v in given.items()]
-    config = compose_config(overrides)
-    assert {key: getattr(config.fake, key) for key in given} == given
+    given = {"strategy": "optim", "reduce_dtype": "bf16", "forward_prefetch": 2, "gradient_scale": 0.5}
+    config = compose_config(["fake.keep_operators=[aten.mm]", *(f"fake.{key}={value}" for key, value in given.items())])
+    assert {key: getattr(config.fake, key) for key in given} == given and config.fake.keep_operators == ["aten.mm"]
     assert config.student == compose_config([]).student, "other roles keep theirs"
 
 
-def test_precision_of_a_role_is_the_runs_unless_set():
-    config = compose_config(["precision=bf16", "teacher.precision=fp32"])
-    assert (config.student.precision, config.fake.precision, config.teacher.precision) == ("bf16", "bf16", "fp32")
-
-
-@pytest.mark.parametrize(("given", "meant"), [("true", "full"), ("false", "none"), ("selective", "selective")])
-def test_checkpointing_as_yes_and_no(given, meant):
-    assert compose_config([f"student.activation_checkpointing={given}"]).student.activation_checkpointing == meant
-
-
-def test_patterns_of_parameters_from_the_command_line():
-    patterns = ["optim.student.no_decay=[*.bias,*norm*]", "optim.fake.lr_scale={patch_embedding.*: 0.1, proj_out.*: 2}"]
-    config = compose_config(patterns)
-    assert config.optim.student.no_decay == ["*.bias", "*norm*"] and config.optim.student.lr_scale is None
-    assert list(config.optim.fake.lr_scale.items()) == [("patch_embedding.*", 0.1), ("proj_out.*", 2)], "in their order"
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_a_written_configuration_is_read_back_as_it_was(tmp_path, experiment):
+def test_a_written_configuration_is_read_back_as_it_was(tmp_path):
     settings = ["student.keep_operators=[aten.mm]", "student.activation_checkpointing=selective", "fake.offload=cpu"]
-    patterns = ["optim.student.no_decay=[*.bias]", "optim.fake.lr_scale={blocks.0.*: 0.1}", "precision=bf16"]
-    config = compose_config([f"experiment={experiment}", *settings, *patterns])
-    OmegaConf.save(OmegaConf.create(asdict(config)), tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml") == config
+    patterns = [
+        "optim.student.no_decay=[*.bias]",
+        "optim.fake.lr_scale={blocks.0.*: 0.1, proj_out.*: 2}",
+        "precision=bf16",
+    ]
+    for experiment in ("quickstart", "quickstart_meanflow", "wan2_2_i2v_a14b_dmd2"):
+        config = compose_config([f"experiment={experiment}", *settings, *patterns])
+        OmegaConf.save(OmegaConf.create(asdict(config)), tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml") == config, experiment
+    assert list(config.optim.fake.lr_scale.items()) == [("blocks.0.*", 0.1), ("proj_out.*", 2)], "in their order"
 
 
-# ---------------------------------------------------------------- misspelt keys and groups
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named", "suggested"),
-    [
-        (["stpes=3"], "stpes", "steps"),
-        (["bacth_size=8"], "bacth_size", "batch_size"),
-        (["optim.student.lrr=1"], "optim.student.lrr", "optim.student.lr"),
-        (["student.ema.enabld=true"], "student.ema.enabld", "student.ema.enabled"),
-        (["teacher.chekpoint=/x"], "teacher.chekpoint", "teacher.checkpoint"),
-        (["student.stratgy=optim"], "student.stratgy", "student.strategy"),
-        (["fake.gather_erly=true"], "fake.gather_erly", "fake.gather_early"),
-        (["optim.fake.nodecay=[a]"], "optim.fake.nodecay", "optim.fake.no_decay"),
-        (["mesh.dp_shrad=2"], "mesh.dp_shrad", "mesh.dp_shard"),
-        (["method.guidance_scal=2"], "method.guidance_scal", "method.guidance_scale"),
-        (["experiment=quickstart_teacher", "method.logit_maen=0"], "method.logit_maen", "method.logit_mean"),
-        (["data=video_folder", "data.max_text_token=3"], "data.max_text_token", "data.max_text_tokens"),
-        (["data.num_frame=3"], "data.num_frame", "data.num_frames"),
-        (["resume=never"], "resume", "checkpoint.resume"),
-        (["methd=dmd2"], "methd", "method"),
-        (["log.every=5", "checkpoint.evry=3"], "checkpoint.evry", "checkpoint.every"),
-        (["mesh.context_parallel=2"], "mesh.context_parallel", "mesh.cp"),
-        (["mesh.shard=2"], "mesh.shard", "mesh.dp_shard"),
-        (["optim.lr=1"], "optim.lr", "optim.student.lr"),
-        (["student.lr=1"], "student.lr", "optim.student.lr"),
-        (["fake.lr=1"], "fake.lr", "optim.fake.lr"),
-        (["lr=1"], "lr", "optim.student.lr"),
-        (["cluser=h20x8"], "cluser", "cluster"),
-        (["profile.ranks.lr=1"], "profile.ranks.lr", "profile.ranks"),
-        (["modle=any"], "modle", "model"),
-    ],
-)
-def test_a_misspelt_key_fails_with_the_right_suggestion(overrides, named, suggested):
-    assert refusal(*overrides) == f"there is no setting {named}; did you mean {suggested}?"
-
-
-@pytest.mark.parametrize("override", ["+stesp=3", "++stesp=3", "+optim.student.lrr=1", "+method.guidance_scal=2"])
-def test_a_misspelt_key_with_a_plus_is_not_dropped_either(override):
-    assert override.lstrip("+").split("=")[0] in refusal(override)
-
-
-def test_a_key_of_another_method_is_refused():
-    assert "method.caption_dropout" in refusal("method=dmd2", "method.caption_dropout=0.2")
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("method=dmd3", ["method=dmd3", "did you mean dmd2", "flow_matching"]),
-        ("experiment=quickstrat", ["experiment=quickstrat", "did you mean quickstart"]),
-        ("data=movingshapes", ["data=movingshapes", "did you mean moving_shapes", "video_folder"]),
-        ("mesh=eight", ["mesh=eight", "use auto"]),
-        ("cluster=foo", ["cluster=foo", "use any or h200 or h200x8 or h20x4 or h20x8 or h20x8x4 or one_gpu or"]),
-        (
-            "model=wan2_1_t2v_14",
-            ["did you mean wan2_1_t2v_14b", "use any or hunyuan_video1_5 or ltx_video_13b or"],
-        ),
-    ],
-)
-def test_an_unknown_choice_lists_those_that_exist(override, parts):
-    message = refusal(override)
-    assert all(part in message for part in parts), message
-
-
-def test_where_nothing_of_its_group_is_near_the_groups_settings_are_named():
-    named = "mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.ulysses, mesh.ring, mesh.own_groups"
-    assert refusal("mesh.tensor_parallel=2") == f"there is no setting mesh.tensor_parallel; use {named}"
-
-
-@pytest.mark.parametrize("word", ["published=x", "recipe=wan2_1", "optim/rcm=wan2_1_t2v_14b", "role=teacher"])
-def test_what_comes_with_other_groups_is_not_chosen_itself(word):
-    """Hydra would take it; published=x would drop what is published without a word."""
-    assert "comes with other groups" in refusal(word) and "cluster=" in refusal(word)
-
-
-# ---------------------------------------------------------------- wrong types and values
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("steps=abc", "steps"),
-        ("steps=1.5", "steps"),
-        ("mesh.cp=two", "mesh.cp"),
-        ("method.guidance_scale=strong", "method.guidance_scale"),
-        ("method.step_list=[1.0,a]", "method.step_list"),
-        ("optim.student.betas=0.9", "optim.student.betas"),
-        ("log.wandb=maybe", "log.wandb"),
-        ("student=5", "student"),
-        ("checkpoint=never", "checkpoint"),
-        ("method.shift=0", "method.shift=0"),
-        ("method.step_list=[0.9,1.0]", "method.step_list=[0.9, 1.0]"),
-        ("~steps", "steps"),
-        ("steps", "steps"),
-        ("experiment=null", "experiment"),
-        ("method=null", "method"),
-        ("method.name=other", "method"),
-        ("data.name=other", "data"),
-    ],
-)
-def test_values_of_a_wrong_type_or_out_of_bounds_are_refused_by_name(override, named):
-    assert named in refusal(override)
+# ---------------------------------------------------------------- values
 
 
 @pytest.fixture(scope="module")
@@ -270,52 +111,16 @@ def changed(config: Config, setting: str, value) -> Config:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("steps", 0),
-        ("seed", -1),
-        ("batch_size", 0),
-        ("checkpoint.every", -1),
         ("checkpoint.keep", -1),
-        ("log.every", 0),
-        ("log.norms_every", -1),
-        ("sample.every", -1),
-        ("sample.prompts", 0),
-        ("sample.report_clips", -1),
-        ("sample.student_steps", [0]),  # a sampler of no steps would fail at the end of the run
-        ("sample.student_steps", [64]),  # as would more steps than the student is trained for
-        ("sample.teacher_steps", [0]),
-        ("optim.max_skipped", 0),
-        ("timeout.start", 0.0),
-        ("timeout.step", 0.0),
+        ("sample.student_steps", [64]),  # more steps than the student is trained for would fail at the end of the run
         ("timeout.step", 60.5),  # longer than timeout.start
-        ("timeout.start", 1e9),
-        ("precision", "fp16"),
-        ("precision", "fp64"),
-        ("device", "tpu"),
-        ("export.weights", "ema"),  # there is no average in the quickstart's default
-        ("export.weights", "best"),
-        ("export.dtype", "fp16"),
-        ("optim.student.schedule", "linear"),
-        ("optim.fake.schedule", "linear"),
-        ("optim.student.implementation", "slow"),
-        ("optim.student.lr_scale", {"a": -1.0}),
-        ("optim.fake.lr_scale", {"a": "b"}),
+        ("export.weights", "ema"),  # the quickstart has no average here
         ("optim.fake.lr_scale", {"a": True}),
         ("optim.fake.lr_scale", {1: 0.5}),
-        ("optim.fake.lr_scale", 0.5),
         ("optim.fake.lr_scale", {"a": float("nan")}),
-        ("teacher.precision", "fp64"),
         ("student.precision", "fp8"),
-        ("optim.student.betas", [0.9]),
         ("optim.fake.betas", [0.9, 1.0]),
-        ("optim.student.lr", -1e-4),
         ("optim.fake.lr", float("nan")),
-        ("optim.student.eps", -1.0),
-        ("optim.student.weight_decay", -0.1),
-        ("optim.student.warmup", -1),
-        ("optim.clip", 0.0),
-        ("student.ema.decay", 1.0),
-        ("student.ema.decay", -0.1),
-        ("student.ema.start", -1),
     ],
 )
 def test_bounds_are_checked_before_anything_is_built(good, setting, value):
@@ -328,12 +133,9 @@ def test_bounds_are_checked_before_anything_is_built(good, setting, value):
     assert str(caught.value).startswith(f"{setting}=") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("optim.clip", None), ("student.ema.decay", None), ("checkpoint.every", 0), ("checkpoint.keep", 0)],
-)
-def test_values_that_mean_none_are_allowed(good, setting, value):
-    check(changed(good, setting, value))
+def test_values_that_mean_none_are_allowed(good):
+    for setting, value in (("optim.clip", None), ("student.ema.decay", None), ("checkpoint.every", 0)):
+        check(changed(good, setting, value))
 
 
 @pytest.mark.parametrize(
@@ -354,27 +156,13 @@ def test_parts_of_a_batch_are_of_whole_micro_batches(good, batch, micro, draws, 
         assert {p * draws // batch for p in batching.positions(i)} == {batching.part(i)}, "the same on every mesh"
 
 
-@pytest.mark.parametrize(
-    ("micro", "draws", "dp", "message"),
-    [
-        (None, 3, 1, "expert_draws=3 does not divide batch_size / data-parallel ranks = 8 / 1 = 8; use 1, 2, 4, 8, or"
-         " batch_size=9"),
-        (None, 3, 2, "expert_draws=3 does not divide batch_size / data-parallel ranks = 8 / 2 = 4; use 1, 2, 4, or"
-         " batch_size=12"),
-        (None, 0, 2, "expert_draws=0 is no number of parts; use 1, or more for roles of two experts"),
-        (4, 4, 1, "micro_batch_size=4 does not divide batch_size / data-parallel ranks / expert_draws = 8 / 1 / 4 = 2;"
-         " use 1, 2"),
-    ],
-)  # fmt: skip
-def test_parts_that_do_not_divide_are_refused(good, micro, draws, dp, message):
-    with pytest.raises(UserError) as caught:
-        micro_batch_size(replace(good, batch_size=8, micro_batch_size=micro, expert_draws=draws), dp)
-    assert str(caught.value) == message
+@pytest.mark.parametrize(("micro", "draws", "setting"), [(None, 3, "expert_draws"), (4, 4, "micro_batch_size")])
+def test_parts_that_do_not_divide_are_refused(good, micro, draws, setting):
+    with pytest.raises(UserError, match=f"^{setting}="):
+        micro_batch_size(replace(good, batch_size=8, micro_batch_size=micro, expert_draws=draws), 1)
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "dp"), [(8, None, 3), (2, None, 4), (8, 3, 2), (8, 0, 1), (8, -1, 1), (8, 16, 1)]
-)
+@pytest.mark.parametrize(("batch", "micro", "dp"), [(8, None, 3), (2, None, 4), (8, 3, 2), (8, 0, 1)])
 def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do(good, batch, micro, dp):
     config = replace(good, batch_size=batch, micro_batch_size=micro)
     with pytest.raises(UserError) as caught:

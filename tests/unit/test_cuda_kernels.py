@@ -29,27 +29,25 @@ MASKED = [name for name, kernel in KERNELS.items() if kernel.takes_masks]
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the kernels themselves")
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_on_the_gpu(name, dtype, case, masked):
+def test_kernel_on_the_gpu(name, dtype, masked):
     reason = KERNELS[name].refuses(torch.device("cuda"), dtype, 32, masked)
     if reason is not None:
         pytest.skip(f"{name} {reason}")
-    if masked and CASES[case].get("batch") == 1:
-        pytest.skip("the masks are of three samples")
-    check_kernel(KERNELS[name], "cuda", dtype, TOLERANCE[dtype], masked, **CASES[case])
+    for case in CASES.values():
+        if not (masked and case.get("batch") == 1):  # the masks have three samples
+            check_kernel(KERNELS[name], "cuda", dtype, TOLERANCE[dtype], masked, **case)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device"))])  # fmt: skip
-def test_derivative_in_chunks(device, dtype, tolerance, masked, chunked):
-    check_derivative(device, dtype, tolerance if device == "cpu" else TOLERANCE[dtype], masked, chunked=chunked)
+def test_derivative_in_chunks(device, dtype, tolerance):
+    for masked, chunked in ((False, True), (True, False), (True, True)):
+        check_derivative(device, dtype, tolerance if device == "cpu" else TOLERANCE[dtype], masked, chunked=chunked)
 
 
 # --- torch's operators, stood in for on the CPU ---
@@ -120,41 +118,21 @@ ATEN = {"flash": (_flash, _flash_backward), "cudnn": (_cudnn, _cudnn_backward),
         "efficient": (_efficient, _efficient_backward)}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ATEN)
-def test_what_is_handed_to_torchs_operators(name, case):
+def test_arguments_of_torchs_operators(name):
     with torch.library._scoped_library("aten", "IMPL") as library:
         for suffix, function in zip(("", "_backward"), ATEN[name], strict=True):
             library.impl(f"_scaled_dot_product_{name}_attention{suffix}", function, "CPU")
-        for masked in (False, True) if name in MASKED and CASES[case].get("batch") != 1 else (False,):
-            check_kernel(KERNELS[name], "cpu", torch.float32, 2e-5, masked, **CASES[case])
-
-
-_COMMON = "query key value"
-SCHEMAS = {
-    "flash_attention": f"{_COMMON} dropout_p is_causal return_debug_mask scale",
-    "flash_attention_backward": f"grad_out {_COMMON} out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
-    "philox_seed philox_offset scale",
-    "cudnn_attention": f"{_COMMON} attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-    "cudnn_attention_backward": f"grad_out {_COMMON} out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
-    "cum_seq_k max_q max_k dropout_p is_causal scale",
-    "efficient_attention": f"{_COMMON} attn_bias compute_log_sumexp dropout_p is_causal scale",
-    "efficient_attention_backward": f"grad_out_ {_COMMON} attn_bias out logsumexp philox_seed philox_offset dropout_p "
-    "grad_input_mask is_causal scale",
-}
-
-
-@pytest.mark.parametrize("operator", SCHEMAS)
-def test_torchs_operators_take_the_arguments_that_we_give_by_position(operator):
-    schema = getattr(torch.ops.aten, f"_scaled_dot_product_{operator}").default._schema
-    assert [a.name for a in schema.arguments] == SCHEMAS[operator].split()
+        for case in ("one key", "one query", "grouped", "half a tile", "low logits", "one sample", "strided"):
+            for masked in (False, True) if name in MASKED and CASES[case].get("batch") != 1 else (False,):
+                check_kernel(KERNELS[name], "cpu", torch.float32, 2e-5, masked, **CASES[case])
 
 
 @pytest.mark.parametrize("name", ATEN)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("queries", "keys", "kv_heads"), [(17, 33, 6), (17, 33, 2), (1, 1, 3), (64, 128, 1)])
-def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, dtype, queries, keys, kv_heads):
+@pytest.mark.parametrize(("queries", "keys", "kv_heads"), [(17, 33, 2), (1, 1, 3)])
+def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, queries, keys, kv_heads):
     """torch's shape functions of the same operators, on CUDA tensors without a device."""
+    dtype = torch.bfloat16
     with FakeTensorMode():
         q = torch.empty(2, queries, 6, 64, device="cuda", dtype=dtype)
         k, v = (torch.empty(2, keys, kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))
@@ -171,41 +149,42 @@ def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, dtype, queries, keys
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "head_dim", "masked", "capability", "reason"),
+    ("name", "device", "dtype", "head_dim", "masked", "capability", "refused"),
     [
-        ("flash", "cpu", torch.bfloat16, 64, False, (9, 0), "runs on CUDA devices, not on cpu"),
-        ("flash", "cuda", torch.float32, 64, False, (9, 0), "takes float16 and bfloat16, not float32"),
-        ("flash", "cuda", torch.bfloat16, 64, True, (9, 0), "takes no key mask"),
-        ("flash", "cuda", torch.bfloat16, 100, False, (9, 0), "multiples of 8 up to 256, not 100"),
-        ("flash", "cuda", torch.bfloat16, 256, False, (8, 9), "up to 192 on compute capability 8.9, not 256"),
-        ("flash", "cuda", torch.bfloat16, 256, False, (9, 0), None),
-        ("flash", "cuda", torch.bfloat16, 64, False, (7, 5), "needs compute capability 8.0 or later, not 7.5"),
-        ("flash", "cuda", torch.bfloat16, 64, False, None, "finds no CUDA device"),
-        ("cudnn", "cuda", torch.float16, 192, False, (9, 0), "up to 128, not 192"),
-        ("efficient", "cuda", torch.float64, 64, True, (9, 0), "takes float32 and float16 and bfloat16, not float64"),
-        ("efficient", "cuda", torch.float32, 512, True, (8, 6), None),
-        ("flash_attn_3", "cuda", torch.bfloat16, 64, False, (10, 0), "runs on compute capability 9.0 (Hopper)"),
+        ("flash", "cpu", torch.bfloat16, 64, False, (9, 0), True),
+        ("flash", "cuda", torch.float32, 64, False, (9, 0), True),
+        ("flash", "cuda", torch.bfloat16, 64, True, (9, 0), True),
+        ("flash", "cuda", torch.bfloat16, 100, False, (9, 0), True),
+        ("flash", "cuda", torch.bfloat16, 256, False, (8, 9), True),
+        ("flash", "cuda", torch.bfloat16, 256, False, (9, 0), False),
+        ("flash", "cuda", torch.bfloat16, 64, False, (7, 5), True),
+        ("flash", "cuda", torch.bfloat16, 64, False, None, True),
+        ("cudnn", "cuda", torch.float16, 192, False, (9, 0), True),
+        ("efficient", "cuda", torch.float32, 512, True, (8, 6), False),
+        ("flash_attn_3", "cuda", torch.bfloat16, 64, False, (10, 0), True),
     ],
 )
-def test_refusals_say_why(monkeypatch, name, device, dtype, head_dim, masked, capability, reason):
+def test_kernels_refuse_what_they_cannot_compute(
+    monkeypatch, name, device, dtype, head_dim, masked, capability, refused
+):
     monkeypatch.setattr(cuda_kernels, "_capability", lambda device: capability)
-    said = KERNELS[name].refuses(torch.device(device), dtype, head_dim, masked)
-    assert said is None if reason is None else reason in said
+    assert (KERNELS[name].refuses(torch.device(device), dtype, head_dim, masked) is not None) == refused
 
 
 def test_cudnn_is_refused_where_it_goes_wrong(monkeypatch):
     ask = (torch.device("cuda"), torch.bfloat16, 64, False)
     monkeypatch.setattr(cuda_kernels, "_capability", lambda device: (9, 0))
-    for version, reason in ((None, "built with cuDNN"), (91002, "needs cuDNN 9.15.1 or later, not 91002")):
+    for version in (None, 91002):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        assert reason in KERNELS["cudnn"].refuses(*ask)
+        assert KERNELS["cudnn"].refuses(*ask), version
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
     assert KERNELS["cudnn"].refuses(*ask) is None
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    assert "TORCH_CUDNN_SDPA_AVOID_RECOMPILE" in KERNELS["cudnn"].refuses(*ask)
+    assert KERNELS["cudnn"].refuses(*ask)
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
     torch.use_deterministic_algorithms(True)
     try:
-        assert "not deterministic" in KERNELS["cudnn"].refuses(*ask)
+        assert KERNELS["cudnn"].refuses(*ask)
     finally:
         torch.use_deterministic_algorithms(False)
 

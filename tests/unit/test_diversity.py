@@ -61,5 +61,5 @@ def test_differences_between_captions_do_not_count(scenes):
 def test_clips_that_nobody_understands_have_no_spread(scenes):
     blurred = gaussian_filter(clips_of(scenes[:8]).astype(float), (0, 0, 2, 2, 0)).astype(np.uint8)
     assert all(np.isnan(m.value) for m in diversity(blurred, ["one"] * 8).values())
-    with pytest.raises(UserError, match="3 captions for 8 clips"):
+    with pytest.raises(UserError):
         diversity(blurred, ["one"] * 3)

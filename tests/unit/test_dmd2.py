@@ -1,4 +1,4 @@
-"""dmd2 in fp64 against ALGORITHMS: x_G the student's sample, ``g / (N B)`` the gradient on it."""
+"""DMD2 in float64: ``x_G`` is the student's sample, and ``g / (N B)`` is the gradient on it."""
 
 import itertools
 
@@ -7,8 +7,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from distill.methods import METHODS
-from distill.methods.dmd2 import Dmd2Settings
 from tests.unit.method_roles import (
     SHAPE,
     Gaussian,
@@ -32,7 +30,7 @@ from tests.unit.method_roles import (
 
 
 def student_steps(method):
-    """A student step for each rollout length."""
+    """Return a student step for each rollout length."""
     found = {}
     for step in range(0, 600, method.settings.fake_updates_per_student_update + 1):
         if len(found) == len(method.settings.step_list):
@@ -45,7 +43,7 @@ def student_steps(method):
 # ---------------------------------------------------------------- dmd2: whose turn
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 5])
 def test_the_student_trains_every_n_plus_first_step(n):
     method = dmd2(fake_updates_per_student_update=n)
     roles = [method.trained_role(step) for step in range(3 * (n + 1))]
@@ -53,12 +51,6 @@ def test_the_student_trains_every_n_plus_first_step(n):
     for step, role in enumerate(roles[: n + 1]):
         (loss,) = method.losses(step, make_batch(), random_at(step))
         assert loss.name == {"student": "dmd", "fake": "fake_score"}[role]
-
-
-def test_required_and_trained_roles():
-    assert METHODS["dmd2"][0].required_roles == ("teacher", "student", "fake")
-    assert METHODS["dmd2"][0].trained_roles == ("student", "fake")
-    assert METHODS["flow_matching"][0].required_roles == METHODS["flow_matching"][0].trained_roles == ("student",)
 
 
 def test_rollout_length_is_the_steps_own_and_takes_every_value():
@@ -76,8 +68,7 @@ def test_rollout_length_is_the_steps_own_and_takes_every_value():
 # ---------------------------------------------------------------- dmd2: backward simulation
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("which", ["student", "fake"])
+@pytest.mark.parametrize(("which", "length"), [("student", 1), ("student", 3), ("fake", 3)])
 def test_rollout_follows_backward_simulation(which, length):
     method = dmd2()
     step = student_steps(method)[length]
@@ -100,14 +91,14 @@ def test_rollout_follows_backward_simulation(which, length):
     for noise in noises:
         assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
     together = torch.corrcoef(torch.stack([noise.flatten() for noise in noises]))
-    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is drawn anew"
+    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "each noise of a step is a draw of its own"
 
 
 # ---------------------------------------------------------------- dmd2: the student's loss
 
 
 def dmd_direction(method, sample) -> Tensor:
-    """``g / (N B)`` by ALGORITHMS, at the noised samples that the roles were called with."""
+    """Return ``g / (N B)`` by its formula, at the noised samples that the roles were called with."""
     (fake_call,) = method.roles["fake"].calls
     batch, t, x_t = make_batch(), fake_call.t, fake_call.x
     w = method.settings.guidance_scale
@@ -119,8 +110,7 @@ def dmd_direction(method, sample) -> Tensor:
     return ((x_fake - x_real) / wide(q.clamp(min=1e-5)) / (N * len(sample))).detach()
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(("length", "scale"), [(1, 1.0), (3, 2.5)])
 def test_gradient_on_the_sample_is_g_over_n_b(length, scale):
     theta = normal(4, *SHAPE, seed=9)
     method = dmd2(Painter(theta), guidance_scale=scale)
@@ -149,19 +139,15 @@ def test_scores_are_compared_at_one_noised_detached_sample_with_fresh_noise():
 
 @pytest.mark.parametrize("role", ["student", "fake"])
 def test_score_times_are_uniform_shifted_and_then_held_in_their_range(role):
-    """Where the student's scores are compared, and where the fake score trains (Self-Forcing, FastVideo)."""
+    """Check the times of the student's scores and of the fake score's training (Self-Forcing, FastVideo)."""
     method = dmd2(shift=4.0, min_time=0.2, max_time=0.9, step_list=[1.0])
     method.trained_role = lambda step: role
     t, _ = times_and_texts(method)
     assert are_uniform_then_shifted_then_clamped(t, 4.0, 0.2, 0.9)
 
 
-def test_the_default_bounds_are_the_published_ones():
-    assert (Dmd2Settings().min_time, Dmd2Settings().max_time) == (0.02, 0.98)
-
-
 @pytest.mark.parametrize("step", [0, 1])
-def test_the_ode_goes_on_along_the_students_own_velocity(step):
+def test_the_ode_follows_the_students_own_velocity(step):
     """Euler's steps at the times of the list, without draws between them; the same when it is sampled."""
     method = dmd2(rollout="full", student_sampler="ode")
     run_loss(method, step)
@@ -177,9 +163,8 @@ def test_the_ode_goes_on_along_the_students_own_velocity(step):
     assert close(sample, calls[2].x - wide(calls[2].t) * calls[2].v)
 
 
-@pytest.mark.parametrize("sampler", ["renoise", "ode"])
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_gradient_flows_through_the_last_rollout_step_only(length, sampler):
+@pytest.mark.parametrize(("sampler", "length"), [("renoise", 1), ("renoise", 3), ("ode", 2)])
+def test_gradient_flows_through_the_last_rollout_step_only(sampler, length):
     method = dmd2(student_sampler=sampler)
     student = method.roles["student"]
     run_loss(method, student_steps(method)[length]).backward()
@@ -189,15 +174,9 @@ def test_gradient_flows_through_the_last_rollout_step_only(length, sampler):
     sample = last.x.detach() - wide(last.t) * student.formula(last.x.detach(), last.t, last.text)
     sample.backward(dmd_direction(method, sample.detach()))
     assert ours.keys() == {"mix", "time", "caption"}
+    assert not gradients(method.roles["teacher"]) and not gradients(method.roles["fake"])
     for name, gradient in gradients(student).items():
         assert close(ours[name], gradient, 1e-10), name
-
-
-def test_teacher_and_fake_get_no_gradient_from_the_student_loss():
-    method = dmd2()
-    run_loss(method, 0).backward()
-    assert not gradients(method.roles["teacher"]) and not gradients(method.roles["fake"])
-    assert gradients(method.roles["student"])
 
 
 def test_exact_gaussian_scores_give_the_difference_of_scores():
@@ -214,12 +193,6 @@ def test_exact_gaussian_scores_give_the_difference_of_scores():
     assert close(method.roles["student"].theta.grad, expected, 1e-9)
 
 
-def test_equal_scores_leave_the_student_alone():
-    method = dmd2(Painter(normal(4, *SHAPE, seed=9)), Gaussian(0.7), Gaussian(0.7), guidance_scale=1.0)
-    run_loss(method, 0).backward()
-    assert method.roles["student"].theta.grad.abs().max() < 1e-15
-
-
 def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
     """Where x_real is x_G, the normaliser is its floor and not zero."""
     theta = normal(4, *SHAPE, seed=9)
@@ -233,20 +206,6 @@ def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
     (call,) = method.roles["fake"].calls
     x_fake = call.x - wide(call.t) * call.v
     assert close(method.roles["student"].theta.grad, (x_fake - theta) / 1e-5 / (4 * N), 1e-6)
-
-
-def test_gradient_on_one_sample_does_not_depend_on_the_others():
-    method = dmd2(Painter(normal(4, *SHAPE, seed=9)))
-    run_loss(method, 0).backward()
-    before = method.roles["student"].theta.grad.clone()
-    theta = normal(4, *SHAPE, seed=9)
-    theta[2] *= 50
-    method = dmd2(Painter(theta))
-    run_loss(method, 0).backward()
-    after = method.roles["student"].theta.grad
-    for i in (0, 1, 3):
-        assert close(after[i], before[i])
-    assert not close(after[2], before[2], 1e-3)
 
 
 # ---------------------------------------------------------------- dmd2: the fake score's loss

@@ -1,4 +1,4 @@
-"""dmd2's GAN, its rollout settings and its operation without clips, in fp64 against ALGORITHMS."""
+"""DMD2 in float64: its GAN, its full rollout and its operation without clips."""
 
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from tests.unit.method_roles import (
     SHAPE,
     TEXT,
     Judge,
-    N,
     Painter,
     are_uniform_then_shifted_then_clamped,
     close,
@@ -39,7 +38,7 @@ def gan(student=None, **settings):
 
 
 def head_losses(method, step=1):
-    """The losses of a fake step by name, none of which has run."""
+    """Return the losses of a fake step by name; none has run."""
     losses = {loss.name: loss for loss in method.losses(step, make_batch(), random_at(step))}
     assert list(losses) == ["gan", "fake_score"], "the last loss must reach every block"
     assert losses["gan"].weight == method.settings.gan_weight_head and losses["fake_score"].weight == 1.0
@@ -97,13 +96,6 @@ def test_judged_times_are_uniform_shifted_and_then_held_in_their_range(step):
     assert are_uniform_then_shifted_then_clamped(method.roles["fake"].logit_calls[0].t[:1500], 4.0, 0.2, 0.9)
 
 
-def test_each_term_of_the_student_is_observed():
-    method = gan()
-    loss = run_loss(method, 0).item()
-    observed = {name: total / count for name, (total, count) in method.observations.drain().items()}
-    assert loss == pytest.approx(observed["dmd"] + 0.7 * observed["gan"], rel=1e-12)
-
-
 def test_the_fake_score_is_frozen_while_the_student_trains_through_it():
     method = gan(fake_updates_per_student_update=2)
     assert [method.frozen_roles(step) for step in range(4)] == [("fake",), (), (), ("fake",)]
@@ -139,7 +131,7 @@ def test_head_loss_and_its_gradient(weight):
 
 
 def test_what_the_head_is_shown():
-    """Samples and clips at one time each, with noise of their own; the disturbed clips differ by sigma e."""
+    """Samples and clips share their times and have noise of their own; disturbed clips differ by sigma e."""
     theta = normal(B, *SHAPE, seed=9)
     method = gan(Painter(theta), gan_r1_weight=1.0, gan_r1_sigma=0.05)
     losses = head_losses(method)
@@ -179,15 +171,11 @@ def test_both_losses_share_one_rollout_and_drop_it():
     assert not first.requires_grad and shared.take() is first and len(made) == 1 and shared._value is None
 
 
-def test_fake_score_loss_is_the_one_without_a_gan():
-    method, plain = gan(), dmd2(fake=Judge(22))
-    assert torch.equal(head_losses(method)["fake_score"].closure(), run_loss(plain, 1))
-
-
 def test_without_a_gan_there_is_no_head():
     assert Dmd2.additions(Dmd2Settings()) == {} and not Dmd2.needs_latents(Dmd2Settings())
     settings = Dmd2Settings(gan_weight_student=1e-3, gan_blocks=[3])
     assert Dmd2.additions(settings) == {"fake": {"gan_head": {"blocks": [3]}}} and Dmd2.needs_latents(settings)
+    assert default_blocks(30) == [15, 22, 29] and default_blocks(1) == [0], "FastGen's of Wan 1.3B"
     method = dmd2(fake=Judge(22))
     for step in (0, 1):
         run_loss(method, step)
@@ -197,7 +185,7 @@ def test_without_a_gan_there_is_no_head():
 # ---------------------------------------------------------------- rollouts and captions
 
 
-@pytest.mark.parametrize("step", [0, 1, 6, 7])
+@pytest.mark.parametrize("step", [0, 7])
 def test_a_full_rollout_takes_all_steps_with_gradient_through_the_last(step):
     method = dmd2(rollout="full")
     run_loss(method, step)
@@ -220,70 +208,19 @@ def test_captions_are_enough(step):
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollout": "fixed"}, "method.rollout=fixed is unknown; use random or full"),
-        ({"gan_weight_student": -1.0}, "method.gan_weight_student=-1.0 must be at least 0"),
-        ({"gan_weight_head": 0.0}, "method.gan_weight_head=0.0 must be above 0; .* method.gan_weight_student=0"),
-        ({"gan_r1_weight": float("nan")}, "method.gan_r1_weight=nan must be at least 0"),
-        ({"gan_r1_sigma": 0.0}, "method.gan_r1_sigma=0.0 must be above 0"),
-        ({"gan_blocks": [-1]}, r"method.gan_blocks=\[-1\] must ascend from at least 0, as \[15,22,29\], or be null"),
-        ({"gan_blocks": []}, r"method.gan_blocks=\[\] must ascend"),
-        ({"gan_blocks": [2, 2]}, r"method.gan_blocks=\[2, 2\] must ascend"),
-    ],
-)
-def test_settings_are_checked(changes, message):
-    with pytest.raises(UserError, match=message):
-        Dmd2Settings(**changes)
-
-
 def test_replicas_need_unused_parameters_reduced():
-    """One loss uses the head, the other the blocks behind it."""
-    overrides = ["method.gan_weight_student=0.001", "mesh.dp_replicate=2"]
-    with pytest.raises(UserError, match="mesh.dp_replicate=2 needs fake.reduce_unused=true"):
-        compose_config(overrides)
-    for fine in ("fake.reduce_unused=true", "fake.strategy=optim", "fake.replicate=false"):
-        compose_config([*overrides, fine])
-    overrides = ["method.gan_weight_student=0.001", "fake.shard_ranks=2"]
-    with pytest.raises(UserError, match="fake.shard_ranks=2 needs fake.reduce_unused=true"):
-        compose_config(overrides)
-    compose_config([*overrides, "fake.reduce_unused=true"])
+    """One loss uses the head, the other the blocks after it."""
+    for setting in ("mesh.dp_replicate=2", "fake.shard_ranks=2"):
+        overrides = ["method.gan_weight_student=0.001", setting]
+        with pytest.raises(UserError, match="fake.reduce_unused"):
+            compose_config(overrides)
+        compose_config([*overrides, "fake.reduce_unused=true"])
 
 
-def test_gradient_weights_of_a_sample_do_not_depend_on_the_others():
-    theta = normal(B, *SHAPE, seed=9)
-    other = theta.clone()
-    other[2] *= 50
-    grads = []
-    for value in (theta, other):
-        method = gan(Painter(value))
-        run_loss(method, 0).backward()
-        grads.append(method.roles["student"].theta.grad * N)
-    for i in (0, 1, 3):
-        assert close(grads[1][i], grads[0][i])
-
-
-# ---------------------------------------------------------------- the plan of a run
-
-PLAN = ["mesh.cp=1", "method.gan_weight_student=0.001"]
-
-
-def test_a_rate_of_the_heads_own():
+def test_a_learning_rate_of_the_heads_own():
     scaled = "optim.fake.lr_scale={additions.gan_head.*: 10}"
-    fake = {role.name: role for role in plan_run(compose_config([*PLAN, scaled])).roles}["fake"]
+    config = compose_config(["mesh.cp=1", "method.gan_weight_student=0.001", scaled])
+    fake = {role.name: role for role in plan_run(config).roles}["fake"]
     assert dict(fake.additions) == {"gan_head": {"blocks": None}}
-    with pytest.raises(UserError, match="optim.fake.lr_scale: 'additions.gan_head.*' matches no parameter"):
-        plan_run(compose_config([PLAN[0], scaled]))
-
-
-def test_a_block_that_is_not_there_is_refused_before_anything_is_built():
-    with pytest.raises(UserError, match=r"method.gan_blocks=\[1, 4\], but the network has 4 blocks; use 0 to 3, or"):
-        plan_run(compose_config([*PLAN, "method.gan_blocks=[1,4]"]))
-    plan_run(compose_config([*PLAN, "method.gan_blocks=[1,3]"]))
-
-
-def test_the_default_blocks_are_the_published_ones():
-    """FastGen's config_dmd2.py of Wan 1.3B; its 14B has 21, 30, 39."""
-    assert default_blocks(30) == [15, 22, 29] and default_blocks(40) == [20, 30, 39]
-    assert default_blocks(4) == [2, 3] and default_blocks(1) == [0]
+    with pytest.raises(UserError, match="optim.fake.lr_scale"):
+        plan_run(compose_config(["mesh.cp=1", scaled]))

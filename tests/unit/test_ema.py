@@ -1,14 +1,13 @@
-"""The moving average of a sharded role, against its closed form in fp64; one rank (the others are in distributed/)."""
+"""The moving average of a sharded role on one rank, against its closed form in float64."""
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
 from models.condition import text_condition
-from models.ema import Ema, ema_decay
+from models.ema import Ema
 from models.load import build_role
 from models.role_plan import plan_role
 
@@ -69,7 +68,7 @@ def worst(ema, expected):
     return max(((found[n].double() - e).norm() / e.norm().clamp_min(1e-12)).item() for n, e in expected.items())
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_constant_decay_equals_the_weighted_sum(role, decay):
     initial = {name: w.double() for name, w in full(role.weights()).items()}
     ema = Ema(role, decay=decay, gamma=6.94, start=0)
@@ -93,13 +92,6 @@ def test_power_schedule_weighs_update_k_by_its_power(role, gamma):
     assert worst(ema, expected) < 1e-6
 
 
-def test_decay_factors():
-    assert [ema_decay(i, decay=0.9, gamma=1.0) for i in (0, 1, 100)] == [0.9] * 3
-    assert ema_decay(0, decay=None, gamma=6.94) == 0.0
-    assert ema_decay(1, decay=None, gamma=6.94) == pytest.approx(0.5**7.94)
-    assert ema_decay(99, decay=None, gamma=0.0) == pytest.approx(0.99)
-
-
 @pytest.mark.parametrize("decay", [0.9, None])
 def test_before_its_start_the_average_just_follows(role, decay):
     ema = Ema(role, decay=decay, gamma=6.94, start=5)
@@ -108,17 +100,8 @@ def test_before_its_start_the_average_just_follows(role, decay):
     role.weights()["proj_out.bias"].to_local().add_(1.0)
     ema.update(5)
     moved = (full(ema.weights)["proj_out.bias"].double() - history[-1]["proj_out.bias"]).mean().item()
-    # The power schedule begins anew at the start; the constant one averages from there.
+    # The power schedule begins at the start; the constant one averages from there.
     assert moved == pytest.approx(1.0 if decay is None else 0.1, rel=1e-5)
-
-
-def test_average_is_a_sharded_fp32_copy_of_its_own(role):
-    ema = Ema(role, decay=0.5, gamma=6.94, start=0)
-    for name, weight in role.weights().items():
-        average = ema.weights[name]
-        assert isinstance(average, DTensor) and average.dtype == torch.float32 and not average.requires_grad
-        assert average.placements == weight.placements and average.device_mesh == weight.device_mesh
-        assert average.to_local().data_ptr() != weight.to_local().data_ptr()
 
 
 def velocity(role):
@@ -129,10 +112,13 @@ def velocity(role):
 
 
 def test_swapping_in_computes_with_the_average_and_restores_every_bit(role):
+    """An error within the context must restore the weights too."""
     ema = Ema(role, decay=0.5, gamma=6.94, start=0)
-    velocity(role)  # a forward before: FSDP must not go on with parameters that it gathered then
+    velocity(role)  # FSDP must not keep the parameters that this forward gathered
     wander(role, ema, 3)
     raw, average, raw_velocity = full(role.weights()), full(ema.weights), velocity(role)
+    with pytest.raises(KeyError), ema.swapped_in():
+        raise KeyError
     with ema.swapped_in():
         assert all(torch.equal(w, average[name]) for name, w in full(role.weights()).items())
         averaged_velocity = velocity(role)
@@ -145,16 +131,6 @@ def test_swapping_in_computes_with_the_average_and_restores_every_bit(role):
     assert torch.equal(velocity(role), averaged_velocity)
 
 
-def test_an_error_inside_still_swaps_back(role):
-    ema = Ema(role, decay=0.5, gamma=6.94, start=0)
-    wander(role, ema, 2)
-    raw, average = full(role.weights()), full(ema.weights)
-    with pytest.raises(KeyError), ema.swapped_in():
-        raise KeyError
-    assert all(torch.equal(w, raw[name]) for name, w in full(role.weights()).items())
-    assert all(torch.equal(w, average[name]) for name, w in full(ema.weights).items())
-
-
 def test_bf16_masters_have_no_average(mesh):
     plan = plan_role(
         "student", checkpoint=None, architecture=SMALL, sharding=ShardSettings(precision="bf16", master_dtype="bf16")
@@ -162,5 +138,5 @@ def test_bf16_masters_have_no_average(mesh):
     device = torch.device("cpu")
     shapes = {"latent_shape": (2, 1, 4, 4), "condition_shapes": {"text": (3, 6)}}
     role = build_role(plan, mesh=mesh, device=device, trainable=True, **shapes)
-    with pytest.raises(ValueError, match="torch.bfloat16, in which an average stands still"):
+    with pytest.raises(ValueError, match="bfloat16"):
         Ema(role, decay=0.9, gamma=1.0, start=0)

@@ -1,8 +1,6 @@
-"""Samples during training: student against teacher, in the run's folder and wherever else the run logs."""
+"""Samples during training: student and teacher clips, in the run directory and in the run's loggers."""
 
 import json
-import logging
-import re
 from types import SimpleNamespace
 
 import av
@@ -14,7 +12,7 @@ from torch import nn
 
 from distill.config import LogSettings, SampleSettings, compose_config
 from distill.data.moving_shapes import CAPTIONS, MovingShapes
-from distill.evaluate import Evaluator, _duration
+from distill.evaluate import Evaluator
 from distill.metrics import MetricsLog
 from distill.report.measures import HIGHER_IS_BETTER
 from fsdp_cp.errors import UserError
@@ -22,7 +20,7 @@ from models.condition import Condition
 
 
 class Painter:
-    """A method whose clips are of one brightness: the teacher's by its steps, the student's by its updates."""
+    """A method whose clips have one brightness: by its steps for the teacher, by its updates for the student."""
 
     def __init__(self):
         self.roles = {name: SimpleNamespace(network=nn.Identity()) for name in ("teacher", "student")}
@@ -92,64 +90,17 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
     assert lines[1]["validation/student_3steps/colour_accuracy"] == 0, "a dark clip shows no colour"
 
 
-def test_named_captions_are_shown_in_their_order(tmp_path):
+def test_named_captions_are_shown_in_their_order_and_unknown_ones_refused(tmp_path):
     shown = [CAPTIONS[7], CAPTIONS[3], CAPTIONS[3]]
-    method = Painter()
     asked = []
-    evaluate = evaluator(tmp_path, method, captions=shown, teacher_steps=[])
+    evaluate = evaluator(tmp_path, Painter(), captions=shown, teacher_steps=[])
     condition = evaluate.data.condition
     evaluate.data.condition = lambda captions, clips=None: asked.extend(captions) or condition(captions)
     evaluate.write_samples(1, None)
     assert asked[:3] == shown
     assert len(list((tmp_path / "samples").glob("*.mp4"))) == 3
-
-
-def test_a_caption_that_the_data_does_not_know_is_refused_before_any_step(tmp_path):
-    with pytest.raises(UserError, match="^sample.captions: caption 'a purple cow'"):
+    with pytest.raises(UserError, match="sample.captions"):
         evaluator(tmp_path, Painter(), captions=[CAPTIONS[0], "a purple cow"])
-    # Of moving shapes all captions are known before there is any data.
-    with pytest.raises(UserError, match="^sample.captions: 'a red circle' is not a caption of moving_shapes"):
-        compose_config([f"sample.captions=[{CAPTIONS[0]},a red circle]"])
-    assert compose_config([f"sample.captions=[{CAPTIONS[0]}]"]).sample.captions == [CAPTIONS[0]]
-
-
-def test_sampling_says_what_it_does_and_how_long_it_will_take(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    evaluate = evaluator(tmp_path, Painter(), report_clips=4)
-    evaluate.write_samples(10, None)
-    evaluate.write_report({"steps": 10})
-    said = [record.message for record in caplog.records if record.name == "distill.evaluate"]
-    time = r"[\d.]+ s"
-    expected = [
-        rf"sampling teacher, 5 steps: 2 clips in {time}; about {time} of sampling left",
-        rf"sampling teacher, 2 steps: 2 clips in {time}; about {time} of sampling left",
-        rf"sampling student, 3 steps: 2 clips in {time}",
-        rf"samples of step 10: {tmp_path}/samples/step_00000010.png",
-        *(line for name, left in (("teacher, 5 steps", True), ("teacher, 2 steps", True), ("student, 3 steps", False))
-          for line in (rf"sampling {name}: 4 clips in {time}" + rf"; about {time} of sampling left" * left,
-                       rf"measured {name} in {time}")),
-        "writing the report",
-    ]  # fmt: skip
-    assert len(said) == len(expected)
-    for line, pattern in zip(said, expected, strict=True):
-        assert re.fullmatch(pattern, line), line
-
-
-def test_the_time_left_is_what_the_other_rows_cost(tmp_path, caplog, monkeypatch):
-    """Five teacher steps with guidance are ten evaluations, three of the student three: 30 s make 9 s."""
-    caplog.set_level(logging.INFO)
-    evaluate = evaluator(tmp_path, Painter())
-    ticks = iter([100.0, 130.0])
-    monkeypatch.setattr("distill.evaluate.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    evaluate.clips("teacher", 5, CAPTIONS[:2], then=[("student", 3)])
-    assert "sampling teacher, 5 steps: 2 clips in 30 s; about 9.0 s of sampling left" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (99, "99 s"), (600, "10 min"), (36000, "10.0 h")]
-)
-def test_durations_read_well(seconds, said):
-    assert _duration(seconds) == said
 
 
 def test_the_report_of_a_run_has_its_settings_starts_and_updates(tmp_path):
@@ -158,14 +109,12 @@ def test_the_report_of_a_run_has_its_settings_starts_and_updates(tmp_path):
     (tmp_path / "starts.jsonl").write_text(json.dumps({"command": "train.py 'a=<b>'", "from_step": 0}) + "\n")
     evaluator(tmp_path, Painter(), report_clips=2).write_report({"steps": 10})
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data["troubles"][0] == (
-        "1 of 2 updates of the student was skipped because its gradient norm was not finite."
-    ), "of ten steps the student had two"
+    assert "1 of 2" in data["troubles"][0], "of ten steps the student had two"
     assert data["starts"][0]["command"] == "train.py 'a=<b>'"
     changed = {row["key"]: row["value"] for row in data["settings"] if row["differs"]}
     assert changed["sample.teacher_steps"] == [5, 2] and "seed" not in changed
     page = (tmp_path / "report.html").read_text()
-    assert "train.py &#x27;a=&lt;b&gt;&#x27;" in page and 'href="report.png"' in page and 'href="samples/"' not in page
+    assert "train.py &#x27;a=&lt;b&gt;&#x27;" in page
 
 
 def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
@@ -176,9 +125,9 @@ def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
         (samples / name).parent.mkdir(parents=True, exist_ok=True)
         (samples / name).write_text("mine")
     evaluate = evaluator(tmp_path, Painter())
-    for _ in range(2):  # a run that was killed and resumed writes its own files again
-        evaluate.write_samples(10, None)
-        evaluate.teacher_clips.clear()
+    evaluate.write_samples(10, None)
+    evaluate.teacher_clips.clear()
+    evaluate.write_samples(10, None)  # a run that was killed and resumed writes its own files again
     assert all((samples / name).read_text() == "mine" for name in mine)
     written = {str(p.relative_to(samples)) for p in samples.rglob("*") if p.is_file()} - set(mine)
     assert written == {
@@ -187,18 +136,7 @@ def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
     }  # fmt: skip
 
 
-def test_what_cannot_be_written_after_the_training_is_one_line(tmp_path):
-    (tmp_path / "samples").write_text("a file in the way")
-    evaluate = evaluator(tmp_path, Painter(), report_clips=2)
-    with pytest.raises(UserError, match="samples cannot be written .* what was trained is in the newest checkpoint"):
-        evaluate.write_samples(10, None)
-    (tmp_path / "report.html").mkdir()
-    with pytest.raises(UserError, match="report.html cannot be written .* what was trained is in the newest check"):
-        evaluate.write_report({"steps": 10})
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [], "no half file stays"
-
-
-# ---------------------------------------------------------------- other places than the run's folder
+# ---------------------------------------------------------------- loggers
 
 
 def log_one_set(tmp_path, **settings):
@@ -222,6 +160,7 @@ def test_tensorboard_shows_the_sheet_and_the_measures(tmp_path):
     assert (scalar.step, scalar.value) == (20, 0.0)
 
 
+@pytest.mark.slow
 def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -241,7 +180,7 @@ def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch
 
 
 class Pictured:
-    """Four clips of one brightness each, two to a caption, whose images condition."""
+    """A data set of four clips of one brightness each, two per caption, conditioned on images."""
 
     latent_shape, fps = (3, 6, 16, 16), 8.0
     condition_shapes = {"text": (1, 1), "image_latents": latent_shape}
@@ -268,7 +207,7 @@ class Pictured:
 
 
 class Copier(Painter):
-    """Makes the image itself."""
+    """A method that returns the image that conditions it."""
 
     def generate(self, role, noise, condition, steps, random):
         return condition.tensors["image_latents"]

@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of fake tensors: what they allocate is what those of real ones do."""
+"""Forward-mode derivatives of fake tensors: they allocate as much as those of real tensors."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ NORMS = {"weight and bias": ((2, 300, 64), (64,), True), "weight": ((2, 300, 64)
 
 
 def _both(held):
-    """What ``held`` returns on real tensors and on fake ones."""
+    """Return what ``held`` returns on real tensors and on fake ones."""
     found = []
     for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
         with mode, LiveStorages(fakes=True) as live:
@@ -30,7 +30,7 @@ def _both(held):
 @pytest.mark.parametrize("case", NORMS)
 @torch.no_grad()
 def test_the_tangent_of_a_layer_norm(case):
-    """Its values on real tensors, its device and its memory on fake ones."""
+    """Check values on real tensors, device and memory on fake ones."""
     shape, normalised, biased = NORMS[case]
 
     def held(live):
@@ -54,17 +54,8 @@ def test_the_tangent_of_a_layer_norm(case):
     torch.testing.assert_close(fake_operators._tangent(x, t, mean, scale, weight, bias), wanted.tangent)
 
 
-def test_torch_still_needs_it():
-    """Without it the tangent is on meta: when this fails, torch has mended it and dual_layer_norms may go."""
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveStorages(fakes=True), torch.no_grad():
-        with forward_ad.dual_level():
-            x, weight = torch.randn(2, 8), torch.randn(8)
-            out = nn.functional.layer_norm(forward_ad.make_dual(x, torch.randn(2, 8)), (8,), weight)
-            assert forward_ad.unpack_dual(out).tangent.device.type == "meta"
-
-
-@pytest.mark.parametrize("moving", ["q", "kv", "qkv", ""])
-@pytest.mark.parametrize(("queries", "keys"), [(900, 1700), (300, 2000), (100, 90), (1024, 512)])
+@pytest.mark.parametrize("moving", ["kv", "qkv", ""])
+@pytest.mark.parametrize(("queries", "keys"), [(900, 1700), (100, 90)])
 def test_two_tiles_of_attention_hold_what_all_do(queries, keys, moving):
     def held(live):
         shapes = {"q": (1, queries, 4, 8), "k": (1, keys, 2, 8), "v": (1, keys, 2, 8)}

@@ -1,8 +1,8 @@
-"""The operations that MFU is computed from, against PyTorch's own counter on the real network."""
+"""Operation counts that MFU is computed from, of every family, against PyTorch's counter on the real network."""
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import HunyuanVideo15Transformer3DModel, LTXVideoTransformer3DModel, WanTransformer3DModel
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,57 +10,93 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from distill.planning.hardware import load_hardware
 from fsdp_cp.measure.memory import peak_flops
+from models.condition import Condition
+from models.families.hunyuan import Hunyuan
+from models.families.ltx import LTX
 from models.families.wan import Wan
-from tests.oracles.tiny_wan import ARCHITECTURE
-
-SMALL = ARCHITECTURE | {"out_channels": 6}
-LONG_TEXT = {"patch_size": (1, 4, 4), "text_dim": 40, "ffn_dim": 20, "num_layers": 1, "cross_attn_norm": False}
+from tests.oracles import tiny_hunyuan, tiny_ltx, tiny_wan
 
 
-@pytest.mark.parametrize("changes", [{}, LONG_TEXT, {"num_attention_heads": 2, "freq_dim": 64}], ids=str)
-@pytest.mark.parametrize(("batch", "sizes", "text_tokens"), [(1, (3, 8, 8), 5), (2, (1, 8, 16), 30)])
-def test_forward_flops_are_those_that_torch_counts(changes, batch, sizes, text_tokens):
-    network = WanTransformer3DModel(**SMALL | changes)
-    config = dict(network.config)
-    inputs = {
-        "hidden_states": torch.randn(batch, 4, *sizes),
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_hidden_states": torch.randn(batch, text_tokens, config["text_dim"]),
+def wan_inputs(changes, batch, sizes, text_tokens, image=False):
+    """Return the family, a network and its inputs. Other channels come out than go in, unlike in a role."""
+    network = WanTransformer3DModel(**tiny_wan.ARCHITECTURE | {"out_channels": 6} | changes)
+    tensors = {"text": torch.randn(batch, text_tokens, network.config.text_dim)}
+    if image:
+        tensors["image_latents"], tensors["image_mask"] = torch.randn(batch, 6, *sizes), torch.ones(batch, 4, *sizes)
+        tensors["image_embeds"] = torch.randn(batch, 257, network.config.image_dim)
+    return Wan(), network, torch.randn(batch, 6 if image else 4, *sizes), torch.full((batch,), 0.5), Condition(tensors)
+
+
+def ltx_inputs(changes, batch, sizes, text_tokens, image=False):
+    """Return the family, a network and its inputs."""
+    network = LTXVideoTransformer3DModel(**tiny_ltx.ARCHITECTURE | changes)
+    tensors = {
+        "text": torch.randn(batch, text_tokens, network.config.caption_channels),
+        "text_mask": torch.ones(batch, text_tokens, dtype=torch.bool),
+        "latent_spacing": torch.tensor(tiny_ltx.SPACING).repeat(batch, 1),
     }
+    return LTX(), network, torch.randn(batch, 4, *sizes), torch.full((batch,), 0.5), Condition(tensors)
+
+
+def hunyuan_inputs(changes, batch, sizes, text_tokens, image=False):
+    """Return the family, a network and its inputs. All text tokens count, so that torch uses one kernel."""
+    network = HunyuanVideo15Transformer3DModel(**tiny_hunyuan.ARCHITECTURE | changes)
+    config = network.config
+    tensors = {
+        "text": torch.randn(batch, text_tokens, config.text_embed_dim),
+        "text_mask": torch.ones(batch, text_tokens, dtype=torch.bool),
+        "glyphs": torch.randn(batch, 4, config.text_embed_2_dim),
+        "glyph_mask": torch.ones(batch, 4, dtype=torch.bool),
+    }
+    if image:
+        tensors["first_frame"] = torch.randn(batch, 4, 1, *sizes[1:])
+        tensors["image_embeds"] = torch.randn(batch, 5, config.image_embed_dim)
+    return Hunyuan(), network, torch.randn(batch, 4, *sizes), torch.full((batch,), 0.5), Condition(tensors)
+
+
+LONG_TEXT = {"patch_size": (1, 4, 4), "text_dim": 40, "ffn_dim": 20, "num_layers": 1, "cross_attn_norm": False}
+WAN_IMAGE = {"in_channels": 16, "image_dim": 14, "added_kv_proj_dim": 48}
+NARROW_LTX = {"num_attention_heads": 2, "cross_attention_dim": 20, "caption_channels": 40, "num_layers": 1}
+NARROW_HUNYUAN = {"num_attention_heads": 2, "text_embed_dim": 40, "num_layers": 1, "num_refiner_layers": 1}
+UNREFINED = {"num_refiner_layers": 0, "mlp_ratio": 2.5, "text_embed_2_dim": 20}
+
+
+def described(network, condition):
+    """Return the network's configuration and the shapes of its condition."""
+    return dict(network.config), {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "changes", "batch", "sizes", "text_tokens", "image"),
+    [
+        (wan_inputs, {"num_attention_heads": 2, "freq_dim": 64}, 1, (3, 8, 8), 5, False),
+        (wan_inputs, LONG_TEXT, 2, (1, 8, 16), 30, False),
+        (wan_inputs, WAN_IMAGE, 1, (3, 8, 8), 512, True),
+        (ltx_inputs, {}, 2, (1, 8, 16), 30, False),
+        (ltx_inputs, NARROW_LTX, 1, (3, 8, 8), 5, False),
+        (hunyuan_inputs, {}, 2, (1, 8, 16), 30, True),
+        (hunyuan_inputs, NARROW_HUNYUAN, 1, (3, 8, 8), 5, False),
+    ],
+)
+def test_forward_flops_are_those_that_torch_counts(inputs, changes, batch, sizes, text_tokens, image):
+    family, network, x, t, condition = inputs(changes, batch, sizes, text_tokens, image)
     # The counter knows no operations of the CPU's flash kernel and would leave attention out.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        network(**inputs)
-    assert "aten.bmm" in {str(op) for op in counter.get_flop_counts()["Global"]}, "attention was not counted"
-    # As many channels come out as go in where a network has a role; here not, so that the two cannot be confused.
-    tokens = Wan().tokens(config, (4, *sizes))
-    ours = batch * Wan().forward_flops(config, tokens, {"text": (text_tokens, config["text_dim"])})
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
-    shapes = {"text": (text_tokens, config["text_dim"])}
-    of_attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    assert batch * Wan().attention_flops(config, tokens, shapes) == of_attention
-
-
-@pytest.mark.parametrize("image_tokens", [7, 257])
-def test_those_of_an_image_to_video_network_too(image_tokens):
-    image = {"in_channels": 16, "out_channels": 6, "image_dim": 14, "added_kv_proj_dim": 48}
-    network = WanTransformer3DModel(**SMALL | image)
-    config, text = dict(network.config), (512, SMALL["text_dim"])
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 3, 8, 8),
-        "timestep": torch.full((1,), 500.0),
-        "encoder_hidden_states": torch.randn(1, *text),
-        "encoder_hidden_states_image": torch.randn(1, image_tokens, 14),
-    }
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        network(**inputs)
-    shapes = {"text": text, "image_embeds": (image_tokens, 14)}
-    tokens = Wan().tokens(config, (6, 3, 8, 8))
-    assert Wan().forward_flops(config, tokens, shapes) == pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert Wan().attention_flops(config, tokens, shapes) == counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+        family.outputs(network, x, t, condition)
+    config, shapes = described(network, condition)
+    tokens = family.tokens(config, tuple(x.shape[1:]))
+    assert batch * family.forward_flops(config, tokens, shapes) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    blocks = "Global" if inputs is not hunyuan_inputs else "HunyuanVideo15Transformer3DModel.transformer_blocks."
+    of_attention = [
+        counts[torch.ops.aten.bmm]
+        for name, counts in counter.get_flop_counts().items()
+        if name.startswith(blocks) and name.count(".") == blocks.count(".")
+    ]
+    assert batch * family.attention_flops(config, tokens, shapes) == sum(of_attention) > 0
 
 
 class _Counted(TorchDispatchMode):
-    """torch's counts, without products of zeros: of a weight's tangent, which there is not, forward mode makes some."""
+    """torch's counts without products of zeros, which forward mode makes for the tangents that weights do not have."""
 
     flops = 0
 
@@ -73,35 +109,35 @@ class _Counted(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("changes", [{}, LONG_TEXT], ids=str)
-@pytest.mark.parametrize(("sizes", "text_tokens"), [((3, 8, 8), 5), ((2, 16, 16), 30)])
-def test_those_of_a_tangent_too(changes, sizes, text_tokens):
-    """Of the state and the time, as the methods with derivatives want it; without attention's own it would be less."""
-    network = WanTransformer3DModel(**SMALL | changes)
-    config = dict(network.config)
-    condition = {"text": (text_tokens, config["text_dim"])}
-    x, t = torch.randn(1, 4, *sizes), torch.full((1,), 500.0)
-    text = torch.randn(1, *condition["text"])
+@pytest.mark.parametrize(
+    ("inputs", "changes", "sizes"),
+    [
+        (wan_inputs, {}, (3, 8, 8)),
+        (wan_inputs, LONG_TEXT, (2, 16, 16)),
+        (ltx_inputs, NARROW_LTX, (2, 8, 8)),
+        (hunyuan_inputs, NARROW_HUNYUAN, (2, 8, 8)),
+        (hunyuan_inputs, UNREFINED, (2, 8, 8)),
+    ],
+)
+def test_those_of_a_tangent_too(inputs, changes, sizes):
+    """Count tangents of the state and the time, as the methods with derivatives need them."""
+    family, network, x, t, condition = inputs(changes, 1, sizes, 30)
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]
         with _Counted() as counter:
-            network(duals[0], duals[1], text)
-    tokens = Wan().tokens(config, (4, *sizes))
-    forward, tangent = (f(config, tokens, condition) for f in (Wan().forward_flops, Wan().tangent_flops))
-    assert forward + tangent == pytest.approx(counter.flops, rel=0.01)
+            family.outputs(network, *duals, condition)
+    config, shapes = described(network, condition)
+    tokens = family.tokens(config, tuple(x.shape[1:]))
+    ours = sum(flops(config, tokens, shapes) for flops in (family.forward_flops, family.tangent_flops))
+    assert ours == pytest.approx(counter.flops, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H20", 148), ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA L4", None),
-    ],
-)  # fmt: skip
-def test_rates_by_the_device_s_name(monkeypatch, name, tflops):
-    """Those of planning.hardware, where both know the device."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda")) == (None if tflops is None else tflops * 1e12)
-    known = {"NVIDIA H20": "h20", "NVIDIA H200": "h200", "NVIDIA B200": "b200", "NVIDIA H100 80GB HBM3": "h100"}
-    if name in known:
-        assert load_hardware(known[name]).bf16_tflops == pytest.approx(tflops, rel=1e-3)
+def test_rates_by_the_device_s_name(monkeypatch):
+    """The rates are those of planning.hardware, where both know the device."""
+    for name, tflops, known in (
+        ("NVIDIA H20", 148, "h20"), ("NVIDIA H200", 989, "h200"), ("NVIDIA H100 PCIe", None, None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda")) == (None if tflops is None else tflops * 1e12)
+        if known:
+            assert load_hardware(known).bf16_tflops == pytest.approx(tflops, rel=1e-3)

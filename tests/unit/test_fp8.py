@@ -1,6 +1,4 @@
-"""Which layers compute in fp8, where that is refused, and what their products are, against torchao's own."""
-
-import sys
+"""fp8 layers: which layers are converted, what is refused, and their products against torchao's."""
 
 import pytest
 import torch
@@ -28,45 +26,31 @@ def test_layers_of_the_blocks_between_the_first_and_the_last():
     blocks[2].down = nn.Linear(40, 64)
     chosen, odd = fp8.linear_layers(blocks, [blocks[1].up])
     assert chosen == [blocks[1].down, blocks[2].up] and odd == [blocks[2].down]
+    units = [nn.Linear(16, 16), Block(), nn.Linear(16, 16), nn.Linear(16, 16)]
+    assert fp8.linear_layers(units)[0] == [units[1].up, units[1].down], "a unit that is a layer itself stays"
 
 
-def test_a_unit_that_is_a_layer_itself_stays():
-    units = [nn.Linear(16, 16) for _ in range(3)]
-    units.insert(1, Block())
-    assert fp8.linear_layers(units)[0] == [units[1].up, units[1].down]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "why"),
-    [
-        ([Block(), Block()], "it has none there"),
-        ([Block(), Block(33, 40), Block()], "its 2 have sizes that are no multiples of 16"),
-    ],
-)
-def test_nothing_to_convert_is_refused(blocks, why):
-    with pytest.raises(UserError, match=f"first and the last of {len(blocks)}, and {why}; use fake.fp8=none"):
+@pytest.mark.parametrize("blocks", [[Block(), Block()], [Block(), Block(33, 40), Block()]])
+def test_nothing_to_convert_is_refused(blocks):
+    with pytest.raises(UserError, match="fake.fp8"):
         fp8.linear_layers(blocks, where="fake.")
 
 
-@pytest.mark.parametrize(
-    ("version", "has"), [(None, "which is not installed"), ("0.17.1", "not 0.17.1"), ("0.9.0+cpu", "not 0.9.0")]
-)
-def test_without_its_library(monkeypatch, version, has):
+@pytest.mark.parametrize("version", [None, "0.17.1"])
+def test_without_its_library(monkeypatch, version):
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None if version is None else name)
     monkeypatch.setattr(fp8.metadata, "version", lambda name: version)
     fp8.require_fp8(ShardSettings(), "cpu")
-    with pytest.raises(UserError, match=rf"^student.fp8=torchao needs torchao 0.18 or newer, {has}.*'fsdp-cp\[fp8\]'"):
+    with pytest.raises(UserError, match="student.fp8"):
         fp8.require_fp8(SETTINGS, "cpu", "student.")
 
 
-@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
-def test_on_a_gpu_without_fp8_products(monkeypatch, capability, refused):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+def test_on_a_gpu_without_fp8_products(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    if not refused:
-        fp8.require_fp8(SETTINGS, "cuda")
-        return
-    with pytest.raises(UserError, match="teacher.fp8=torchao needs a GPU of compute capability 8.9 or more.* A100 has"):
+    fp8.require_fp8(SETTINGS, "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(UserError, match="teacher.fp8"):
         fp8.require_fp8(SETTINGS, "cuda", "teacher.")
 
 
@@ -85,7 +69,7 @@ def test_parameters_stay_the_same_objects_under_the_same_names():
 
 
 def test_products_and_gradients_are_torchaos():
-    """Of trained weights all; of frozen ones the input's gradient, to the bit, and no other product is computed."""
+    """Trained weights get all gradients; frozen ones compute the input's gradient and no other product."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(0)
@@ -126,10 +110,3 @@ def test_forward_mode_runs_the_plain_layers():
         found, expected = (forward_ad.unpack_dual(net(forward_ad.make_dual(x, dx))) for net in (block, plain))
     assert torch.equal(found.primal, expected.primal) and torch.equal(found.tangent, expected.tangent)
     assert not torch.equal(block(x), plain(x)), "without tangents it computes in fp8"
-
-
-def test_torchao_is_not_imported_without_fp8():
-    import subprocess
-
-    code = "import sys, fsdp_cp, fsdp_cp.sharding.fp8; sys.exit('torchao' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,13 +1,12 @@
-"""HunyuanVideo 1.5's VAE, text encoders and image encoder against diffusers' own pipelines (0.42)."""
+"""HunyuanVideo 1.5: VAE, text encoders and image encoder against diffusers' own pipelines (0.42)."""
 
-import inspect
 import json
 import shutil
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
-from safetensors.torch import load, load_file, save_file
+from diffusers import HunyuanVideo15ImageToVideoPipeline
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from distill.data.captions import Captions
@@ -45,26 +44,15 @@ def test_sizes(folder, pipeline):
     image = found.inspect_image("data.encoders=x")
     assert isinstance(image, FrameAndFeatures) and cache_parts(image) == ("first_frame", "image_embeds")
     assert found.condition_shapes(CLIP, 60, image) == texts | {"first_frame": (8, 1, 2, 3), "image_embeds": (9, 20)}
+    with pytest.raises(UserError, match="num_frames"):
+        found.latent_shape(ClipFormat(num_frames=8, height=32, width=48, fps=24.0))
     assert (found.temporal, found.spatial) == (pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial)
 
 
-@pytest.mark.parametrize("kind", [HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline])
-def test_what_is_taken_of_the_pipelines_is_what_they_hand_on(kind, folder):
-    """Their instances hold the template's system part, what is cut off and the lengths; ours takes the defaults."""
-    parts = {"image_encoder": None, "feature_extractor": None} if kind is HunyuanVideo15Pipeline else {}
-    made = kind.from_pretrained(folder, **parts)
-    given = {
-        name: parameter.default
-        for name, parameter in inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters.items()
-    }
-    assert given["system_message"] == made.system_message
-    assert given["crop_start"] == made.prompt_template_encode_start_idx
-    assert (made.tokenizer_max_length, made.tokenizer_2_max_length) == (PIPELINE_TOKENS, GLYPH_TOKENS)
-
-
-@pytest.mark.parametrize("caption", ["a red square", "", QUOTES, "x" * 200, '"' + "y" * 400 + '"'])
-@pytest.mark.parametrize("tokens", [60, PIPELINE_TOKENS])
-def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, caplog, caption, tokens):
+@pytest.mark.parametrize(
+    ("caption", "tokens"), [("", 60), (QUOTES, 60), ("x" * 200, 60), ('"' + "y" * 400 + '"', PIPELINE_TOKENS)]
+)
+def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, caption, tokens):
     encoders = choose_encoders(folder)
     texts = encoders.text_encoder(max_tokens=tokens, **CPU).embeddings(caption)
     given = encoders.text_tensors(texts, tokens)
@@ -80,46 +68,18 @@ def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, capl
         assert not given[name][~counts].any()
     least, most, width = encoders.text_sizes(tokens)["glyphs"]
     assert least <= len(texts["glyphs"]) <= most and texts["glyphs"].shape[1] == width
-    assert ("caption cut from" in caplog.text) == (caption[-9:] in ("x" * 9, "y" * 8 + '"') and tokens == 60)
-    assert ("quotes is cut from 410 to 256" in caplog.text) == ("yyy" in caption)
 
 
-def test_a_caption_of_just_as_many_tokens_is_not_cut(folder, caplog):
-    encoders = choose_encoders(folder)
-    length = len(encoders.text_encoder(max_tokens=60, **CPU).embeddings("a red square")["text"])
-    for tokens, message in (
-        (length, ""),
-        (length - 1, f"caption cut from {length} to data.max_text_tokens={length - 1}"),
-    ):
-        caplog.clear()
-        assert len(encoders.text_encoder(max_tokens=tokens, **CPU).embeddings("a red square")["text"]) == tokens
-        assert (message in caplog.text) and ("cut" in caplog.text) == bool(message)
-    for letters, cut in ((246, False), (247, True)):  # ten more are those around it
-        caplog.clear()
-        found = encoders.text_encoder(max_tokens=400, **CPU).embeddings('"' + "y" * letters + '"')
-        assert len(found["glyphs"]) == GLYPH_TOKENS
-        assert ("quotes is cut from 257 to 256" in caplog.text) == cut
-
-
-@pytest.mark.parametrize(("tokenizer", "encoder"), [("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")])
-def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, tokenizer, encoder):
-    """With words beyond the embeddings, which a GPU meets with an assertion that names nothing."""
+@pytest.mark.parametrize("tokenizer", ["tokenizer", "tokenizer_2"])
+def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, tokenizer):
+    """Words beyond the embeddings end in an assertion on a GPU that names nothing."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     words = AutoTokenizer.from_pretrained(copied / tokenizer)
     words.add_tokens([f"zzz{i}" for i in range(2000)])
     words.save_pretrained(copied / tokenizer)
     texts = choose_encoders(copied).text_encoder(max_tokens=60, **CPU)
-    with pytest.raises(UserError, match=f"{tokenizer}/ has words that {encoder}/ of .* words does not know") as error:
+    with pytest.raises(UserError, match=tokenizer) as error:
         texts.embeddings('a "zzz1999"')
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("template", ["{% for x %}", "{{ raise_exception('no') }}", "{{ messages[7].content }}"])
-def test_a_template_that_cannot_be_used_is_refused_in_one_line(folder, tmp_path, template):
-    copied = shutil.copytree(folder, tmp_path / "copy")
-    (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match="the chat template of tokenizer/ cannot be used") as error:
-        choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
     assert "\n" not in str(error.value)
 
 
@@ -141,8 +101,8 @@ def test_pixels_are_those_of_the_pipeline(folder, pipeline):
     assert tiled.vae.use_tiling and tiled.vae.dtype == torch.bfloat16 and torch.equal(tiled.std, codec.std)
 
 
-def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, caplog):
-    """Another second encoder alone is another cache; a damaged file of a quotation is named and made again."""
+def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
+    """A change of the second encoder alone makes another cache."""
     file = tmp_path / "captions.csv"
     file.write_text('caption\n"a red square"\n"a sign that says ""OPEN"""\n')
 
@@ -158,18 +118,6 @@ def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, ca
     written = {part: sorted((tmp_path / "cache" / part).iterdir()) for part in ("text", "glyphs")}
     assert {part: len(files) for part, files in written.items()} == {"text": 3, "glyphs": 3}, "and the empty caption"
 
-    damaged = written["glyphs"][0]
-    whole = damaged.read_bytes()
-    damaged.write_bytes(whole[:-3] if len(whole) > 200 else whole[:-1])
-    caplog.clear()
-    again = data(folder)
-    assert damaged.name in caplog.text and len(damaged.read_bytes()) == len(whole)
-    kept = load(whole)  # the order of a safetensors header's names is another in each writing
-    for key, tensor in load_file(damaged).items():
-        assert torch.equal(tensor, kept.pop(key)), key
-    assert not kept
-    assert torch.equal(again[1]["glyphs"], quoting["glyphs"])
-
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     weights = next((other / "text_encoder_2").glob("*.safetensors"))
@@ -181,97 +129,53 @@ def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("part", "settings", "message"),
+    ("part", "settings"),
     [
-        ("vae", {"latent_channels": "8"}, "latent_channels='8', which no VAE of HunyuanVideo 1.5 has"),
-        ("vae", {"scaling_factor": 0}, "scaling_factor=0, which no VAE of HunyuanVideo 1.5 has"),
-        ("vae", {"spatial_compression_ratio": 0}, "spatial_compression_ratio=0, which no VAE"),
-        ("text_encoder", {"architectures": ["T5EncoderModel"]}, "text_encoder/ holds T5EncoderModel; use Qwen2_5_VL"),
-        ("text_encoder", {"hidden_size": None}, "hidden_size=None"),
-        ("text_encoder_2", {"architectures": ["UMT5EncoderModel"]}, "text_encoder_2/ holds UMT5EncoderModel; use T5"),
-        ("text_encoder_2", {"d_model": 0}, "text_encoder_2/config.json has d_model=0"),
-        ("transformer", {"patch_size": "1"}, "transformer/config.json has patches of [1, '1']"),
-        ("transformer", {"task_type": "v2v"}, "transformer/config.json has target_size=64, task_type='v2v'"),
+        ("vae", {"latent_channels": "8"}),
+        ("vae", {"spatial_compression_ratio": 0}),
+        ("text_encoder", {"architectures": ["T5EncoderModel"]}),
+        ("text_encoder_2", {"d_model": 0}),
+        ("transformer", {"patch_size": "1"}),
+        ("text_encoder_2", None),
+        ("image_encoder", None),
+        ("tokenizer/chat_template.jinja", None),
     ],
 )
-def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings, message):
+def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings):
     copied = shutil.copytree(folder, tmp_path / "copy")
-    change(copied / part / "config.json", **settings)
-    with pytest.raises(UserError) as error:
-        choose_encoders(copied)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("text_encoder_2", "has no text_encoder_2/; give a HunyuanVideo 1.5 pipeline folder"),
-        ("tokenizer_2", "has no tokenizer_2/; give a HunyuanVideo 1.5 pipeline folder"),
-        ("image_encoder", "has no image_encoder/, which data.image=first_frame needs"),
-        ("feature_extractor", "has no feature_extractor/, which data.image=first_frame needs"),
-    ],
-)
-def test_a_part_that_is_not_there_is_named(folder, tmp_path, missing, message):
-    copied = shutil.copytree(folder, tmp_path / "copy")
-    shutil.rmtree(copied / missing)
-    with pytest.raises(UserError) as error:
+    if settings is not None:
+        change(copied / part / "config.json", **settings)
+    else:
+        shutil.rmtree(copied / part) if (copied / part).is_dir() else (copied / part).unlink()
+    with pytest.raises(UserError, match=part.partition("/")[0]) as error:
         choose_encoders(copied).inspect_image(f"data.encoders={copied}")
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_tokenizers_that_cannot_serve_are_refused_before_clips_are_encoded(folder, tmp_path):
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<user>"])
+def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, template):
+    """The second one leaves no token of the caption."""
     copied = shutil.copytree(folder, tmp_path / "copy")
-    template, second = copied / "tokenizer" / "chat_template.jinja", copied / "tokenizer_2" / "tokenizer_config.json"
-    written = template.read_text()
-    template.unlink()
-    with pytest.raises(UserError, match="tokenizer/ has no chat template"):
-        choose_encoders(copied)
-    change(copied / "tokenizer" / "tokenizer_config.json", chat_template=written)
-    choose_encoders(copied)
-    second.unlink()
-    with pytest.raises(UserError, match="has no tokenizer_2/tokenizer_config.json"):
-        choose_encoders(copied)
-
-
-def test_a_template_that_leaves_nothing_of_a_caption_is_refused(folder, tmp_path):
-    copied = shutil.copytree(folder, tmp_path / "copy")
-    (copied / "tokenizer" / "chat_template.jinja").write_text("<user>")
-    with pytest.raises(UserError, match="leaves no token of the caption 'a cat' behind"):
+    (copied / "tokenizer" / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match="tokenizer") as error:
         choose_encoders(copied).text_encoder(max_tokens=60, **CPU).embeddings("a cat")
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_frames": 8}, "num_frames=8 does not fit the VAE, which joins 4 frames after the first"),
-        ({"height": 40}, "data.height=40 is not a multiple of 16"),
-    ],
-)
-def test_clips_that_the_vae_would_cut_are_refused(folder, sizes, message):
-    given = {name: getattr(CLIP, name) for name in ("num_frames", "height", "width", "fps")}
-    with pytest.raises(UserError, match=message):
-        choose_encoders(folder).latent_shape(ClipFormat(**given | sizes))
-
-
-def test_what_fits_the_pipelines_badly_is_said(folder, tmp_path):
+def test_remarks_are_made_where_the_settings_differ_from_the_pipelines(folder, tmp_path):
     """Another number of tokens, the other task's checkpoint, and images of a size that the pipeline changes."""
     copied = shutil.copytree(folder, tmp_path / "copy")
-    change(copied / "transformer" / "config.json", task_type="t2v", target_size=640)
-    found = choose_encoders(copied)
-    image = found.inspect_image("data.encoders=x")
-    assert found.remarks(CLIP, PIPELINE_TOKENS, None) == []
-    (remark,) = found.remarks(CLIP, 60, None)
-    assert remark.startswith("data.max_text_tokens=60: HunyuanVideo15Pipeline cuts captions at 1000")
     fits = ClipFormat(num_frames=9, height=480, width=848, fps=24.0)
-    (remark,) = found.remarks(fits, PIPELINE_TOKENS, image)
-    assert "task_type=t2v, and the data are of first frames" in remark
-    change(copied / "transformer" / "config.json", task_type="i2v")
-    found = choose_encoders(copied)
-    assert found.remarks(fits, PIPELINE_TOKENS, image) == []
-    (remark,) = found.remarks(ClipFormat(num_frames=9, height=480, width=832, fps=24.0), PIPELINE_TOKENS, image)
-    assert "makes clips of 480 x 816 of such images" in remark
-    (remark,) = found.remarks(CLIP, PIPELINE_TOKENS, None)
-    assert "task_type=i2v, and the data are of text alone" in remark
+    other = ClipFormat(num_frames=9, height=480, width=832, fps=24.0)
+    for task, clip, tokens, with_image, count in (
+        ("t2v", CLIP, PIPELINE_TOKENS, False, 0), ("t2v", CLIP, 60, False, 1), ("t2v", fits, PIPELINE_TOKENS, True, 1),
+        ("i2v", fits, PIPELINE_TOKENS, True, 0), ("i2v", other, PIPELINE_TOKENS, True, 1),
+        ("i2v", CLIP, PIPELINE_TOKENS, False, 1),
+    ):  # fmt: skip
+        change(copied / "transformer" / "config.json", task_type=task, target_size=640)
+        found = choose_encoders(copied)
+        image = found.inspect_image("data.encoders=x") if with_image else None
+        assert len(found.remarks(clip, tokens, image)) == count, (task, clip, tokens)
 
 
 def test_a_changed_chat_template_is_another_cache(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""What is set up before the process group."""
+"""Allocator, threads and device, which are chosen before the process group, and the end of a process."""
 
 import os
 import subprocess
@@ -35,11 +35,10 @@ def test_the_allocator_is_set_on_cuda_alone(environment):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_environment_wins_over_the_setting(environment, name, caplog):
+def test_the_environment_wins_over_the_setting(environment, name):
     environment.setenv(name, "max_split_size_mb:64")
     choose_allocator(torch.device("cuda", 0), "expandable_segments:True")
     assert os.environ[name] == "max_split_size_mb:64" and allocator().count(None) == 1
-    assert f"{name}=max_split_size_mb:64 is set; cuda_allocator=expandable_segments:True is not used" in caplog.text
 
 
 # ---------------------------------------------------------------- threads
@@ -47,7 +46,7 @@ def test_the_environment_wins_over_the_setting(environment, name, caplog):
 
 @pytest.fixture
 def cores(monkeypatch):
-    """16 of them, and torch's threads as they were afterwards."""
+    """A machine of 16 cores. torch's number of threads is restored afterwards."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
@@ -56,15 +55,15 @@ def cores(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("given", [None, "1"])  # torchrun's, with several ranks
-@pytest.mark.parametrize(("ranks", "threads"), [(None, 16), ("4", 4), ("5", 3), ("32", 1)])
-def test_an_optimizer_on_the_host_has_its_share_of_the_cores(cores, given, ranks, threads, caplog):
-    caplog.set_level("INFO")
+@pytest.mark.parametrize(
+    ("given", "ranks", "threads"),
+    [(None, None, 16), ("1", "5", 3), ("1", "32", 1)],  # torchrun sets OMP_NUM_THREADS=1 for several ranks
+)
+def test_an_optimizer_on_the_host_has_its_share_of_the_cores(cores, given, ranks, threads):
     for name, value in (("OMP_NUM_THREADS", given), ("LOCAL_WORLD_SIZE", ranks)):
         cores.delenv(name, raising=False) if value is None else cores.setenv(name, value)
     choose_threads(torch.device("cuda", 0), host_optimizer=True)
     assert torch.get_num_threads() == threads
-    assert f"{threads} threads a rank (16 cores, {ranks or 1} ranks on this node)" in caplog.text
 
 
 def test_threads_are_left_alone_elsewhere(cores):
@@ -97,27 +96,23 @@ def refusal(device: str) -> str:
     with pytest.raises(UserError) as caught:
         choose_device(device)
     (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"device={device}, but torch sees no GPU: there is ") and line.endswith("; use device=cpu")
+    assert line.startswith(f"device={device}") and "device=cpu" in line
     return line
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_an_old_driver_is_no_reason_to_compute_on_the_cpu(machine, device, tmp_path):
-    line = refusal(device)
-    assert f"{tmp_path}/nvidiactl, but the driver 535.104.05 may be too old" in line
-    assert "CUDA 13.0, which needs 580 or newer" in line
+def test_an_unseen_gpu_is_no_reason_to_compute_on_the_cpu(machine, device, tmp_path):
+    """The refusal names the cause: an old driver, hidden GPUs, permissions, a build without CUDA."""
+    assert "535.104.05" in refusal(device)
     (tmp_path / "version").unlink()
-    assert "but the driver may be too old" in refusal(device)
+    refusal(device)
     assert choose_device("cpu") == torch.device("cpu")
-
-
-def test_other_causes_of_an_unseen_gpu(machine, tmp_path):
     machine.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES=7 may name none of its GPUs" in refusal("auto")
+    assert "CUDA_VISIBLE_DEVICES" in refusal(device)
     machine.setattr(os, "access", lambda file, how: False)  # root may open any file
-    assert "this user may not open it" in refusal("auto")
+    refusal(device)
     machine.setattr(torch.version, "cuda", None)
-    assert "is built without CUDA; install the one of constraints.txt" in refusal("auto")
+    refusal(device)
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", None])
@@ -127,7 +122,7 @@ def test_the_cpu_where_there_is_no_gpu_or_it_is_hidden(machine, hidden, tmp_path
     else:
         machine.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(UserError, match="^device=cuda, but torch sees no GPU; use device=cpu$"):
+    with pytest.raises(UserError, match="device=cuda"):
         choose_device("cuda")
 
 
@@ -135,39 +130,31 @@ def test_the_cpu_where_there_is_no_gpu_or_it_is_hidden(machine, hidden, tmp_path
 
 
 LATE_COLLECTIVES = """
+import atexit
 import sys
 import torch
 import torch.distributed as dist
 from fsdp_cp.launch import end_process
 
-rank, store, end = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2), sys.argv[3]
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 for _ in range(400):
     dist.all_reduce(torch.ones(200_000), async_op=True)
 kept = dist.group.WORLD  # as DTensor's caches keep a mesh's groups beyond destroy_process_group
 dist.destroy_process_group()
-import atexit
-atexit.register(lambda: print("handlers of the exit ran"))
-print("work is done")
-if end == "end_process":
-    end_process(3)
-sys.exit(3)
+atexit.register(lambda: print("atexit"))
+print("done")
+end_process(3)
 """
 
 
+@pytest.mark.slow
 def test_a_collective_s_last_thread_does_not_abort_a_process_that_is_done(tmp_path):
-    """Threads of gloo let go of tensors late; Python's own end aborts then (-6 instead of 3 on one rank or both)."""
-
-    def codes(end: str) -> list[int]:
-        command = [sys.executable, "-W", "ignore", "-c", LATE_COLLECTIVES]
-        ranks = [
-            subprocess.Popen([*command, str(rank), str(tmp_path / end), end], stdout=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
-        out = [each.communicate(timeout=120)[0] for each in ranks]
-        assert all(text.startswith("work is done") for text in out)
-        if end == "end_process":
-            assert all("handlers of the exit ran" in text for text in out)
-        return [each.returncode for each in ranks]
-
-    assert codes("end_process") == [3, 3]
+    """Gloo's threads free tensors late; Python's own exit then aborts (-6 instead of 3 on one rank or both)."""
+    command = [sys.executable, "-W", "ignore", "-c", LATE_COLLECTIVES]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    out = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    assert out == [["done", "atexit"]] * 2 and [rank.returncode for rank in ranks] == [3, 3]

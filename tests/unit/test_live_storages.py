@@ -1,11 +1,7 @@
-"""The counter of live storages against allocations of known sizes."""
-
-import gc
+"""The counter of live storages, against allocations of known sizes."""
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_cp.measure.memory import LiveStorages
@@ -49,19 +45,6 @@ def test_views_and_in_place_operations_count_once():
     assert more.untyped_storage().nbytes() == 64 * KIB
 
 
-def test_several_outputs_and_lists():
-    with LiveStorages() as live:
-        x = _floats(4)
-        parts = x.split(256)  # views
-        values, indices = x.sort()
-        assert live.bytes == (4 + 4 + 8) * KIB
-        torch._foreach_add_(list(parts), 1)
-        made = torch._foreach_add(list(parts), 1)
-        assert live.bytes == (4 + 4 + 8 + 4) * KIB
-        del made, values, indices
-        assert live.bytes == 4 * KIB
-
-
 def test_what_is_older_than_the_context_is_not_counted_and_its_memory_is_reused_safely():
     old = [_floats(16) for _ in range(20)]
     with LiveStorages() as live:
@@ -91,48 +74,6 @@ def test_resizing_of_tensor_and_storage():
     assert torch.UntypedStorage.resize_ is resize
 
 
-def test_nothing_is_kept_alive():
-    gc.disable()
-    try:
-        with LiveStorages() as live:
-            x = _floats(4)
-            storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
-            del x
-            assert storage.expired()
-    finally:
-        gc.enable()
-    assert live.bytes == 0
-
-
-def test_peak_restarts():
-    with LiveStorages() as live:
-        x = _floats(4)
-        _floats(64)
-        assert live.peak_bytes == 68 * KIB
-        live.reset_peak()
-        assert live.peak_bytes == 4 * KIB
-        del x
-
-
-def test_a_wrapper_of_a_tensor_counts_as_what_it_wraps():
-    with LiveStorages() as live:
-        wrapper = TwoTensor(_floats(4), _floats(4))
-        assert live.bytes == 8 * KIB
-        result = wrapper + 1
-        assert live.bytes == live.peak_bytes == 16 * KIB
-        del wrapper, result
-        assert live.bytes == 0
-
-
-def test_fake_tensors_have_no_memory():
-    with LiveStorages() as live:
-        with FakeTensorMode():
-            fake = torch.nn.Linear(8, 8)(torch.zeros(4, 8))
-        meta = torch.zeros(8, device="meta") + 1
-    assert fake.shape == (4, 8) and meta.shape == (8,)
-    assert live.peak_bytes == 0
-
-
 @torch.library.custom_op("test_live_storages::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     temporary = torch.cat([x, x, x])  # 3 x the input, freed before the operator returns
@@ -142,9 +83,6 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 @twice.register_fake
 def _(x):
     return torch.empty_like(x)
-
-
-twice.register_autograd(lambda ctx, grad: twice(grad))
 
 
 @torch.library.custom_op("test_live_storages::nested_fill", mutates_args=("x",))
@@ -162,17 +100,6 @@ def test_inside_custom_operators():
     with LiveStorages() as live:
         nested_fill(x)
     assert (live.bytes, live.peak_bytes) == (0, 16 * KIB)
-
-
-def test_inside_custom_operators_in_backward():
-    x = _floats(4).requires_grad_()
-    with LiveStorages() as live:
-        loss = twice(x).sum()
-        live.reset_peak()
-        before = live.bytes
-        loss.backward()
-        assert live.peak_bytes - before >= 16 * KIB
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -1,4 +1,4 @@
-"""The LTX-Video family in one process: operations, its pipeline's times, what it refuses, plans without weights."""
+"""The LTX-Video family in one process: pipeline times, refusals and plans."""
 
 import json
 from functools import partial
@@ -7,9 +7,6 @@ import diffusers
 import pytest
 import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
@@ -17,62 +14,18 @@ from distill.planning import coding, depth
 from distill.planning.command import as_planned, planned_shapes
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
-from models.condition import Condition
 from models.families.ltx import LTX
-from models.families.registry import family_of
 from models.scheduler import few_step_scheduler
-from tests.oracles.tiny_ltx import ARCHITECTURE, SPACING
-from tests.unit.test_flops import _Counted
+from tests.oracles.tiny_ltx import ARCHITECTURE
+from tests.unit.test_flops import ltx_inputs
 
 LTX_FAMILY = LTX()
 STUDENT = [1.0, 0.9375, 5 / 6, 0.625]
-CHANGES = [{}, {"num_attention_heads": 2, "cross_attention_dim": 20, "caption_channels": 40, "num_layers": 1}]
-
-
-def network_and_inputs(changes, batch, sizes, text_tokens):
-    network = LTXVideoTransformer3DModel(**ARCHITECTURE | changes)
-    text = torch.randn(batch, text_tokens, network.config.caption_channels)
-    condition = Condition(
-        {
-            "text": text,
-            "text_mask": torch.ones(batch, text_tokens, dtype=torch.bool),
-            "latent_spacing": torch.tensor(SPACING).repeat(batch, 1),
-        }
-    )
-    return network, torch.randn(batch, 4, *sizes), torch.full((batch,), 0.5), condition
-
-
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize(("batch", "sizes", "text_tokens"), [(1, (3, 8, 8), 5), (2, (1, 8, 16), 30)])
-def test_operations_are_those_that_torch_counts(changes, batch, sizes, text_tokens):
-    network, x, t, condition = network_and_inputs(changes, batch, sizes, text_tokens)
-    # The counter knows no operations of the CPU's flash kernel and would leave attention out.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        LTX_FAMILY.outputs(network, x, t, condition)
-    config, tokens = dict(network.config), LTX_FAMILY.tokens(network.config, (4, *sizes))
-    shapes = {"text": tuple(condition.tensors["text"].shape[1:])}
-    ours = batch * LTX_FAMILY.forward_flops(config, tokens, shapes)
-    assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
-    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    assert batch * LTX_FAMILY.attention_flops(config, tokens, shapes) == attention
-
-
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_and_those_of_a_tangent(changes):
-    network, x, t, condition = network_and_inputs(changes, 1, (2, 8, 8), 30)
-    with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), forward_ad.dual_level():
-        duals = [forward_ad.make_dual(value, torch.randn_like(value)) for value in (x, t)]
-        with _Counted() as counter:
-            LTX_FAMILY.outputs(network, *duals, condition)
-    config, shapes = dict(network.config), {"text": tuple(condition.tensors["text"].shape[1:])}
-    tokens = LTX_FAMILY.tokens(config, (4, 2, 8, 8))
-    ours = sum(f(config, tokens, shapes) for f in (LTX_FAMILY.forward_flops, LTX_FAMILY.tangent_flops))
-    assert ours == pytest.approx(counter.flops, rel=0.01)
 
 
 def test_times_reach_the_sines_in_fp32_whatever_the_network_computes_in():
     """In bf16 the times 501 and 502 are both 502."""
-    network, x, t, condition = network_and_inputs({}, 1, (1, 2, 2), 3)
+    _, network, x, t, condition = ltx_inputs({}, 1, (1, 2, 2), 3)
     seen = []
     network.time_embed.emb.time_proj.register_forward_hook(lambda _m, args, _out: seen.append(args[0]))
     torch.nn.Module.to(network, torch.bfloat16)
@@ -88,7 +41,8 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
     assert diffusers.__version__.startswith("0.42"), "look at LTXPipeline.__call__ again: family.pipeline_times is its"
     settings = Dmd2Settings(step_list=STUDENT, student_sampler=sampler)
     scheduler = Dmd2(settings, {}).scheduler(LTX_FAMILY.pipeline_times)
-    network, *_ = network_and_inputs({}, 1, (1, 1, 1), 3)
+    assert scheduler.config.stochastic_sampling == (sampler == "renoise"), "sampled as it was trained"
+    _, network, *_ = ltx_inputs({}, 1, (1, 1, 1), 3)
     pipeline = LTXPipeline(scheduler, None, None, None, network)
     steps = []
 
@@ -110,59 +64,42 @@ def test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("key", "value"),
     [
-        ({"num_layers": True}, "num_layers=True of its configuration must be a whole number from 1 to 512"),
-        ({"num_layers": 10**9}, "must be a whole number from 1 to 512"),
-        ({"patch_size": 2}, "patch_size=2 of its configuration must be 1: diffusers' LTX pipelines"),
-        ({"out_channels": 8}, "out_channels=8 of its configuration must be as many as go in, 4"),
-        ({"cross_attention_dim": 16}, "must be the network's width 40, to which it projects the text"),
-        ({"qk_norm": "rms_norm"}, "no LTX can be built of"),
-        ({"activation_fn": "relu"}, "activation_fn='relu' of its configuration must be gelu-approximate or gelu"),
-        ({"norm_eps": "small"}, "must be a number from 0 to 1"),
-        ({"attention_bias": 1}, "must be true or false"),
-        ({"_class_name": "LTX2VideoTransformer3DModel"}, "is a LTX2VideoTransformer3DModel, but family=ltx needs a"),
+        ("num_layers", True), ("num_layers", 10**9), ("patch_size", 2), ("out_channels", 8),
+        ("cross_attention_dim", 16), ("norm_eps", "small"), ("_class_name", "LTX2VideoTransformer3DModel"),
     ],
 )  # fmt: skip
-def test_networks_that_cannot_run_are_refused_by_name(changes, message):
+def test_networks_that_cannot_run_are_refused_by_name(key, value):
     with pytest.raises(UserError) as error, torch.device("meta"):
-        LTX_FAMILY.build(ARCHITECTURE | changes, "teacher.checkpoint")
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_misspelt_key_is_refused():
-    with pytest.raises(UserError, match=r"no setting student\.architecture\.num_layer; did you mean .*num_layers\?"):
-        LTX_FAMILY.check_keys({"num_layer": 2}, "student.architecture")
+        LTX_FAMILY.build(ARCHITECTURE | {key: value}, "teacher.checkpoint")
+    assert str(error.value).startswith("teacher.checkpoint") and "\n" not in str(error.value)
 
 
 SHAPES = {"text": (7, 10), "text_mask": (7,), "latent_spacing": (4,)}
 
 
 @pytest.mark.parametrize(
-    ("shapes", "latents", "message"),
+    ("shapes", "latents", "name"),
     [
-        (SHAPES | {"text": (7, 12)}, (4, 3, 2, 2), "takes text embeddings of size 10, but the data's have 12"),
-        (SHAPES, (16, 3, 2, 2), "takes latents of 4 channels, but the data's have 16"),
-        (
-            {"text": (7, 10)},
-            (4, 3, 2, 2),
-            r"takes text_mask of shape \(7,\), and the data give none; use data",
-        ),
-        (SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "takes an image as the first frame"),
-        (SHAPES | {"first_frame": (4, 1, 2, 3)}, (4, 3, 2, 2), r"takes first_frame of shape \(4, 1, 2, 2\)"),
-        (SHAPES | {"first_frame": (4, 1, 2, 2)}, (4, 1, 2, 2), "gives 1 latent frame, and data.image=first_frame"),
+        (SHAPES | {"text": (7, 12)}, (4, 3, 2, 2), "text"),
+        (SHAPES, (16, 3, 2, 2), "latents"),
+        ({"text": (7, 10)}, (4, 3, 2, 2), "text_mask"),
+        (SHAPES | {"image_latents": (4, 3, 2, 2)}, (4, 3, 2, 2), "image"),
+        (SHAPES | {"first_frame": (4, 1, 2, 3)}, (4, 3, 2, 2), "first_frame"),
+        (SHAPES | {"first_frame": (4, 1, 2, 2)}, (4, 1, 2, 2), "first_frame"),
     ],
 )
-def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, message):
+def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
     config = dict(LTXVideoTransformer3DModel(**ARCHITECTURE).config)
     LTX_FAMILY.check_sample(config, (4, 3, 2, 2), SHAPES, "student.checkpoint")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=name):
         LTX_FAMILY.check_sample(config, latents, shapes, "student.checkpoint")
 
 
-@pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_2b", 1.923, 4), ("ltx_video_13b", 13.043, 8)])
+@pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_13b", 13.043, 8)])
 def test_published_sizes_are_planned_without_weights(name, billions, cp):
-    """As ``plan=true`` does it, but for the simulation: sizes, shapes and operations."""
+    """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
     words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "plan=true", "world=8", "data.max_text_tokens=128"]
     config = as_planned(compose_config(words))
     assert planned_shapes(config) == (
@@ -177,7 +114,7 @@ def test_published_sizes_are_planned_without_weights(name, billions, cp):
 
 
 def test_its_encoders_are_planned():
-    """By the published settings without a folder: T5 XXL, and a VAE of its own class; one that takes a time too."""
+    """Build the published encoders on meta, and plan a VAE that takes a time."""
     text = coding.build_text_encoder
     with torch.device("meta"):
         assert type(text(LTX_FAMILY.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
@@ -192,7 +129,3 @@ def test_its_encoders_are_planned():
         partial(coding.build_vae, small), lambda vae: coding._decode(vae, torch.zeros(1, 4, 2, 2, 2))
     )  # fmt: skip
     assert peak.bytes > 0
-
-
-def test_it_is_chosen_by_its_name():
-    assert family_of("ltx", "student").class_name == "LTXVideoTransformer3DModel"
