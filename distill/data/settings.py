@@ -16,6 +16,7 @@ import torch
 from distill.data.base import ClipDataset
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
+from fsdp_cp.words import counted
 
 Shape = tuple[int, ...]
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -131,7 +132,7 @@ class MovingShapesSettings(DataSettings):
                 )
 
     def table_in_words(self) -> str:
-        return f"{self.num_clips} clips, rendered on the fly"
+        return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
 
     def _data(self, seed: int) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
@@ -232,9 +233,9 @@ class VideoFolderSettings(DataSettings):
         rows = read_metadata(path)
         missing = [name for name, _ in rows if not (path / name).is_file()]
         if len(missing) == len(rows):
-            raise UserError(f"data.path={path}: none of the {len(rows)} clips is there, first {missing[0]}")
+            raise UserError(f"data.path={path}: none of {counted(len(rows), 'clip')} is there, first {missing[0]}")
         note = f", {len(missing)} of them missing (first {missing[0]})" if missing else ""
-        return f"{len(rows)} clips in {path}{note}"
+        return f"{counted(len(rows), 'clip')} in {path}{note}"
 
     def _data_class(self) -> Any:
         from distill.data.video_folder import VideoFolder
@@ -259,7 +260,7 @@ class CaptionsSettings(VideoFolderSettings):
         from distill.data.captions import read_captions
 
         path = Path(self.path).expanduser()
-        return f"{len(read_captions(path))} captions in {path}"
+        return f"{counted(len(read_captions(path)), 'caption')} in {path}"
 
     def _data_class(self) -> Any:
         from distill.data.captions import Captions
