@@ -39,10 +39,10 @@ def dry_run(config: Config, plan: RunPlan) -> None:
             "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
         )
     shape = plan.mesh
+    clips = config.data.table_in_words()  # before the resume, as in a run
     resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
     if resume_from is not None:
         check_resume(config, resume_from, plan.roles)
-    clips = config.data.table_in_words()
     latents, _ = config.data.sample_shapes()
     tokens = {role.family.tokens(role.config, latents) for role in plan.roles}.pop()
     log.info("dry run of %s on %s: nothing is started or written", plan.run_dir, counted(world_of(config), "rank"))

@@ -45,6 +45,8 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
     offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
     choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
+        # Before the resume, which would refuse a faulty table as other data, or as nothing to train.
+        on_all_ranks(lambda: config.data.table_in_words() if rank() == 0 else None)
         checkpoints = plan.run_dir / "checkpoints"
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)
         resume_from = find_resume(resume, checkpoints, verify=config.checkpoint.verify)

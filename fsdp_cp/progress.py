@@ -45,7 +45,7 @@ def progress(total: int, what: str, unit: str) -> Iterator[Callable[[int], objec
     done, started = 0, time.monotonic()
     due = started + _BETWEEN_LINES
 
-    with bar(total, what, unit, delay=2) as shown:
+    with bar(total, what, unit) as shown:
 
         def advance(n: int = 1) -> None:
             nonlocal done, due
