@@ -17,7 +17,6 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from distill.config import Config
 from distill.data import ClipDataset
@@ -34,7 +33,9 @@ from distill.stored_clips import read_clips
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import progress
 from fsdp_cp.reduce import barrier, on_all_ranks
+from fsdp_cp.words import counted, duration
 from models.condition import has_image
 from models.export_folder import export_scheduler
 
@@ -82,17 +83,16 @@ class Evaluator:
         then: Sequence[tuple[str, int]] = (),
         items: Sequence[int] | None = None,
     ) -> np.ndarray | None:
-        """uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` elsewhere.
+        """Return uint8 ``(n, T, H, W, 3)`` on rank 0 and ``None`` elsewhere.
 
         Where images condition, they are those of the data set's ``items``, if these are given.
 
-        Rank 0 shows a bar, and says what it took and, from that, how long the roles and steps of ``then`` will: minutes
-        without a word look like a hang.
+        Rank 0 shows the progress. It logs the time taken, and an estimate for the roles and steps of ``then``.
         """
         if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
             return stored if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
-        with tqdm(total=len(captions), desc=f"sampling {name}", unit="clip", disable=rank() != 0, leave=False) as bar:
+        with progress(len(captions), f"sampling {name}", "clip") as advance:
             latents = generate(
                 self.method,
                 role,
@@ -103,7 +103,7 @@ class Evaluator:
                 device=self.device,
                 seed=SAMPLE_SEED,
                 batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
-                advance=bar.update,
+                advance=advance,
                 clips=items,
             )
             clips = decode(self.data, latents)
@@ -111,8 +111,8 @@ class Evaluator:
             return None
         seconds = time.perf_counter() - started
         share = sum(self.method.evaluations(*row) for row in then) / self.method.evaluations(role, steps)
-        left = f"; about {_duration(seconds * share)} of sampling left" if then else ""
-        log.info("sampling %s: %s in %s%s", name, _count(len(clips), "clip"), _duration(seconds), left)
+        left = f"; about {duration(seconds * share)} of sampling left" if then else ""
+        log.info("sampling %s: %s in %s%s", name, counted(len(clips), "clip"), duration(seconds), left)
         return clips
 
     def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
@@ -129,7 +129,7 @@ class Evaluator:
         if found is None:
             return None
         clips, self.stored[steps] = found
-        log.info("teacher, %s: %s %s", _steps(steps), _count(len(clips), "clip"), self.stored[steps])
+        log.info("teacher, %s: %s %s", _steps(steps), counted(len(clips), "clip"), self.stored[steps])
         return clips
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
@@ -230,7 +230,7 @@ class Evaluator:
                     )
                 )
                 if heldout is not None:
-                    log.info("measured %s in %s", rows[-1].name, _duration(time.perf_counter() - started))
+                    log.info("measured %s in %s", rows[-1].name, duration(time.perf_counter() - started))
         real = self._real_clips(captions, heldout)
         if real is not None:
             reference = ReportRow(
@@ -336,14 +336,4 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def _steps(n: int) -> str:
-    return _count(n, "step")
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return counted(n, "step")

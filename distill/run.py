@@ -17,7 +17,7 @@ from distill.run_status import recorded_end
 from distill.setup import device_of, plan_run
 from distill.trainer import build_trainer
 from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken
-from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank
+from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.signals import StopSignal
@@ -35,6 +35,7 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
         return suggest_command(config, overrides)
     if config.plan:
         return plan_command(config, command_line(overrides))
+    refuse_separate_worlds()
     device = device_of(config)
     choose_allocator(device, config.cuda_allocator)  # the checks below may start CUDA, and with it the allocator
     plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
@@ -44,6 +45,8 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
     offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
     choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
+        # Before the resume, which would refuse a faulty table as other data, or as nothing to train.
+        on_all_ranks(lambda: config.data.table_in_words() if rank() == 0 else None)
         checkpoints = plan.run_dir / "checkpoints"
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)
         resume_from = find_resume(resume, checkpoints, verify=config.checkpoint.verify)

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from distill.announce import announce
 from distill.config import Config
@@ -33,6 +32,7 @@ from distill.saved_state import restore, same_command, saved_state, saved_tensor
 from distill.setup import RunPlan
 from distill.speed import speed
 from distill.state_checks import refuse_broken_weights
+from distill.step_line import StepLine
 from distill.training_state import TrainingState
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
@@ -40,6 +40,7 @@ from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import announced, bar
 from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
@@ -96,12 +97,11 @@ class Trainer(TrainingState):
         fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
         self.evaluator.batch = max(self.evaluator.batch, fitting)  # a micro-batch fits in training
         reset_peak(self.device)
-        # As a context: an error would else be printed behind the bar, in its line.
-        steps = self.config.steps
         profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
-        with tqdm(total=steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05) as progress:
-            with stop.deferred(), self.checkpoints.completed(), profiler:
-                self._train(progress, stop, profiler)
+        with stop.deferred(), self.checkpoints.completed(), profiler:
+            # A context closes the bar before an error is printed.
+            with bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05) as shown:
+                self._train(shown.update, stop, profiler)
         finish(self)
         for opened in (self.log, self.norms):
             if opened is not None:
@@ -123,25 +123,23 @@ class Trainer(TrainingState):
                 found[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
         return found
 
-    def _train(self, progress: tqdm, stop: StopSignal, profiler: StepProfiler) -> None:
-        """The remaining steps, with what is logged, saved and shown between them."""
-        first, started = self.step, time.perf_counter()
+    def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
+        """Train the remaining steps; log, save and sample between them. Call ``advance`` after each."""
+        rates = {name: role.trained_names for name, role in self.roles.items()}
+        line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
         while self.step < self.config.steps:
             with profiler.of(self.step + 1) as profiled:
                 metrics = self._train_step(data)
             shorten_timeout(self)
-            progress.update()
+            advance()
             self.unlogged |= metrics | profiled
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
                 self.unlogged |= self._memory()
                 if self.log is not None:
                     self.log.write(self.step, self.unlogged)
-                    progress.set_postfix({k: f"{v:.4f}" for k, v in self.unlogged.items() if k.endswith("/loss")})
+                    log.info(line.text(self.step, self.unlogged))
                 self.unlogged = {}
-            if self.step == first + 20 and rank() == 0:
-                left = (time.perf_counter() - started) / 20 * (self.config.steps - self.step)
-                log.info("about %.1f minutes of training left", left / 60)
             every = self.config.checkpoint.every
             at_end = self.step == self.config.steps and self.config.checkpoint.at_end
             if (every and self.step % every == 0) or at_end:
@@ -353,7 +351,7 @@ class Trainer(TrainingState):
         started = time.perf_counter()
         self.checkpoints.wait()  # before what may refuse: the one that is being written would go with the process
         refuse_broken_weights(self.roles, self.mesh, self.step)
-        with phase("checkpoint"):
+        with phase("checkpoint"), announced(f"the checkpoint of step {self.step}"):
             self.checkpoints.save(self.step, saved_tensors(self), saved_state(self))
         self.saved_step = self.step
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started

@@ -253,6 +253,11 @@ def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
     write_folder(folder, [(sizes, tensors.__getitem__)], named, 5 * 10**9)
 
 
+def comparisons(ranks: int) -> int:
+    """Return how many cases :func:`verify` yields."""
+    return 2 * len(GRIDS) * sum(math.prod(mesh) <= ranks for mesh in MESHES)
+
+
 def verify(
     folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False
 ) -> Iterator[tuple[Case, Errors]]:

@@ -39,10 +39,10 @@ def explain(
     parser = OverridesParser.create()
     for word, override in zip(words, overrides, strict=True):
         try:
-            readable = not parser.parse_override(override).is_sweep_override()
-        except HydraException:
-            readable = False
-        if not readable:  # Hydra does not always say which it was
+            if parser.parse_override(override).is_sweep_override():
+                hint = "; python -m distill.sweep runs several values in turn" if _key(word) in known else ""
+                return _wrong_value(word, words, known) + hint
+        except HydraException:  # which does not always say which word it was
             return _wrong_value(word, words, known)
     missing = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)
     if missing:
@@ -57,7 +57,11 @@ def explain(
                 f"there is no experiment={name} any more; use {' '.join(instead)}, and run_dir=runs/{name} to go on"
                 " with its run"
             )
-        near = difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
+        # h20 is h20x4 or h20x8, not h200.
+        longer = [each for each in _names(group) if re.match(rf"{re.escape(name)}(?!\d)", each)]
+        if len(longer) > 1:
+            return f"there is no {group}={name}; use {' or '.join(longer)}"
+        near = longer or difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         return f"there is no {group}={name}{hint}; use {choices(group)}"
     about = re.search(r"full_key: (\S+)", text)
@@ -145,6 +149,8 @@ def _nearest(key: str, own: Sequence[str]) -> str | None:
     for name in (last, initials):  # context_parallel is cp
         if name in inside:
             return inside[name]
+    if longer := [name for name in inside if name.startswith(f"{last}_")]:  # dp is dp_shard, not cp
+        return inside[min(longer, key=len)]
     if close := difflib.get_close_matches(last, list(inside), n=1, cutoff=0.5):
         return inside[close[0]]
     if close := [name for name in own if name.endswith(f".{last}")]:  # lr, where optim.student.lr is meant

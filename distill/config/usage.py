@@ -26,7 +26,7 @@ from fsdp_cp.errors import shown
 from fsdp_cp.sharding.settings import ShardSettings
 
 _WIDTH = 120
-_KEY = 44
+_KEY = 40
 _LONGEST = 30
 """Letters of a value in the short text."""
 _HEAD = [
@@ -66,7 +66,7 @@ def _experiment_for(overrides: list[str]) -> list[str]:
 
 
 def usage(config: Config, chosen: str = "") -> str:
-    """The text of ``train.py --help``, two screens: the groups, and what a run sets most with its meaning in a line.
+    """Return the text of ``train.py --help``, three screens: the groups, and the most used settings with their meaning.
 
     Settings that roles share stand there once, and those of the chosen method and data set alone.
 
@@ -161,10 +161,15 @@ def _short(value: Any) -> str:
 
 
 def _in_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """A line for each: key and value, and as much of the meaning as fits."""
+    """Yield key and value, and next to them the meaning, wrapped."""
     for key, meaning, *_ in rows:
         left = f"  {key:<{_KEY}} "
-        yield (left + textwrap.shorten(meaning, max(_WIDTH - len(left), 5), placeholder=" ...")).rstrip()
+        lines = textwrap.wrap(meaning, _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
+        if len(left) > _KEY + 3:
+            yield left.rstrip()
+            left = " " * (_KEY + 3)
+        yield (left + lines[0]).rstrip()
+        yield from (" " * (_KEY + 3) + line for line in lines[1:])
 
 
 def _in_paragraph(prefix: str, keys: Sequence[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ import torch
 from distill.data.base import ClipDataset
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
+from fsdp_cp.words import counted
 
 Shape = tuple[int, ...]
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -146,7 +147,7 @@ class MovingShapesSettings(DataSettings):
                 )
 
     def table_in_words(self) -> str:
-        return f"{self.num_clips} clips, rendered on the fly"
+        return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
 
     def _data(self, seed: int) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
@@ -272,9 +273,9 @@ class VideoFolderSettings(DataSettings):
         rows = read_metadata(path, self.columns)
         left_out = [f"{row.file} {row.problem}" for row in rows if row.problem]
         if len(left_out) == len(rows):
-            raise UserError(f"data.path={path}: none of the {len(rows)} clips can be used, first {left_out[0]}")
+            raise UserError(f"data.path={path}: none of {counted(len(rows), 'clip')} can be used, first {left_out[0]}")
         note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""
-        return f"{len(rows)} clips in {path}{note}"
+        return f"{counted(len(rows), 'clip')} in {path}{note}"
 
     def _data_class(self) -> Any:
         from distill.data.video_folder import VideoFolder
@@ -305,7 +306,7 @@ class CaptionsSettings(VideoFolderSettings):
         from distill.data.captions import read_captions
 
         path = Path(self.path).expanduser()
-        return f"{len(read_captions(path, self.columns))} captions in {path}"
+        return f"{counted(len(read_captions(path, self.columns)), 'caption')} in {path}"
 
     def _data_class(self) -> Any:
         from distill.data.captions import Captions

@@ -11,7 +11,6 @@ from statistics import mean
 
 import pytest
 import torch
-from tqdm import tqdm
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
 from distill.profiling import StepProfiler
@@ -53,8 +52,8 @@ def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=Fal
     error = None
     try:
         profiler = StepProfiler(config.profile, device=trainer.device, run_dir=trainer.run_dir, step=trainer.step)
-        with trainer.checkpoints.completed(), profiler, tqdm(disable=True) as bar:
-            trainer._train(bar, stop, profiler)
+        with trainer.checkpoints.completed(), profiler:
+            trainer._train(lambda: None, stop, profiler)
     except (Stopped, ZeroDivisionError) as raised:
         error = type(raised).__name__
     finally:

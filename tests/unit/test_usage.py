@@ -11,16 +11,23 @@ from distill.data import DATA
 from distill.methods import METHODS
 from tests.unit.refused import refused
 
-LINES, COLUMNS = 100, 120
+LINES, COLUMNS = 140, 120
 
 
 @pytest.mark.parametrize("method", ["dmd2", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dmd2")])
-def test_the_help_of_a_method_fits_two_screens(method):
+def test_the_help_of_a_method_fits_three_screens(method):
     text = information(["--help", f"method={method}"])
     lines = text.splitlines()
     assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
     own = [line.split("=")[0].strip() for line in lines if line.startswith("  method.")]
     assert own == [f"method.{name}" for name in vars(METHODS[method][1]()) if name != "name"], "each once, no other's"
+
+
+def test_the_short_help_has_whole_meanings():
+    in_full, flat = information(["--help", "all"]), " ".join(information(["--help"]).split())
+    meanings = re.findall(r"^  ((?:mesh\.|method\.gan)\w+)=\S+ +(\S.*)$", in_full, re.M)
+    assert len(meanings) > 8 and max(len(meaning) for _, meaning in meanings) > 120
+    assert not [key for key, meaning in meanings if meaning not in flat]
 
 
 def test_every_setting_is_in_the_short_help_of_its_run_too():
