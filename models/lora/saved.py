@@ -23,9 +23,6 @@ from models.shipped import find_shipped
 _FILES = (NAME, "adapter_model.safetensors")
 """diffusers' name, and peft's; other names are taken where a folder holds one file of adapters."""
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
-_DIFFSYNTH = "pipe.dit."
-_FOREIGN = ("diffusion_model.", _DIFFSYNTH, "lora_unet_")
-"""How names begin that are those of a model's own code."""
 _DOWN, _UP = (".lora_A", ".lora_down"), (".lora_B", ".lora_up")
 _ENDS = (
     *(("a", f"{end}.weight") for end in _DOWN),
@@ -117,14 +114,9 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     except Exception as error:  # safetensors raises its own, which is not public everywhere
         refuse_pointer(file, str(file.parent))
         raise UserError(f"{file.name} is not a readable file of adapters ({one_line(error)})") from error
-    if not any(name.startswith(_FOREIGN) for name in tensors):
-        return tensors
-    given = {
-        name.replace(_DIFFSYNTH, "diffusion_model.", 1).replace(".default.", "."): tensor
-        for name, tensor in tensors.items()
-    }
+    tensors = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     try:
-        converted = family.diffusers_adapters(dict(given))
+        converted = family.diffusers_adapters(tensors)
     except Exception as error:  # KeyError, ValueError and others, by what is missing or left over
         reason = one_line(f"{type(error).__name__}: {error}")
         raise UserError(
@@ -132,7 +124,7 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
             " it to diffusers' own names"
         ) from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are others; none of a pair is left out
-    for name, tensor in sorted(given.items()):
+    for name, tensor in sorted(tensors.items()):
         pair = name.endswith((*(end for kind, end in _ENDS if kind != "bias"),))
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(
@@ -142,7 +134,7 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
 
 
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
-    """Compare the file's adapters with the base that they are for; reads headers and scales alone.
+    """Compare the file's adapters with the base that they are for.
 
     Args:
         file: from :func:`find_adapters`.
@@ -160,13 +152,15 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         read = _read(file, family)
         with safe_open(file, framework="pt") as opened:
             scales = _Scales.of(file, opened.metadata() or {})
-            if any(name.startswith(_FOREIGN) and name.endswith(".alpha") for name in opened.keys()):
+            if any(name.endswith(".alpha") and name not in read for name in opened.keys()):
                 scales = _Scales(patterns={})  # they are in the matrices by now
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"{where}: what is said of the scale cannot be read ({one_line(error)})") from error
     found: dict[str, dict[str, Any]] = {}
     for name, tensor in read.items():
-        short = next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name).replace(".default.", ".")
+        short = next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)
         kind, end = next(((kind, end) for kind, end in _ENDS if short.endswith(end)), ("", ""))
         if not kind:
             raise UserError(f"{where} holds {name}, which is no adapter of a linear layer; it cannot be used")
