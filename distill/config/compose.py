@@ -71,7 +71,13 @@ def compose_config(words: list[str]) -> Config:
                     raise
                 # omegaconf (2.3) takes what follows a list's name for a number, and does not catch its own error
                 raise UserError(_below_a_list(words)) from error
-        experiment = composed.hydra.runtime.choices.get("experiment")
+        chosen = composed.hydra.runtime.choices
+        experiment, model = chosen.get("experiment"), chosen.get("model")
+        if model != "any" and chosen.get("recipe") in ("quickstart", "distillation"):
+            raise UserError(
+                f"model={model}: experiment={experiment} has the rates of a tiny network; start from the experiment of"
+                f" a model, such as experiment=wan2_1_t2v_1_3b_dmd2 model={model}"
+            )
         OmegaConf.set_struct(composed, False)
         composed.pop("hydra")
         unknown = next(_unknown_keys(composed, ""), None)

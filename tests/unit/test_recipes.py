@@ -6,13 +6,11 @@ What the recipes set, whichever words compose them, is in test_combinations.py.
 import itertools
 import json
 from contextlib import contextmanager
-from dataclasses import fields
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed.tensor import Replicate, Shard
 
 import models.fill
@@ -277,59 +275,6 @@ def test_a_recipe_does_not_run_on_the_cpu_unasked(experiment, pipeline):
         plan_run(config)
     config.device = "cpu"
     assert plan_run(config).mesh.world == 1, "asked for, it does"
-
-
-def documented():
-    """(method, network) -> setting -> (value of ours, the row), as docs/methods/README.md says."""
-    text = (CONFIGS.parent / "docs" / "methods" / "README.md").read_text()
-    tables = {}
-    for part in text[text.index("### Ours and published") : text.index("## Reading metrics")].split("\n#### ")[1:]:
-        method, _, rest = part.partition("\n")
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines() if line[:1] == "|"]
-        networks = {"1.3B": "1_3b", "14B": "14b"}
-        for column, name in enumerate(rows[0][1:], 1):
-            if name in networks:
-                values = {row[0].strip("`"): (yaml.safe_load(row[column].strip("`")), row) for row in rows[2:]}
-                assert len(values) == len(rows) - 2, "a setting stands there twice"
-                tables[method, networks[name]] = values
-    return tables
-
-
-DOCUMENTED = documented()
-
-
-@pytest.mark.parametrize("nodes", [1, 4])
-@pytest.mark.parametrize("recipe", [*RECIPES, MEANFLOW], ids="-".join)
-def test_the_settings_are_those_of_the_table(recipe, nodes):
-    """None of them may be changed by an experiment's body, or by a default, unnoticed."""
-    network, _, method = recipe
-    if recipe == MEANFLOW and nodes > 1:
-        return
-    config = compose_experiment(*words_of(*recipe, nodes))
-    table = DOCUMENTED[method, network]
-    wanted = {f"method.{item.name}" for item in fields(config.method)} - {
-        "method.name",
-        "method.guidance_scale_2",
-    }  # of two experts
-    trained = METHODS[method][0].trained_roles
-    wanted |= {f"optim.{role}.{key}" for role in trained for key in ("lr", "betas", "weight_decay", "eps", "warmup")}
-    wanted |= {"steps", "batch_size", "precision", "optim.clip", "student.ema.decay", "student.ema.start"}
-    assert not wanted - table.keys(), "settings without a row"
-    for key, (value, _) in table.items():
-        found = reduce(getattr, key.split("."), config)
-        if key == "batch_size":
-            found /= nodes
-        assert found == value, f"{key} is {found}, and the table says {value}"
-    assert config.student.ema.enabled
-    assert all(getattr(config.optim, role).schedule == "constant" for role in trained)
-    assert config.data.negative_prompt.startswith("色调艳丽") and config.data.negative_prompt.endswith("倒着走")
-
-
-@pytest.mark.parametrize("case", DOCUMENTED, ids="-".join)
-def test_the_table_says_where_a_value_is_published_or_why_it_is_ours(case):
-    for key, (_, row) in DOCUMENTED[case].items():
-        published, where, why = row[-3:]
-        assert where or why or published in ("no", "none"), f"{key}: neither a source nor a reason"
 
 
 def test_the_students_train_as_often_as_the_recipes_say():
