@@ -13,7 +13,7 @@ from distill.training_state import TrainingState
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
-from fsdp_cp.sharding import settings_of
+from fsdp_cp.sharding.shard import settings_of
 from models.role import EXPERTS, Role
 
 log = logging.getLogger(__name__)

@@ -30,10 +30,11 @@ from distill.report.row import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.run_facts import default_settings
 from distill.sampling import decode, generate, sample_captions
+from distill.stored_clips import read_clips
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import barrier
+from fsdp_cp.reduce import barrier, on_all_ranks
 from models.condition import has_image
 from models.export_folder import export_scheduler
 
@@ -63,6 +64,8 @@ class Evaluator:
     """Clips per forward on a rank."""
     teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
     """Its sample clips by number of steps, as :meth:`clips` made them: it does not change, so they are made once."""
+    stored: dict[int, str] = field(default_factory=dict)
+    """Phrases that say where clips of the teacher are stored, by number of steps; they were not sampled in this run."""
 
     def __post_init__(self) -> None:
         if self.config.sample.captions:
@@ -86,6 +89,8 @@ class Evaluator:
         Rank 0 shows a bar, and says what it took and, from that, how long the roles and steps of ``then`` will: minutes
         without a word look like a hang.
         """
+        if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
+            return stored if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
         with tqdm(total=len(captions), desc=f"sampling {name}", unit="clip", disable=rank() != 0, leave=False) as bar:
             latents = generate(
@@ -108,6 +113,23 @@ class Evaluator:
         share = sum(self.method.evaluations(*row) for row in then) / self.method.evaluations(role, steps)
         left = f"; about {_duration(seconds * share)} of sampling left" if then else ""
         log.info("sampling %s: %s in %s%s", name, _count(len(clips), "clip"), _duration(seconds), left)
+        return clips
+
+    def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
+        """The teacher's clips that are stored with its weights, on every rank; ``None`` where there are none."""
+        if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
+            return None
+
+        def read() -> tuple[np.ndarray, str] | None:
+            if rank() != 0:
+                return None
+            return read_clips(self.config, self.data, steps=steps, captions=captions, seed=SAMPLE_SEED)
+
+        found = on_all_ranks(read)[0]
+        if found is None:
+            return None
+        clips, self.stored[steps] = found
+        log.info("teacher, %s: %s %s", _steps(steps), _count(len(clips), "clip"), self.stored[steps])
         return clips
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
@@ -199,7 +221,7 @@ class Evaluator:
                 started = time.perf_counter()
                 rows.append(
                     ReportRow(
-                        name=f"{role}, {_steps(n)}",
+                        name=f"{role}, {_steps(n)}" + (" (stored)" if role == "teacher" and n in self.stored else ""),
                         role=role,
                         steps=n,
                         measures=self._measures(clips, captions),
@@ -238,6 +260,7 @@ class Evaluator:
                     config_summary={
                         "mesh": str(self.mesh.shape),
                         **facts,
+                        **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
                         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
                         "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
                     },

@@ -230,4 +230,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main() or 0)  # --help leaves main by sys.exit(0), which `recorded` returns None for

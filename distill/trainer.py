@@ -12,20 +12,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from distill.announce import announce
+from distill.config import Config
+from distill.data import ClipDataset
 from distill.data.order import MicroBatchSampler
 from distill.finish import finish
 from distill.gradients import Losses, accumulate_gradients
 from distill.hang_advice import reports_hangs, shorten_timeout
-from distill.methods import Batch
+from distill.methods import Batch, build_method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
 from distill.optimizers import learning_rate
 from distill.profiling import StepProfiler
+from distill.sampling import sampling_batch
 from distill.saved_state import restore, same_command, saved_state, saved_tensors
+from distill.setup import RunPlan
 from distill.speed import speed
 from distill.state_checks import refuse_broken_weights
 from distill.training_state import TrainingState
@@ -34,13 +39,37 @@ from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
+from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
 from fsdp_cp.timeouts import long_timeout
 from models.condition import Condition
+from models.load import build_roles
 
 log = logging.getLogger(__name__)
+
+
+def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
+    """Build the roles of ``plan`` on ``mesh``, and return their trainer before its first step. A collective."""
+    roles = build_roles(
+        plan.roles,
+        trained=plan.method.trained_roles,
+        mesh=mesh,
+        device=device,
+        latent_shape=data.latent_shape,
+        condition_shapes=data.condition_shapes,
+        seed=config.seed,
+    )
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro_batch_size=plan.micro_batch_size,
+        run_dir=plan.run_dir,
+    )
 
 
 class Trainer(TrainingState):
@@ -64,6 +93,8 @@ class Trainer(TrainingState):
         """
         announce(self)
         on_all_ranks(self._open_log)
+        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
+        self.evaluator.batch = max(self.evaluator.batch, fitting)  # a micro-batch fits in training
         reset_peak(self.device)
         # As a context: an error would else be printed behind the bar, in its line.
         steps = self.config.steps
@@ -75,6 +106,22 @@ class Trainer(TrainingState):
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
+
+    def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
+        """Train until each role has had a step; return loss and gradient norm by ``step 1 (student)`` and the like.
+
+        Args:
+            most: steps after which a role without a step is left out.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        data, waiting = self._steps_of_data(), set(self.roles)
+        while waiting and self.step < min(most, self.config.steps):
+            name = self.method.trained_role(self.step)
+            metrics = self._train_step(data)
+            if name in waiting:
+                waiting.remove(name)
+                found[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
+        return found
 
     def _train(self, progress: tqdm, stop: StopSignal, profiler: StepProfiler) -> None:
         """The remaining steps, with what is logged, saved and shown between them."""

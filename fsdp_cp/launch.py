@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_cp import hangs, timeouts
+from fsdp_cp import timeouts
 from fsdp_cp.agent_store import own_part
 from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
@@ -205,6 +205,8 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         device: this rank's device.
         timeout: of a collective; long, since rank 0 alone writes samples and the report while the others wait.
     """
+    from fsdp_cp import hangs  # and with it FSDP, which takes half a second
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

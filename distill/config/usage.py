@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING as MISSING_DEFAULT
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -201,6 +202,7 @@ def _described(settings: type, prefix: str, own: Any, written: Callable[[Any], s
     return rows
 
 
+@cache
 def _field_docs(settings: type) -> dict[str, str]:
     """The string literal below each field of a dataclass and of its bases."""
     docs: dict[str, str] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distill.methods.base import Batch, Loss, Method
 from distill.methods.dcm import Dcm, DcmSettings
@@ -13,7 +13,9 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.scm import Scm, ScmSettings
-from models.role import Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 __all__ = ["METHODS", "Batch", "Loss", "Method", "build_method"]
 

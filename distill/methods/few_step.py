@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import SchedulerMixin
 from torch import Tensor
 
 from distill.methods.base import Batch, Guidance, Method
@@ -18,6 +18,9 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.scheduler import few_step_scheduler
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,6 @@ takes a first frame where the data give it (models/families/wan_frames.py).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -187,6 +186,11 @@ class Wan(DiffusersFamily):
     def original_name(self, layer: str) -> str:
         return original_name(layer)
 
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from diffusers import WanPipeline
+
+        return WanPipeline.lora_state_dict(tensors, use_safetensors=True)
+
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]
 
@@ -330,16 +334,13 @@ class Wan(DiffusersFamily):
         if FIRST_FRAME in given:
             hidden = frames.put_in(x, given[FIRST_FRAME])
             times = frames.token_times(t, x, self.patch_size(config_of(network)))
-        with warnings.catch_warnings():
-            # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            v, *others = network(
-                hidden_states=hidden,
-                timestep=self.time_scale * times,
-                encoder_hidden_states=given["text"],
-                encoder_hidden_states_image=given.get("image_embeds"),
-                return_dict=False,
-            )
+        v, *others = network(
+            hidden_states=hidden,
+            timestep=self.time_scale * times,
+            encoder_hidden_states=given["text"],
+            encoder_hidden_states_image=given.get("image_embeds"),
+            return_dict=False,
+        )
         return self.hold(v, x, t, condition), *others
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
