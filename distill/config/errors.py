@@ -73,6 +73,8 @@ def explain(
         near = difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         return f"there is no {group}={name}{hint}; use {choices(group)}"
+    if unset := re.search(r"missing mandatory value: (\w+)", text):
+        return f"{unset[1]} is not set, and no recipe of this method sets it; give {unset[1]}=VALUE"
     about = re.search(r"full_key: (\S+)", text)
     key = re.sub(r"\[\d+\]", "", about.group(1)) if about else ""
     inside = next((name for name in map(_key, words) if name.startswith(f"{key}.") and name not in known), None)
