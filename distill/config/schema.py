@@ -9,7 +9,7 @@ from omegaconf import II, MISSING
 
 from distill.config.kinds import known_settings
 from distill.data import DATA
-from distill.methods import METHODS
+from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
 
@@ -292,6 +292,7 @@ class Config:
     planning: PlanningSettings = field(default_factory=PlanningSettings)
 
 
+add_installed_methods()
 SETTINGS = known_settings(
     {"": [Config], "method.": [settings for _, settings in METHODS.values()], "data.": list(DATA.values())}
 )

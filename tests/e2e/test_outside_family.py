@@ -1,15 +1,21 @@
-"""A model family of another package: verified, trained, exported and sampled, without touching this project."""
+"""A model family and a method of another package: verified, trained, exported and sampled, without touching this
+project."""
 
 import os
 
 import pytest
 
-from tests.e2e.launch import ROOT, forked, losses, train
+from tests.e2e.launch import ROOT, forked, losses, run_command, train
 from train import main
 
-ENTRY_POINTS = (
-    "[fsdp_cp.families]\noutside = tests.outside.family:OutsideFamily\nbroken = tests.outside.family:Nothing\n"
-)
+ENTRY_POINTS = """
+[fsdp_cp.families]
+outside = tests.outside.family:OutsideFamily
+broken = tests.outside.family:Nothing
+[fsdp_cp.methods]
+halving = tests.outside.method:METHOD
+broken = tests.outside.method:Nothing
+"""
 WORDS = [
     "experiment=quickstart_teacher", "student.family=outside", "steps=2", "batch_size=4", "sample.report_clips=0",
     "student.checkpoint=null", "student.architecture={channels: 3, text_dim: 32, patch: 2}", "sample.student_steps=[2]",
@@ -69,3 +75,24 @@ def test_its_own_mistakes_are_one_line(installed, monkeypatch, capsys, changes, 
     assert main([*WORDS, *changes, "mesh.cp=1", "device=cpu", f"run_dir={installed}/run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line and not (installed / "run").exists()
+
+
+@pytest.mark.slow
+def test_its_method_trains_by_the_words_of_the_documents(installed):
+    """The method, its settings and its three YAML files, as docs/extending.md names them."""
+    run_dir = installed / "run"
+    words = ["experiment=quickstart_halving", "steps=5", "log.every=1", "sample.report_clips=0", f"run_dir={run_dir}"]
+    done = run_command(2, *words, "mesh.cp=2", "method.interval=0.4", "sample.student_steps=[2]")
+    assert done.returncode == 0, done.stderr
+    found = [line["student/loss"] for line in losses(run_dir)]
+    assert len(found) == 5 and 0 < found[-1] < 1
+    config = (run_dir / "config.yaml").read_text()
+    assert "name: halving" in config and "interval: 0.4" in config and "lr: 0.0001" in config
+    assert (run_dir / "export" / "student" / "config.json").is_file()
+    for words, name in (
+        ("method=broken", "method=broken"),
+        ("experiment=quickstart_halving method.interval=2", "interval"),
+    ):
+        refused = run_command(0, *words.split(), f"run_dir={installed}/refused")
+        assert refused.returncode == 2 and name in refused.stderr.splitlines()[-1], refused.stderr
+    assert not (installed / "refused").exists()

@@ -267,8 +267,8 @@ FAULTS = (
         name="rotation_other_way",
         room="clips: rotation",
         harm="portrait clips of phones stand on their heads",
-        old="        rgb_HWC = torch.rot90(rgb_HWC, turns % 4, dims=(0, 1))\n",
-        new="        rgb_HWC = torch.rot90(rgb_HWC, -turns % 4, dims=(0, 1))\n",
+        old="for dim, sign in ((0, b + d), (1, a + c)) if sign < 0]",
+        new="for dim, sign in ((0, a + c), (1, b + d)) if sign < 0]",
         killed_by="unit/test_clips.py::test_display_rotation_is_applied",
     ),
     Fault(
