@@ -8,7 +8,7 @@ import torch
 
 from distill.announce import batch_in_words
 from distill.config import Config
-from distill.resume_checks import check_resume
+from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk, role_bytes, size_in_words
 from distill.setup import RunPlan, world_of
 from fsdp_cp.checkpoint import find_resume, read_state
@@ -41,8 +41,9 @@ def dry_run(config: Config, plan: RunPlan) -> None:
     shape = plan.mesh
     clips = config.data.table_in_words()  # before the resume, as in a run
     resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
+    sources = find_sources(config, plan.roles)
     if resume_from is not None:
-        check_resume(config, resume_from, plan.roles)
+        check_resume(config, resume_from, plan.roles, sources)
     latents, _ = config.data.sample_shapes()
     tokens = {role.family.tokens(role.config, latents) for role in plan.roles}.pop()
     log.info("dry run of %s on %s: nothing is started or written", plan.run_dir, counted(world_of(config), "rank"))

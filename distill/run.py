@@ -10,7 +10,7 @@ from distill.mesh_check import check_meshes
 from distill.planning.command import plan_command
 from distill.planning.own import announce_plan
 from distill.planning.suggest import suggest_command
-from distill.resume_checks import check_resume
+from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk
 from distill.run_folder import command_line, held_run_dir, refuse_foreign, resume_setting, start_run
 from distill.run_status import recorded_end
@@ -51,8 +51,9 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)
         resume_from = find_resume(resume, checkpoints, verify=config.checkpoint.verify)
         mesh = mesh_of_shape(plan.mesh, device_type=device.type)
+        sources = on_all_ranks(lambda: find_sources(config, plan.roles) if rank() == 0 else None)[0]
         if resume_from is not None:
-            check_resume(config, resume_from, plan.roles)
+            sources = check_resume(config, resume_from, plan.roles, sources)
         steps = config.steps - (read_state(resume_from)["step"] if resume_from else 0)
         on_all_ranks(lambda: check_disk(config, plan, steps, resume) if rank() == 0 else None)
         with held_run_dir(plan.run_dir):
@@ -66,6 +67,7 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
             if config.log.mesh_check and resume_from is None:
                 checked = check_meshes(config, plan, device=device, data=data)
             trainer = build_trainer(config, plan, mesh=mesh, device=device, data=data)
+            trainer.sources = sources
             if checked:
                 trainer.facts["first steps on two meshes"] = checked
             if resume_from is not None:

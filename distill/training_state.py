@@ -92,6 +92,8 @@ class TrainingState:
         """Step and parameter of the first of those in a row."""
         self.seconds = 0.0
         self.branch_of = branch_name(config.checkpoint.resume)
+        self.sources: dict[str, Any] = {}
+        """From :func:`distill.resume_checks.find_sources`, for checkpoints."""
         settings = config.checkpoint
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",

@@ -16,6 +16,7 @@ _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 _UNTYPED = {
     "architecture": "a network's configuration, as {num_layers: 4}",
     "lr_scale": "factors of at least 0 by pattern, as {patch_embedding.*: 0.1}",
+    "columns": "names of the table's columns, as {caption: prompt}",
     "method": "the name of a method",
     "data": "the name of a data set",
 }

@@ -9,7 +9,7 @@ from omegaconf import II, MISSING
 
 from distill.config.kinds import known_settings
 from distill.data import DATA
-from distill.methods import METHODS
+from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
 
@@ -150,6 +150,9 @@ class CheckpointSettings:
     """Save one after the last step; without it the run cannot be gone on with from there."""
     resume: str = "auto"
     """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
+    accept: list[str] = field(default_factory=list)
+    """Settings whose files or data may differ from those that the checkpoint was made with, as
+    ``[teacher.checkpoint]``."""
 
 
 @dataclass(kw_only=True)
@@ -289,6 +292,7 @@ class Config:
     planning: PlanningSettings = field(default_factory=PlanningSettings)
 
 
+add_installed_methods()
 SETTINGS = known_settings(
     {"": [Config], "method.": [settings for _, settings in METHODS.values()], "data.": list(DATA.values())}
 )

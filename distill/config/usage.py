@@ -18,7 +18,7 @@ from omegaconf import MISSING, OmegaConf
 from distill.config.checks import ROLES, TRAINED
 from distill.config.command_line import wanted_information
 from distill.config.compose import compose_config
-from distill.config.errors import CONFIGS, GROUPS, recipes_of
+from distill.config.errors import GROUPS, group_files, recipes_of
 from distill.config.schema import Config
 from distill.data import DATA
 from distill.methods import METHODS
@@ -128,7 +128,7 @@ def _groups() -> Iterator[str]:
     """Each group's choices; those of the next one stand behind them where both are few."""
     texts = []
     for group in GROUPS:
-        names = " | ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+        names = " | ".join(path.stem for path in group_files(group))
         texts.append(f"{group + '=':<12} {names}")
     while texts:
         text = texts.pop(0)

@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.encoded import EncodedData
-from distill.data.table import read_table, read_text
+from distill.data.table import column_names, read_table, read_text
+from distill.json_lines import parse
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 
 logger = logging.getLogger(__name__)
 
-_NO_TEXT = {".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".ods", ".yaml", ".yml"}  # their lines are no captions
+_NO_TEXT = {".tsv", ".json", ".parquet", ".xlsx", ".ods", ".yaml", ".yml"}  # their lines are no captions
 
 
 class Captions(EncodedData):
     """Data set of the captions of a file (:func:`read_captions`); sizes are those of the student's clips."""
 
     def _read(self) -> list[str]:
-        return read_captions(self.path)
+        return read_captions(self.path, self.columns)
 
     def _decides(self) -> tuple[Any, ...]:
         return (self.latent_shape,)  # no key of a clip tells it
@@ -39,26 +40,34 @@ class Captions(EncodedData):
         return list(dict.fromkeys(self._items))
 
 
-def read_captions(path: Path) -> list[str]:
-    """The captions of ``path``: its column ``caption`` if it ends in ``.csv`` (read strictly), its lines otherwise.
+def read_captions(path: Path, columns: object = None) -> list[str]:
+    """Return the captions of ``path``: the column ``caption`` of a ``.csv`` or ``.jsonl`` file, the lines of others.
 
     White space around a caption is dropped; empty ones are left out, and that is logged.
+
+    Args:
+        path: the file.
+        columns: the table's name of ``caption`` (``data.columns``).
 
     Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
         table would damage a caption (:func:`distill.data.table.read_table`).
     """
+    names = column_names(("caption",), columns)
+    kinds = "a text file with a caption per line, or a .csv or .jsonl file"
     if not path.is_file():
-        raise UserError(f"data.path={path} is not a file; give a text file with a caption per line, or a .csv file")
+        raise UserError(f"data.path={path} is not a file; give {kinds}")
     where, suffix = f"data.path={path}", path.suffix.lower()
     if suffix in _NO_TEXT:
-        raise UserError(f"data.path={path} ends in {suffix}; give a text file with a caption per line, or a .csv file")
-    if suffix == ".csv":
-        found = [row.values[0] or "" for row in read_table(path, ("caption",), where)]
+        raise UserError(f"data.path={path} ends in {suffix}; give {kinds}")
+    if suffix in (".csv", ".jsonl"):
+        found = [row.values[0] or "" for row in read_table(path, names, where)]
     else:
         found = io.StringIO(read_text(path, where), newline="").readlines()
         header = [part.strip().strip('"') for part in re.split("[,;\t|]", found[0])] if found else []
-        if "caption" in header:
+        if names[0] in header:
             raise UserError(f"data.path={path} begins with the header of a table; name it .csv, or remove that line")
+        if found and parse(found[0].encode()) is not None:
+            raise UserError(f"data.path={path} holds JSON lines; name it .jsonl")
     captions = [caption.strip() for caption in found if caption.strip()]
     if not captions:
         raise UserError(f"data.path={path} has no caption; add one per line")

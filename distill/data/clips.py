@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
+from distill.data.display import ClipError, ToBT709, is_mirrored, is_turned, other_colors, upright
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,18 +27,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Decoding rules that change pixels must change this name: it is part of every latent's key.
+# Decoding rules that change pixels must change this name: it is part of every latent's key. A rule that changes the
+# pixels of few files changes what key_of_reading() says of these.
 DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
 
 MAX_SIZE = 65536
 """Frames of a clip, and pixels of its sides, at most: far above any network's, and below what fills a memory."""
 FPS = (0.01, 1000.0)
 """Frame rates that mp4 files can say."""
+_NO_TIMES = 0x80  # AVFMT_NOTIMESTAMPS: raw streams, to which FFmpeg gives 25 fps
+_MOST_B_FRAMES = 16  # in a row, of any codec
 _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim any size
-
-
-class ClipError(Exception):
-    """This file cannot give the clip that was asked for; the message is the reason, without the file's name."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -66,46 +69,115 @@ def check_sizes(*, num_frames: object, height: object, width: object, fps: objec
 
 
 def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
-    """The first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and centre-cropped.
+    """Return the first ``clip.num_frames`` frames of ``file``, sampled at ``clip.fps``, resized and center-cropped.
 
     The picked frame is the one nearest in time to ``k / fps`` after the first frame (of two equally near, the earlier),
     so variable frame rates and rounded time stamps sample evenly. A source slower than ``fps`` repeats frames. Frames
     are resized one at a time as they are decoded: memory holds the small clip and a few source frames, whatever the
-    source.
+    source. Where the times of frames do not grow, frames count in the decoder's order at the average rate.
 
-    Colours follow the stream's own matrix and range; an untagged stream is read as BT.601 limited range, as swscale (so
-    ffmpeg, imageio and diffusers' ``export_to_video``) writes and reads it. No gamma or HDR conversion is done.
-    Pixel aspect and display rotation in the file are applied.
+    Colors follow the stream's own matrix and range; an untagged stream is read as BT.601 limited range, as swscale (so
+    ffmpeg, imageio and diffusers' ``export_to_video``) writes and reads it. HDR and wide-gamut colors are converted.
+    Pixel aspect and display matrix (rotation, mirroring) in the file are applied.
 
     Returns: float32 (3, T, H, W) in [-1, 1].
-    Raises: ``ClipError`` with the reason if the file is missing, broken or too short.
+    Raises: ``ClipError`` with the reason if the file is missing, broken, too short, interlaced, or changes its shape.
     """
+    try:
+        return _read(file, clip, in_order=False)
+    except _TimesError as error:
+        video = _read(file, clip, in_order=True)
+        logger.warning("%s: %s; its frames are taken in order, at its average rate", file, error)
+        return video
+
+
+class _TimesError(Exception):
+    """The times of a clip's frames cannot be used; the message is the reason."""
+
+
+@contextmanager
+def _video(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    """Open a file and its first video stream that is not cover art; what PyAV raises becomes a ``ClipError``."""
     import av  # here alone: a run without video files needs no FFmpeg
 
-    frames: list[torch.Tensor] = []
     try:
         # Absolute, and files alone: "12:30.mp4" would be a protocol, and a playlist called .mp4 may name an address.
         with av.open(
             os.path.abspath(file), options={"protocol_whitelist": "file"}, metadata_errors="ignore"
         ) as container:
-            if not container.streams.video:
+            cover = av.stream.Disposition.attached_pic
+            stream = next((each for each in container.streams.video if not each.disposition & cover), None)
+            if stream is None:
                 raise ClipError("holds no video stream")
-            stream = container.streams.video[0]
             stream.thread_type = "AUTO"
-            if stream.average_rate and stream.average_rate < clip.fps * 0.999:
-                logger.warning(
-                    "%s: its %.3g fps are below data.fps=%g, frames repeat", file, float(stream.average_rate), clip.fps
-                )
-            last: av.VideoFrame | None = None
-            for frame in _pick(container, stream, clip):
-                if frame is not last:  # a repeated frame is converted once
-                    small, last = frame_to_tensor(frame, clip.height, clip.width, _pixel_aspect(stream)), frame
-                frames.append(small)
+            yield container, stream
     # Missing, truncated, not a video; of the others, numbers in a damaged header that no arithmetic takes.
     except (av.FFmpegError, OSError, ValueError, ArithmeticError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ClipError(f"cannot be decoded ({' '.join(str(reason).split())[:200]})") from error
+
+
+def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
+    """Return the clip, by the frames' times or in their order; raise ``_TimesError`` where the times cannot be used."""
+    frames: list[torch.Tensor] = []
+    to_bt709 = ToBT709()
+    with _video(file) as (container, stream):
+        first: av.VideoFrame | None = None
+        last: av.VideoFrame | None = None
+        for frame in _pick(container, stream, clip, in_order=in_order):
+            if frame is not last:  # a repeated frame is converted once
+                first, last = first or frame, frame
+                if frame.interlaced_frame and stream.codec_context.name != "png":  # Adam7 is not fields
+                    raise ClipError("is interlaced, so its moving edges are combs; deinterlace it")
+                # Recordings of calls change their size with the bandwidth, which is fine, or turn with the phone.
+                if abs(frame.width * first.height / (frame.height * first.width) - 1) > 0.02:
+                    raise ClipError(
+                        f"changes its shape from {first.width} x {first.height} to {frame.width} x {frame.height}"
+                    )
+                colors = other_colors(frame)
+                if colors and frame is first:
+                    logger.info("%s: is %s, converted to BT.709", file, colors)
+                shown = to_bt709(frame) if colors else frame
+                small = frame_to_tensor(shown, clip.height, clip.width, _pixel_aspect(stream))
+            frames.append(small)
+        if stream.average_rate and stream.average_rate < clip.fps * 0.999:
+            logger.warning(
+                "%s: its %.3g fps are below data.fps=%g, frames repeat", file, float(stream.average_rate), clip.fps
+            )
     return torch.stack(frames, dim=1)
+
+
+def key_of_reading(file: Path) -> dict[str, Any]:
+    """Return what a cache key must add for a file that an earlier version read otherwise, or may have; mostly nothing.
+
+    These are mirrored or interlaced files, files of other colors or with cover art, and those whose packets have times
+    that do not grow or do not tell the order of B-frames. The file's packets are read, and one frame is decoded.
+    """
+    first: av.VideoFrame | None = None
+    pts, dts = [], []
+    try:
+        with _video(file) as (container, stream):
+            for packet in container.demux(stream):
+                if first is None:
+                    first = next(iter(packet.decode()), None)
+                if packet.size:
+                    pts.append(packet.pts)
+                    dts += [] if packet.dts is None else [packet.dts]
+            if first is None:
+                return {}
+            in_decoding_order = None in pts or pts == sorted(pts)
+            suspicious = (
+                len(set(pts)) < len(pts)
+                or dts != sorted(dts)
+                or (stream.codec_context.has_b_frames and len(pts) > 2 and in_decoding_order)
+                or stream.index != container.streams.video[0].index
+                or first.interlaced_frame
+                or is_mirrored(first)
+                or other_colors(first)
+            )
+            return {"reading": 2} if suspicious else {}
+    except ClipError:  # read_clip() says so
+        return {"reading": 2}
 
 
 def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
@@ -119,34 +191,36 @@ def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
         raise UserError(f"{file} gives no image ({error}); give a video or an image file") from error
 
 
-def _pick(container: av.container.InputContainer, stream: av.VideoStream, clip: ClipFormat) -> Iterator[av.VideoFrame]:
+def _pick(
+    container: av.container.InputContainer, stream: av.VideoStream, clip: ClipFormat, *, in_order: bool
+) -> Iterator[av.VideoFrame]:
     """Yield ``clip.num_frames`` decoded frames nearest to the wanted times; stops decoding after the last."""
     # Exact rationals: with floats 30 fps -> 16 fps picks another frame wherever k/16 rounds across a frame boundary.
     step = 1 / Fraction(clip.fps).limit_denominator(1001)
-    wanted, previous, previous_time, start, decoded = 0, None, Fraction(0), None, 0
-    for frame in container.decode(stream):
-        if frame.pts is None or frame.time_base is None:
-            raise ClipError("has frames without time stamps")
+    rate = stream.average_rate or None
+    wanted, previous, previous_time, decoded = 0, None, Fraction(0), 0
+    timed = _timed(container, stream, rate=rate if in_order else None)
+    for frame, time in timed:
         # The decoder conceals damage: it hands out smeared frames that look like data, and draws later ones from them.
         if frame.is_corrupt:
-            raise ClipError(f"is damaged at {frame.time:.2f} s")
+            raise ClipError(f"is damaged at {float(time):.2f} s")
         if frame.width * frame.height > _MAX_PIXELS:
             raise ClipError(f"has frames of {frame.width} x {frame.height} pixels, more than any camera's")
         decoded += 1
-        time = frame.pts * frame.time_base
-        start = time if start is None else start
-        time -= start
         while previous is not None and wanted * step <= (previous_time + time) / 2:
             yield previous
             wanted += 1
             if wanted == clip.num_frames:
+                # Times in the order of packets show only after as many frames as there are B-frames in a row.
+                deque(islice(timed, _MOST_B_FRAMES if stream.codec_context.has_b_frames else 0), maxlen=0)
                 return
         previous, previous_time = frame, time
     if previous is None:
         raise ClipError("holds no frame that can be decoded")
-    duration = previous.duration * previous.time_base if previous.duration else None
-    if duration is None:
-        duration = 1 / stream.average_rate if stream.average_rate else step
+    if previous.duration and not in_order:
+        duration = previous.duration * previous.time_base
+    else:
+        duration = 1 / rate if rate else step
     end = previous_time + duration
     while wanted < clip.num_frames and wanted * step < end:
         yield previous
@@ -157,6 +231,30 @@ def _pick(container: av.container.InputContainer, stream: av.VideoStream, clip: 
             f"is too short: {decoded} frames, {float(end):.2f} s; {clip.num_frames} frames at {clip.fps:g} fps need "
             f"more than {float(needs):.2f} s"
         )
+
+
+def _timed(
+    container: av.container.InputContainer, stream: av.VideoStream, *, rate: Fraction | None
+) -> Iterator[tuple[av.VideoFrame, Fraction]]:
+    """Yield the decoded frames and their times after the first: in order at ``rate``, or by their time stamps.
+
+    Raises: ``_TimesError`` for time stamps that are missing or do not grow strictly.
+    """
+    start = last = None
+    for index, frame in enumerate(container.decode(stream)):
+        if rate is not None:
+            yield frame, index / rate
+            continue
+        if frame.pts is None or frame.time_base is None:
+            if container.format.flags & _NO_TIMES or not stream.average_rate:
+                raise ClipError("has frames without time stamps, and no frame rate")
+            raise _TimesError("has frames without time stamps")
+        time = frame.pts * frame.time_base
+        start = time if start is None else start
+        if last is not None and time <= last:
+            raise _TimesError(f"the times of its frames do not grow at frame {index}")
+        last = time
+        yield frame, time - start
 
 
 def _pixel_aspect(stream: av.VideoStream) -> Fraction:
@@ -174,13 +272,9 @@ def frame_to_tensor(
     # swscale's default drops half of the chroma resolution and rounds coarsely; both would reach the VAE.
     to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
     rgb_HWC = torch.from_numpy(frame.to_ndarray(format="rgb24", interpolation=to_rgb))
-    turns, rest = divmod(round(frame.rotation), 90)  # degrees counter-clockwise, as phones store portrait clips
-    if rest:
-        raise ClipError(f"is rotated by {frame.rotation} degrees; only multiples of 90 can be turned upright")
-    if turns % 4:
-        rgb_HWC = torch.rot90(rgb_HWC, turns % 4, dims=(0, 1))
-    if turns % 2:
+    if is_turned(frame):
         pixel_aspect = 1 / pixel_aspect
+    rgb_HWC = upright(rgb_HWC, frame)
     return crop_and_resize(rgb_HWC, height, width, pixel_aspect)
 
 

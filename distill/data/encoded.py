@@ -55,6 +55,7 @@ class EncodedData:
         captions: Sequence[str] = (),
         image: str | None = None,
         images: Sequence[str] = (),
+        columns: object = None,
     ) -> None:
         """Check, then encode what the cache does not hold yet, then free the encoders.
 
@@ -71,6 +72,7 @@ class EncodedData:
             captions: others to embed, beside the items' own; they are no part of ``fingerprint``.
             image: ``first_frame`` for the items' first images as conditions, ``None`` for none.
             images: files of the images of ``captions``, in their order, or none.
+            columns: names that the table has for its columns (``data.columns``), or ``None``.
 
         Raises: ``UserError`` on every rank for a setting that does not fit, before weights are loaded or videos
         decoded; and if no item can be used.
@@ -78,7 +80,7 @@ class EncodedData:
         check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
         for what, text in (("data.negative_prompt", negative_prompt), *(("the caption", text) for text in captions)):
             _require_text(what, text)
-        self.path, self.fps = Path(path), float(fps)
+        self.path, self.columns, self.fps = Path(path), columns, float(fps)
         clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=self.fps)
 
         given = [Path(file).expanduser() for file in images]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from distill.data.cache_files import Damaged, is_unfinished, read_tensor, write_tensor
-from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
+from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, key_of_reading, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec
 from distill.data.first_frame import ImageInput, cache_parts, image_encoder_of
 from distill.data.image_encoder import ImageEncoder
@@ -131,7 +131,7 @@ class LatentCache:
             try:
                 if files[i].exists() and not files[i].is_file():  # a pipe would never end
                     return "error", "is not a file", None
-                key = _hash(settings | {"bytes": _file_hash(files[i])})
+                key = _hash(settings | {"bytes": _file_hash(files[i])} | key_of_reading(files[i]))
             except FileNotFoundError:
                 return "error", "is missing", None
             except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
@@ -234,7 +234,7 @@ class LatentCache:
         def write(i: int) -> str:
             nonlocal loaded
             try:
-                key = _hash(settings | {"bytes": _file_hash(files[i])})
+                key = _hash(settings | {"bytes": _file_hash(files[i])} | key_of_reading(files[i]))
                 targets = {part: self._image_file(part, key) for part in parts}
                 if all(self._holds(targets[part], part, self._fits(part, folder)) for part in parts):
                     return key

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.data.clips import check_sizes
 from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
 from models.condition import Condition
@@ -164,8 +165,6 @@ class MovingShapes:
         colour_shares: Sequence[float] | None = None,
     ) -> None:
         # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels.
-        from distill.data.clips import check_sizes  # and with it PyAV
-
         check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
         for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
             if value < least:

@@ -1,7 +1,7 @@
-"""Tables of captions: a strict reader of comma-separated files. What would damage a caption is refused by its line.
+"""Tables of captions: a strict reader of comma-separated files and of JSON lines.
 
-Python's own reader takes whatever comes: a comma too many cuts a caption, a quote that nothing closes swallows the rows
-after it, and both train on.
+A row that would damage a caption is refused by its line. Python's own reader takes whatever comes: a comma too many
+cuts a caption, a quote that nothing closes swallows the rows after it, and both train on.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import io
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distill.json_lines import parse
 from fsdp_cp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"}
+VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts"}
 _QUOTES = 'put captions with commas in double quotes, and write a quote inside them twice ("")'
 _FIELD_LIMIT = 1 << 20  # characters; the longest captions have a few thousand
 
@@ -56,19 +57,38 @@ def read_text(file: Path, where: str) -> str:
     return text
 
 
+def column_names(columns: Sequence[str], renamed: object) -> tuple[str, ...]:
+    """Return the names that a user's table has for ``columns``, by ``data.columns``.
+
+    Raises:
+        UserError: ``renamed`` is not a mapping of some of ``columns`` to texts.
+    """
+    renamed = {} if renamed is None else renamed
+    if not isinstance(renamed, dict) or not all(
+        key in columns and isinstance(name, str) and name for key, name in renamed.items()
+    ):
+        example = ", ".join(f"{column}: NAME" for column in columns)
+        raise UserError(f"data.columns={renamed} must name columns of the table, as {{{example}}}")
+    return tuple(renamed.get(column, column) for column in columns)
+
+
 def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
-    """The rows of a comma-separated file with a header, in its order; lines that are empty are no rows.
+    """Return the rows of a table in its order; empty lines are not rows.
 
     Args:
-        file: UTF-8; byte order mark and line ends as spreadsheets write them.
-        columns: those wanted, by name.
+        file: UTF-8. ``.jsonl``: a JSON object per line; else comma-separated with a header, byte order mark and line
+            ends as spreadsheets write them. A first column of row numbers without a name, as pandas writes, is skipped.
+        columns: names of the wanted columns, the captions' last.
         where: the setting and the file, for messages.
 
     Raises: ``UserError`` by line for a row with more fields than the header has, a quote that is not closed or that
-        swallowed rows; and for a header without one of ``columns``, with a name twice, or with other separators.
+        swallowed rows, a line that is not a JSON object; and for a header without one of ``columns``, with a name
+        twice, or with other separators.
     """
     text = read_text(file, where)
     lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
+    if file.suffix.lower() == ".jsonl":
+        return _json_rows(lines, columns, where)
     _check_separator(lines[0] if lines else "", columns, where)
     records = _records(lines, where)
     if not records:
@@ -77,6 +97,14 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
     header = [name.strip() for name in header]
     _check_header(header, first, columns, where)
     wanted = [header.index(column) for column in columns]
+    if not header[0]:  # pandas' row numbers
+        for line, fields in body:
+            if fields[0].strip() and not fields[0].strip().isdecimal() and len(fields) <= len(header):
+                raise UserError(
+                    f"{where}: line {line} has {fields[0][:60]!r} in the first column, which has no name; name it, or"
+                    " remove the column"
+                )
+        header[0] = "index"
     rows: list[Row] = []
     broken = 0
     ends = [line for line, _ in records[2:]] + [len(lines) + 1]
@@ -89,11 +117,43 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
             )
         if any("\n" in value or "\r" in value for value in fields):
             broken += 1
-            _check_swallowed(lines[line : end - 1], line, header, file, where)
+            _check_swallowed(lines[line : end - 1], line, header, columns, file, where)
         rows.append(Row(line=line, values=tuple(fields[i] if i < len(fields) else None for i in wanted)))
     if broken:
         logger.info("%d rows of %s hold line breaks in quotes", broken, file)
     return rows
+
+
+def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        record = parse(line.encode())
+        if record is None:
+            raise UserError(f"{where}: line {number} is not a JSON object; write one object per line")
+        values = tuple(record.get(column) for column in columns)
+        for column, value in zip(columns, values, strict=True):
+            if column not in record:
+                raise UserError(f"{where} has no {column} in line {number} (found {_found(record)}); {_hint(columns)}")
+            if not isinstance(value, str | None):
+                raise UserError(f"{where}: {column} in line {number} must be a text or null")
+            try:
+                (value or "").encode()
+            except UnicodeEncodeError as error:  # half of a pair of \\u escapes
+                raise UserError(f"{where}: {column} in line {number} is not UTF-8 text; write it again") from error
+        rows.append(Row(line=number, values=values))
+    if not rows:
+        raise UserError(f"{where} has no rows; write one JSON object per line")
+    return rows
+
+
+def _found(names: Iterable[str]) -> str:
+    return " ".join(",".join(names).split())[:100] or "nothing"
+
+
+def _hint(columns: Sequence[str]) -> str:
+    return f"use {','.join(columns)}, or name the table's columns with data.columns"
 
 
 def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
@@ -132,29 +192,31 @@ def _check_separator(header: str, columns: Sequence[str], where: str) -> None:
 def _check_header(header: list[str], line: int, columns: Sequence[str], where: str) -> None:
     absent = [column for column in columns if column not in header]
     if absent:
-        found = " ".join(",".join(header).split())[:100] or "nothing"
-        raise UserError(f"{where} has no column {absent[0]} (found {found}); use {','.join(columns)}")
+        raise UserError(f"{where} has no column {absent[0]} (found {_found(header)}); {_hint(columns)}")
     twice = next((name for name in header if name and header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{where} has the column {twice[:60]!r} twice in line {line}; remove one")
 
 
-def _check_swallowed(inner: list[str], line: int, header: list[str], file: Path, where: str) -> None:
+def _check_swallowed(
+    inner: list[str], line: int, header: list[str], columns: Sequence[str], file: Path, where: str
+) -> None:
     """Refuse a quoted field whose later lines look like rows of the table: its quote was closed by another's.
 
     Args:
         inner: the record's lines after the first.
         line: where the record begins.
     """
+    names = columns[0] if len(columns) > 1 else "file_name"
     for number, text in enumerate(inner, start=line + 1):
         parts = [part.strip().strip('"') for part in text.split(",")]
-        if "file_name" in header:
-            at = header.index("file_name")
+        if names in header:
+            at = header.index(names)
             name = parts[at] if len(parts) == len(header) or len(parts) > at + 1 else ""
             row = Path(name).suffix.lower() in VIDEO_SUFFIXES or (bool(name) and os.path.isfile(file.parent / name))
         else:
             # Prose has commas too, but rarely exactly as many, with as little room: numbers and names are short.
-            at = header.index("caption") if "caption" in header else 0
+            at = header.index(columns[-1])
             others = parts[:at] + parts[at + 1 :]
             row = len(parts) == len(header) > 1 and all(re.fullmatch(r"\S{0,40}", part) for part in others)
         if row:

@@ -1,25 +1,41 @@
 """`data=video_folder`: a folder of video files with captions, seen as cached latents.
 
-The folder holds ``metadata.csv`` with columns ``file_name,caption`` (the layout that Hugging Face ``datasets`` calls a
-video folder); ``file_name`` is relative to it. Shape legend: C t h w latents, L tokens, D width of an embedding.
+The folder holds ``metadata.csv`` or ``metadata.jsonl`` with columns ``file_name,caption`` (the layout that Hugging Face
+``datasets`` calls a video folder), or a ``.txt`` file next to each clip; ``file_name`` is relative to the folder. Shape
+legend: C t h w latents, L tokens, D width of an embedding.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import unicodedata
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distill.data.encoded import EncodedData
-from distill.data.table import VIDEO_SUFFIXES, read_table
+from distill.data.table import VIDEO_SUFFIXES, column_names, read_table, read_text
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 
 logger = logging.getLogger(__name__)
 
-TABLE = "metadata.csv"
+TABLES = ("metadata.csv", "metadata.jsonl")
 COLUMNS = ("file_name", "caption")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ListedClip:
+    """A row of the table."""
+
+    file: str
+    """The file's name in the folder; the table's own name where no file has it."""
+    caption: str
+    """The caption, or ``""``."""
+    problem: str = ""
+    """Reason to leave the clip out before it is read."""
 
 
 class VideoFolder(EncodedData):
@@ -28,32 +44,31 @@ class VideoFolder(EncodedData):
     Videos are sampled at ``fps``. Clips that are broken, missing or too short are named in the log and left out.
     """
 
-    def _read(self) -> list[tuple[str, str | None]]:
-        return read_metadata(self.path)
+    def _read(self) -> list[ListedClip]:
+        return read_metadata(self.path, self.columns)
 
     @property
     def table(self) -> Path:
-        return self.path / TABLE
+        return table_of(self.path) or self.path
 
-    def _usable(self, rows: list[tuple[str, str | None]]) -> list[tuple[str, str]]:
+    def _usable(self, rows: list[ListedClip]) -> list[tuple[str, str]]:
         """(cache key, caption) of the usable clips, the same on every rank; rank 0's log names the others."""
-        # Without a caption nothing is encoded; an empty one would train the student to do without.
-        results = iter(self.cache.write_clips([self.path / name for name, caption in rows if caption is not None]))
+        results = iter(self.cache.write_clips([self.path / row.file for row in rows if not row.problem]))
         items, files, left_out = [], [], []
-        for name, caption in rows:
-            what, value = ("error", f"has no caption in {TABLE}") if caption is None else next(results)
+        for row in rows:
+            what, value = ("error", row.problem) if row.problem else next(results)
             if what == "error":
-                left_out.append((name, value))
+                left_out.append((row.file, value))
             else:
-                items.append((value, caption))
-                files.append(self.path / name)
+                items.append((value, row.caption))
+                files.append(self.path / row.file)
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
             if left_out:
                 logger.warning("%d of %d clips left out", len(left_out), len(rows))
             # realpath, not Path.resolve: that raises RuntimeError for a link to itself.
-            listed = {os.path.realpath(self.path / name) for name, _ in rows}
+            listed = {os.path.realpath(self.path / row.file) for row in rows}
             extra = sorted(
                 file.name
                 for file in self.path.iterdir()
@@ -61,7 +76,7 @@ class VideoFolder(EncodedData):
             )
             if extra:
                 names = ", ".join(extra[:5])
-                logger.warning("%d videos are not in %s and not used: %s", len(extra), TABLE, names)
+                logger.warning("%d videos are not in %s and not used: %s", len(extra), self.table.name, names)
         if not items:
             name, reason = left_out[0]
             raise UserError(
@@ -98,31 +113,103 @@ class VideoFolder(EncodedData):
         return list(dict.fromkeys(caption for _, caption in self._items))
 
 
-def read_metadata(path: Path) -> list[tuple[str, str | None]]:
-    """(file name, caption) of every row of ``path``/metadata.csv; the caption is None where there is none.
+def table_of(path: Path) -> Path | None:
+    """Return the table of the folder ``path``, or ``None`` if each clip has a ``.txt`` file next to it.
+
+    Raises: ``UserError`` for two tables, and for a folder with neither.
+    """
+    if not path.is_dir():
+        raise UserError(f"data.path={path} is not a folder; give a folder with videos and {TABLES[0]}")
+    tables = [path / name for name in TABLES if (path / name).is_file()]
+    if len(tables) > 1:
+        raise UserError(f"data.path={path} has {' and '.join(TABLES)}; keep one of them there")
+    if not tables and not any(file.with_suffix(".txt").is_file() for file in _videos(path)):
+        raise UserError(
+            f"data.path={path} has no {' or '.join(TABLES)}; add one with the columns {','.join(COLUMNS)}, or a .txt"
+            " file with the caption next to each video"
+        )
+    return tables[0] if tables else None
+
+
+def _videos(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.suffix.lower() in VIDEO_SUFFIXES)
+
+
+def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
+    """Return every row of the folder's table, or every video and the text next to it.
+
+    Args:
+        path: the folder.
+        columns: the table's names of ``COLUMNS`` (``data.columns``).
 
     Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
         table would damage a caption (:func:`distill.data.table.read_table`), and for a file outside the folder.
     """
-    if not path.is_dir():
-        raise UserError(f"data.path={path} is not a folder; give a folder with videos and {TABLE}")
-    file = path / TABLE
-    if not file.is_file():
-        raise UserError(f"data.path={path} has no {TABLE}; add one with the columns {','.join(COLUMNS)}")
-    rows = []
-    for row in read_table(file, COLUMNS, f"data.path: {file}"):
+    names = column_names(COLUMNS, columns)
+    file = table_of(path)
+    if file is None:
+        return [_beside(video) for video in _videos(path)]
+    find, rows = _Finder(path), []
+    for row in read_table(file, names, f"data.path: {file}"):
         name, caption = row.values
         if not name or not name.strip():
-            raise UserError(f"data.path: {file} has no file_name in line {row.line}; fill it in or remove the line")
+            raise UserError(f"data.path: {file} has no {names[0]} in line {row.line}; fill it in or remove the line")
         if "\n" in name or "\r" in name:
-            raise UserError(f"data.path: {file} has a line break in the file_name of line {row.line}; write it on one")
+            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {row.line}; write it on one")
         # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise UserError(
                 f"data.path: {file} line {row.line} names {name[:100]!r}, which is outside the folder; use a path"
                 f" relative to {path}, or link the file into it"
             )
-        rows.append((name, caption if caption and caption.strip() else None))
+        clip = find(name)
+        if caption is None or not caption.strip():  # an empty one would train the student to do without
+            clip = replace(clip, problem=clip.problem or f"has no caption in {file.name}")
+        rows.append(replace(clip, caption=caption or ""))
     if not rows:
         raise UserError(f"data.path: {file} has no rows; add one per video")
     return rows
+
+
+def _beside(video: Path) -> ListedClip:
+    text = video.with_suffix(".txt")
+    caption = read_text(text, f"data.path: {text}").strip() if text.is_file() else ""
+    return ListedClip(file=video.name, caption=caption, problem="" if caption else f"has no caption in {text.name}")
+
+
+class _Finder:
+    """Search for the files of a folder by the names that a table has for them.
+
+    A name that a file has is taken as it is. Else names are compared without regard to what changes when tables and
+    files move between systems: composed or decomposed accents, blanks at the ends, backslashes between folders.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names = functools.cache(self._names_in)  # one listing of each folder, not a call for each clip
+
+    def __call__(self, name: str) -> ListedClip:
+        parent, _, last = name.rpartition("/")
+        if last in self._names(parent).get(_plain(last), ()):
+            return ListedClip(file=name, caption="")
+        found = [""]
+        for part in os.path.normpath(name.replace("\\", "/")).split("/"):
+            found = [os.path.join(above, each) for above in found for each in self._names(above).get(_plain(part), ())]
+        if len(found) == 1:
+            return ListedClip(file=found[0], caption="")
+        problem = f"could be {' or '.join(map(repr, found[:3]))}; rename one" if found else "is missing"
+        return ListedClip(file=name, caption="", problem=problem)
+
+    def _names_in(self, folder: str) -> dict[str, list[str]]:
+        """Names in a sub-folder by their plain form."""
+        names: dict[str, list[str]] = {}
+        try:
+            for name in sorted(os.listdir(self._folder / folder)):
+                names.setdefault(_plain(name), []).append(name)
+        except OSError:  # not a folder, or not there
+            return {}
+        return names
+
+
+def _plain(name: str) -> str:
+    return unicodedata.normalize("NFC", name).strip()

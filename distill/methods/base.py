@@ -96,6 +96,11 @@ class Method(ABC):
         return
 
     @classmethod
+    def fingerprints(cls, settings: Any) -> dict[str, str]:
+        """Return fingerprints of the files that ``method.*`` names, by dotted key: a resumed run needs the same."""
+        return {}
+
+    @classmethod
     def check_files(cls, config: Any) -> None:
         """Refuse files that only this method reads, before anything is built.
 

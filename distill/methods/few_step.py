@@ -37,7 +37,7 @@ class FewStepSettings:
     """How the teacher is sampled for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
     student_sampler: StudentSampler = "renoise"
     """Between the student's steps, where it is trained on its own samples, sampled and exported: ``renoise`` (fresh
-    noise, as DMD2) or ``ode`` (along its own velocity, without noise, as FastGen's DMD2 for Wan)."""
+    noise, as DMD2) or ``ode`` (along its own velocity, without noise)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")

@@ -77,6 +77,10 @@ class OdeRegression(FewStepMethod):
             )
 
     @classmethod
+    def fingerprints(cls, settings: Any) -> dict[str, str]:
+        return {"method.trajectories": TrajectoryFolder(settings.trajectories).content()}
+
+    @classmethod
     def check_files(cls, config: Any) -> None:
         folder = TrajectoryFolder(config.method.trajectories)
         given = trajectory_settings(config)

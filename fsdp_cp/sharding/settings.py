@@ -22,11 +22,6 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.fl
 Precision = Literal["fp32", "bf16", "fp64"]
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-FORWARD_AD_SINCE = (2, 13)
-"""The first torch whose FSDP2 hooks pass forward-mode tangents on with gradients enabled (pytorch issue 182641).
-
-Without gradients the hooks register nothing with autograd, and tangents pass through those of torch 2.11 too.
-"""
 
 
 @dataclass(kw_only=True)

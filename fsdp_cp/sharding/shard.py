@@ -23,10 +23,15 @@ from fsdp_cp.sharding.guards import allow_inference_mode, explain_dtypes, refuse
 from fsdp_cp.sharding.one_rank import compute_in_place
 from fsdp_cp.sharding.pool import pool_of
 from fsdp_cp.sharding.pooled import pool_buffers
-from fsdp_cp.sharding.settings import COMPUTE_DTYPE, FORWARD_AD_SINCE, ShardSettings
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, gather_in_compute_stream, remember_units
 
 log = logging.getLogger(__name__)
+FORWARD_AD_SINCE = (2, 13)
+"""The first torch whose FSDP2 hooks pass forward-mode tangents on with gradients enabled (pytorch issue 182641).
+
+Without gradients the hooks register nothing with autograd, and tangents pass through those of torch 2.11 too.
+"""
 
 
 def shard_module(

@@ -25,7 +25,7 @@ from models.families import frames, wan_frames
 from models.families.base import LatentShape, Shape, config_of
 from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
-from models.families.wan_names import original_name
+from models.families.wan_names import original_adapters, original_name
 
 IMAGE_TOKENS = 257
 """Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""
@@ -185,6 +185,12 @@ class Wan(DiffusersFamily):
 
     def original_name(self, layer: str) -> str:
         return original_name(layer)
+
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from diffusers import WanPipeline
+
+        theirs = original_adapters(tensors)
+        return tensors if theirs is None else WanPipeline.lora_state_dict(theirs, use_safetensors=True)
 
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]

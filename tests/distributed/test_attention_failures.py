@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_cp.attention import context_parallel_attention, ring
+from fsdp_cp.attention import context_parallel_attention, reference, ring
 from fsdp_cp.attention.cpu_kernels import CpuFlash
 from fsdp_cp.attention.layout import Chunk
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
@@ -55,7 +55,7 @@ PLACES = [
     ("forward", ring._Merged, "add"),
     ("backward", CpuFlash, "backward"),
     ("backward", Chunk, "add_into"),
-    ("dual", ring, "attention_dual"),
+    ("dual", reference, "attention_dual"),
     ("dual", ring, "_weight"),
 ]
 

@@ -176,7 +176,7 @@ def test_the_scale_is_what_peft_makes_of_it(checkpoints, tmp_path, saved_by, cha
     plain = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
     found = inspect_adapters(file, plain, Wan(), "student.checkpoint").read()
     assert len(found) == 5 * ARCHITECTURE["num_layers"]
-    for name, (a, b) in found.items():
+    for name, (a, b, _) in found.items():
         torch.testing.assert_close(b @ a, network.get_submodule(name).get_delta_weight("default"))
 
 
