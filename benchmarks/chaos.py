@@ -10,39 +10,267 @@ the newest. The exit code is 1 if anything is not so.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
 from benchmarks.arguments import at_least_1
 from benchmarks.distillation import ROOT
-from benchmarks.faults import (
-    EVERY,
-    SETTINGS,
-    STEPS,
-    Start,
-    differences,
-    end_all,
-    leftovers,
-    lives,
-    new_folder,
-    newest,
-    processes,
-    reached,
-)
+from distill.run_folder import STARTS
+from fsdp_cp.checkpoint import published_steps, reader, step_folder
 from fsdp_cp.errors import UserError
 
 RANKS = 2
+STEPS, EVERY, KEEP = 24, 3, 2
+SETTINGS = (
+    "experiment=quickstart",
+    "device=cpu",
+    "batch_size=2",
+    f"steps={STEPS}",
+    f"checkpoint.every={EVERY}",
+    f"checkpoint.keep={KEEP}",
+    "log.every=1",
+    "sample.every=0",
+    "sample.at_end=false",
+)
+"""Overrides of a run of seconds, which writes checkpoints for a good part of its time and ends with the export."""
+PROGRESS = ("unlogged", "seconds")
+"""Keys of a checkpoint's ``state.json`` that note elapsed time and therefore differ between equal runs."""
 MOMENTS = ("any moment", "a checkpoint", "the export")
 """What a kill is aimed at."""
 PATIENCE = 90.0
 """Seconds in which torchrun has to end when a rank has died; it gives the others 30 to end by themselves."""
+
+
+def new_folder(folder: Path) -> Path:
+    """Make ``folder`` and return its absolute path.
+
+    Raises:
+        UserError: the folder is not empty.
+    """
+    folder = folder.resolve()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--out {folder} is not empty; remove it or give another")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment without torchrun's variables, with one thread for each rank."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in names} | {"OMP_NUM_THREADS": "1"}
+
+
+def processes(run_dir: Path) -> dict[int, int | None]:
+    """Return the rank of every living process of the run in ``run_dir``, by process id; ``None`` for a torchrun."""
+    found: dict[int, int | None] = {}
+    word = f"run_dir={run_dir}"
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if word not in (entry / "cmdline").read_text(errors="replace").split("\0"):
+                continue
+            variables = (entry / "environ").read_text(errors="replace").split("\0")
+        except OSError:  # the process has ended meanwhile
+            continue
+        ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
+        found[int(entry.name)] = int(ranks[0]) if ranks else None
+    return found
+
+
+def lives(process: int) -> bool:
+    """Return whether the process runs: one that has ended stays listed until its parent reads its exit code."""
+    try:
+        # "PID (NAME) STATE ...", where NAME may hold anything
+        return (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end_all(run_dir: Path) -> None:
+    """SIGKILL every process of the run: torchrun's workers have their own sessions and outlive it."""
+    for process in processes(run_dir):
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+class Start:
+    """One start of ``train.py`` on two ranks; as a context, no process of it outlives the block.
+
+    Args:
+        run_dir: the run directory.
+        log: file that gets the output, after what it has.
+    """
+
+    def __init__(self, run_dir: Path, log: Path):
+        self.run_dir = run_dir
+        self.began, self._began_ns = time.monotonic(), time.time_ns()
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        with log.open("a") as stream:
+            self.process = subprocess.Popen(
+                [*torchrun, "train.py", *SETTINGS, f"run_dir={run_dir}"],
+                cwd=ROOT,
+                env=environment(),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this program alone, which then ends them all
+            )
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            end_all(self.run_dir)
+            self.process.wait()
+
+    def age(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self.began
+
+    def until(self, condition: Callable[[], bool], seconds: float = 300) -> bool:
+        """Wait for ``condition`` and return true, or false if torchrun ends before.
+
+        Raises:
+            RuntimeError: neither happened within ``seconds``.
+        """
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing happened in {seconds:.0f} s in {self.run_dir}")
+            time.sleep(0.002)  # a checkpoint of the tiny model takes a few tens of these
+        return True
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process ids of the workers by rank."""
+        return {rank: process for process, rank in processes(self.run_dir).items() if rank is not None}
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            return path.stat().st_ctime_ns > self._began_ns
+        except OSError:
+            return False
+
+    def from_step(self) -> int | None:
+        """Return the step that this start resumes from; ``None`` before the start has recorded it."""
+        if not self._is_new(self.run_dir / STARTS):
+            return None
+        lines = (self.run_dir / STARTS).read_text().splitlines()
+        return json.loads(lines[-1])["from_step"] if lines else None
+
+    def writes_checkpoint(self, step: int | None = None) -> bool:
+        """Return whether this start is writing a checkpoint (that of ``step``)."""
+        pattern = "step_*.tmp" if step is None else f"step_{step:08d}.tmp"
+        return any(self._is_new(path) for path in (self.run_dir / "checkpoints").glob(pattern))
+
+    def exports(self) -> bool:
+        """Return whether this start is writing the export."""
+        return any(self._is_new(path) for path in (self.run_dir / "export").glob(".*.unfinished_*"))
+
+    def exported(self) -> bool:
+        """Return whether this start has written the last file of the export."""
+        return self._is_new(self.run_dir / "export" / "scheduler")
+
+
+def newest(run_dir: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    return max(published_steps(run_dir / "checkpoints"), default=0)
+
+
+def losses(run_dir: Path) -> list[dict[str, float]]:
+    """Return step, losses and gradient norms of each complete line of ``metrics.jsonl``."""
+    try:
+        text = (run_dir / "metrics.jsonl").read_text()
+    except OSError:
+        return []
+    lines = [json.loads(line) for line in text.split("\n")[:-1] if line.endswith("}")]
+    return [{k: v for k, v in line.items() if k == "step" or k.endswith(("/loss", "/grad_norm"))} for line in lines]
+
+
+def reached(run_dir: Path) -> int:
+    """Return the last step in ``metrics.jsonl``."""
+    return max((line["step"] for line in losses(run_dir)), default=0)
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Load every tensor of a checkpoint: weights and optimizer states."""
+    saved = reader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in saved.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process loads it
+        dcp.load(tensors, storage_reader=reader(checkpoint), no_dist=True)
+    return tensors
+
+
+def _differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> Iterator[str]:
+    """Yield a line if names or bytes of the tensors differ."""
+    if ours.keys() != theirs.keys():
+        yield f"{what}: {len(ours.keys() ^ theirs.keys())} tensors are in one alone"
+    # Compared as bytes: two NaNs are equal, 0 and -0 differ.
+    bad = [
+        name
+        for name in sorted(ours.keys() & theirs.keys())
+        if ours[name].dtype != theirs[name].dtype
+        or not torch.equal(ours[name].reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8))
+    ]
+    if bad:
+        yield f"{what}: {len(bad)} of {len(ours)} tensors differ, {bad[0]} the first"
+
+
+def differences(run_dir: Path, truth: Path) -> list[str]:
+    """Return one line for each difference from an undisturbed run, compared bit for bit."""
+    found = []
+    if losses(run_dir) != losses(truth):
+        found.append("metrics.jsonl: the losses differ")
+    if [line["step"] for line in losses(run_dir)] != list(range(1, newest(truth) + 1)):
+        found.append("metrics.jsonl: not every step once")
+    if newest(run_dir) != newest(truth):
+        return [*found, f"the newest checkpoint is of step {newest(run_dir)}, not {newest(truth)}"]
+    ours, theirs = (step_folder(folder / "checkpoints", newest(truth)) for folder in (run_dir, truth))
+    found += _differing(_tensors(ours), _tensors(theirs), "the newest checkpoint")
+    numbers = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
+    if [{k: v for k, v in each.items() if k not in PROGRESS} for each in numbers[:1]] != [
+        {k: v for k, v in each.items() if k not in PROGRESS} for each in numbers[1:]
+    ]:
+        found.append("the newest checkpoint: state.json differs")
+    files = sorted(path.relative_to(truth) for path in (truth / "export").rglob("*") if path.is_file())
+    for file in files:
+        if not (run_dir / file).is_file():
+            found.append(f"{file} is missing")
+        elif file.suffix == ".safetensors":
+            found += _differing(load_file(run_dir / file), load_file(truth / file), str(file))
+    return found
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Return the names of parts of checkpoints and exports, and say if more checkpoints than ``KEEP`` are left."""
+    checkpoints = run_dir / "checkpoints"
+    found = [path for pattern in ("*.tmp", "left_*") for path in checkpoints.glob(pattern)]
+    found += [path for path in checkpoints.glob("step_*[0-9]") if not (path / "state.json").is_file()]
+    found += [path for pattern in (".*unfinished_*", ".*replaced_*", "*_kept_*") for path in run_dir.rglob(pattern)]
+    found += [path for pattern in (".shared_*", ".*.tmp", "*.tmp") for path in run_dir.glob(pattern)]
+    names = [str(path.relative_to(run_dir)) for path in sorted(set(found))]
+    if len(published_steps(checkpoints)) > KEEP:
+        names.append(f"{len(published_steps(checkpoints))} checkpoints, of which {KEEP} are to be kept")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +334,7 @@ def undisturbed(run_dir: Path, log: Path) -> Timeline:
         RuntimeError: it failed.
     """
     checkpoints: list[float] = []
-    with Start(run_dir, SETTINGS, log=log) as start:
+    with Start(run_dir, log) as start:
         start.until(lambda: len(start.ranks()) == RANKS)
         appeared = start.age()
         start.until(lambda: reached(run_dir) >= 1)
@@ -221,7 +449,7 @@ def disturbed(
     while True:
         at = newest(run_dir)
         aim = choose(left, at, len(own) >= most - exports, chance) if len(own) < most else None
-        with Start(run_dir, SETTINGS, log=log) as start:
+        with Start(run_dir, log) as start:
             done = None
             if aim is not None and wait_for(start, aim, at, times, chance):
                 done = kill(start, len(kills) + 1, run, aim, chance)

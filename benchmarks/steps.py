@@ -8,12 +8,10 @@ import torch
 
 from distill.config import compose_config
 from distill.data import ClipDataset
-from distill.methods import build_method
 from distill.planning.watched import Shapes
 from distill.setup import plan_run
-from distill.trainer import Trainer
+from distill.trainer import Trainer, build_trainer
 from fsdp_cp.mesh import mesh_of_shape
-from models.load import build_roles
 
 
 def open_trainer(
@@ -35,21 +33,4 @@ def open_trainer(
     mesh = mesh_of_shape(plan.mesh, device_type=device.type)
     if data is None:
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
-    roles = build_roles(
-        plan.roles,
-        trained=plan.method.trained_roles,
-        mesh=mesh,
-        device=device,
-        latent_shape=data.latent_shape,
-        condition_shapes=data.condition_shapes,
-        seed=config.seed,
-    )
-    return Trainer(
-        config=config,
-        mesh=mesh,
-        device=device,
-        data=data,
-        method=build_method(config.method, roles),
-        micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
-    )
+    return build_trainer(config, plan, mesh=mesh, device=device, data=data)

@@ -13,7 +13,8 @@ from distill.training_state import TrainingState
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
-from fsdp_cp.sharding import settings_of
+from fsdp_cp.sharding.shard import settings_of
+from fsdp_cp.words import counted
 from models.role import EXPERTS, Role
 
 log = logging.getLogger(__name__)
@@ -33,13 +34,11 @@ def _base_in_words(roles: Mapping[str, Role], role: Role) -> str:
 
 
 def batch_in_words(config: Config, micro_batch_size: int, dp_size: int) -> str:
-    """What a step's batch is cut into, on ``dp_size`` data-parallel ranks."""
-    count = config.batch_size // dp_size // micro_batch_size
+    """Say how a step's batch is divided over ``dp_size`` data-parallel ranks."""
+    micro_batches = counted(config.batch_size // dp_size // micro_batch_size, "micro-batch", "micro-batches")
     parts = f", in {config.expert_draws} parts that draw their experts each" if config.expert_draws > 1 else ""
-    return (
-        f"batch {config.batch_size} = {count} micro-batches of {micro_batch_size} on {dp_size} data-parallel"
-        f" ranks{parts}"
-    )
+    ranks = counted(dp_size, "data-parallel rank")
+    return f"batch {config.batch_size} = {micro_batches} of {micro_batch_size} on {ranks}{parts}"
 
 
 def announce(trainer: TrainingState) -> None:
@@ -73,9 +72,9 @@ def announce(trainer: TrainingState) -> None:
     if advice is not None:
         log.warning(advice)
     log.info(
-        "%s; %d steps; %d clips; output in %s",
+        "%s; %s; %s; output in %s",
         batch_in_words(trainer.config, trainer.batching.micro_batch_size, trainer.mesh.dp_size),
-        trainer.config.steps,
-        len(trainer.training_data),
+        counted(trainer.config.steps, "step"),
+        counted(len(trainer.training_data), "clip" if trainer.config.data.has_clips else "caption"),
         trainer.run_dir,
     )

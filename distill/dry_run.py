@@ -8,12 +8,13 @@ import torch
 
 from distill.announce import batch_in_words
 from distill.config import Config
-from distill.resume_checks import check_resume
+from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk, role_bytes, size_in_words
 from distill.setup import RunPlan, world_of
 from fsdp_cp.checkpoint import find_resume, read_state
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
+from fsdp_cp.words import counted
 from models.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
@@ -38,13 +39,14 @@ def dry_run(config: Config, plan: RunPlan) -> None:
             "device=cuda, and torch sees no GPU here: checked as on the CPU, without what only a GPU can refuse"
         )
     shape = plan.mesh
+    clips = config.data.table_in_words()  # before the resume, as in a run
     resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
+    sources = find_sources(config, plan.roles)
     if resume_from is not None:
-        check_resume(config, resume_from, plan.roles)
-    clips = config.data.table_in_words()
+        check_resume(config, resume_from, plan.roles, sources)
     latents, _ = config.data.sample_shapes()
     tokens = {role.family.tokens(role.config, latents) for role in plan.roles}.pop()
-    log.info("dry run of %s on %d ranks: nothing is started or written", plan.run_dir, world_of(config))
+    log.info("dry run of %s on %s: nothing is started or written", plan.run_dir, counted(world_of(config), "rank"))
     log.info("mesh: %s", shape)
     total, gradients = 0, 0
     for role in plan.roles:
@@ -73,7 +75,8 @@ def dry_run(config: Config, plan: RunPlan) -> None:
         local_token_count(tokens, shape.cp),
         clips,
     )
-    log.info("%s; %d steps", batch_in_words(config, plan.micro_batch_size, shape.dp), config.steps)
+    batch = batch_in_words(config, plan.micro_batch_size, shape.dp)
+    log.info("%s; %s", batch, counted(config.steps, "step"))
     first = 0 if resume_from is None else read_state(resume_from)["step"]
     log.info("starts %s", "afresh" if resume_from is None else f"from step {first} ({resume_from})")
     log.info("%s", check_disk(config, plan, config.steps - first, config.checkpoint.resume))

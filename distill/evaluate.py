@@ -17,7 +17,6 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from distill.config import Config
 from distill.data import ClipDataset
@@ -30,10 +29,13 @@ from distill.report.row import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.run_facts import default_settings
 from distill.sampling import decode, generate, sample_captions
+from distill.stored_clips import read_clips
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import barrier
+from fsdp_cp.progress import progress
+from fsdp_cp.reduce import barrier, on_all_ranks
+from fsdp_cp.words import counted, duration
 from models.condition import has_image
 from models.export_folder import export_scheduler
 
@@ -63,6 +65,8 @@ class Evaluator:
     """Clips per forward on a rank."""
     teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
     """Its sample clips by number of steps, as :meth:`clips` made them: it does not change, so they are made once."""
+    stored: dict[int, str] = field(default_factory=dict)
+    """Phrases that say where clips of the teacher are stored, by number of steps; they were not sampled in this run."""
 
     def __post_init__(self) -> None:
         if self.config.sample.captions:
@@ -79,15 +83,16 @@ class Evaluator:
         then: Sequence[tuple[str, int]] = (),
         items: Sequence[int] | None = None,
     ) -> np.ndarray | None:
-        """uint8 ``(n, T, H, W, 3)`` on rank 0, ``None`` elsewhere.
+        """Return uint8 ``(n, T, H, W, 3)`` on rank 0 and ``None`` elsewhere.
 
         Where images condition, they are those of the data set's ``items``, if these are given.
 
-        Rank 0 shows a bar, and says what it took and, from that, how long the roles and steps of ``then`` will: minutes
-        without a word look like a hang.
+        Rank 0 shows the progress. It logs the time taken, and an estimate for the roles and steps of ``then``.
         """
+        if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
+            return stored if rank() == 0 else None
         name, started = f"{role}, {_steps(steps)}", time.perf_counter()
-        with tqdm(total=len(captions), desc=f"sampling {name}", unit="clip", disable=rank() != 0, leave=False) as bar:
+        with progress(len(captions), f"sampling {name}", "clip") as advance:
             latents = generate(
                 self.method,
                 role,
@@ -98,7 +103,7 @@ class Evaluator:
                 device=self.device,
                 seed=SAMPLE_SEED,
                 batch=min(self.batch, -(-len(captions) // self.mesh.dp_size)),
-                advance=bar.update,
+                advance=advance,
                 clips=items,
             )
             clips = decode(self.data, latents)
@@ -106,8 +111,25 @@ class Evaluator:
             return None
         seconds = time.perf_counter() - started
         share = sum(self.method.evaluations(*row) for row in then) / self.method.evaluations(role, steps)
-        left = f"; about {_duration(seconds * share)} of sampling left" if then else ""
-        log.info("sampling %s: %s in %s%s", name, _count(len(clips), "clip"), _duration(seconds), left)
+        left = f"; about {duration(seconds * share)} of sampling left" if then else ""
+        log.info("sampling %s: %s in %s%s", name, counted(len(clips), "clip"), duration(seconds), left)
+        return clips
+
+    def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
+        """The teacher's clips that are stored with its weights, on every rank; ``None`` where there are none."""
+        if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
+            return None
+
+        def read() -> tuple[np.ndarray, str] | None:
+            if rank() != 0:
+                return None
+            return read_clips(self.config, self.data, steps=steps, captions=captions, seed=SAMPLE_SEED)
+
+        found = on_all_ranks(read)[0]
+        if found is None:
+            return None
+        clips, self.stored[steps] = found
+        log.info("teacher, %s: %s %s", _steps(steps), counted(len(clips), "clip"), self.stored[steps])
         return clips
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
@@ -199,7 +221,7 @@ class Evaluator:
                 started = time.perf_counter()
                 rows.append(
                     ReportRow(
-                        name=f"{role}, {_steps(n)}",
+                        name=f"{role}, {_steps(n)}" + (" (stored)" if role == "teacher" and n in self.stored else ""),
                         role=role,
                         steps=n,
                         measures=self._measures(clips, captions),
@@ -208,7 +230,7 @@ class Evaluator:
                     )
                 )
                 if heldout is not None:
-                    log.info("measured %s in %s", rows[-1].name, _duration(time.perf_counter() - started))
+                    log.info("measured %s in %s", rows[-1].name, duration(time.perf_counter() - started))
         real = self._real_clips(captions, heldout)
         if real is not None:
             reference = ReportRow(
@@ -238,6 +260,7 @@ class Evaluator:
                     config_summary={
                         "mesh": str(self.mesh.shape),
                         **facts,
+                        **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
                         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
                         "sample command": shlex.join(["python", "-m", "distill.sample", str(self.run_dir)]),
                     },
@@ -313,14 +336,4 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def _steps(n: int) -> str:
-    return _count(n, "step")
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return counted(n, "step")

@@ -100,6 +100,7 @@ def _report(trainer: TrainingState) -> None:
         "minutes of training": round(trainer.seconds / 60, 2),
         "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
         "peak memory per rank, GiB": round(memory, 3),
+        **trainer.facts,
     }
     with trainer.method.student_average():
         trainer.evaluator.write_report(facts)

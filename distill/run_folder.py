@@ -30,6 +30,7 @@ from distill.config import Config, load_config
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start
+from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.signals import Stopped
 from models.published import file_above
@@ -317,9 +318,9 @@ def run_log() -> Iterator[None]:
 
     An end by an error goes into the file too. Ranks other than 0 say warnings alone, and have no file.
     """
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    log_to_console()
     root = logging.getLogger()
-    root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
+    root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)  # also where handlers exist
     before = list(root.handlers)
     if rank() == 0:
         root.addHandler(MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1))

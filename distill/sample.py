@@ -6,16 +6,13 @@ Under ``torchrun --nproc-per-node N -m distill.sample`` the student is sharded o
 from __future__ import annotations
 
 import argparse
-import logging
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
@@ -24,11 +21,21 @@ from distill.report.media import contact_sheet, write_mp4
 from distill.sampling import decode, generate, sample_captions
 from fsdp_cp.error_file import recorded
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, world_size
+from fsdp_cp.launch import (
+    choose_device,
+    end_process,
+    exit_code,
+    process_group,
+    rank,
+    refuse_separate_worlds,
+    world_size,
+)
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.paths import user_path
+from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.sharding.settings import ShardSettings
+from fsdp_cp.words import counted
 from models.additions.base import named_additions
 from models.checkpoint_files import ADDITIONS
 from models.load import build_role
@@ -83,6 +90,7 @@ def sample(
     Raises:
         UserError: what cannot be sampled, or ``out`` with other files in it; nothing in it has changed then.
     """
+    refuse_separate_worlds()
     device = choose_device(config.device)
     plan = plan_student(config, student)
     plan.tokens(*config.data.sample_shapes())  # before clips and captions are encoded
@@ -111,7 +119,7 @@ def sample(
             latent_shape=data.latent_shape,
             condition_shapes=data.condition_shapes,
         )
-        with tqdm(total=len(captions), desc="clips", unit="", disable=rank() != 0, delay=2) as bar:
+        with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
                 build_method(config.method, {"student": role}),
                 "student",
@@ -122,21 +130,23 @@ def sample(
                 device=device,
                 seed=seed,
                 batch=max(1, -(-len(captions) // world_size())) if config.data.cheap_frames else 1,
-                advance=bar.update,
+                advance=advance,
             )
         clips = decode(data, latents)
         if clips is not None:
-            _write(folder, clips, captions, data.fps, f"student, {steps} steps")
+            _write(folder, clips, captions, data.fps, f"student, {counted(steps, 'step')}")
     if clips is not None:
-        print(f"{len(clips)} clips in {out}")
+        print(f"{counted(len(clips), 'clip')} in {out}")
 
 
 def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float, label: str) -> None:
     import av
 
     try:
-        for i, clip in enumerate(tqdm(clips, desc="files", unit="", delay=2)):
-            write_mp4(folder / f"{i}.mp4", clip, fps, scale=None)
+        with progress(len(clips), "writing", "file") as advance:
+            for i, clip in enumerate(clips):
+                write_mp4(folder / f"{i}.mp4", clip, fps, scale=None)
+                advance(1)
         contact_sheet(folder / "samples.png", [(label, clips)], captions=captions)
     except (OSError, av.FFmpegError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -225,9 +235,9 @@ def main(argv: list[str] | None = None) -> int:
         "--out", help="folder to write, new, empty or an earlier sampling's; RUN_DIR/samples/cli by default"
     )
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    log_to_console()
     return exit_code(lambda: plan_sampling(args)())
 
 
 if __name__ == "__main__":
-    end_process(main())
+    end_process(main() or 0)  # --help leaves main by sys.exit(0), which `recorded` returns None for

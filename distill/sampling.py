@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distill.data import ClipDataset
@@ -14,8 +16,9 @@ from distill.methods import Method
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.reduce import gather_samples, gathered
+from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
 from fsdp_cp.rng import StepRandom
+from models.role import Role
 
 
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
@@ -40,6 +43,22 @@ def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
     if parts is None:
         return None
     return torch.stack([parts[i % len(parts)][i // len(parts)] for i in range(len(latents))]).numpy()
+
+
+def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:
+    """Return how many clips each rank samples at a time, by the least memory of a device. A collective.
+
+    A forward without gradients, of both branches of guidance, keeps about 32 numbers of 4 bytes for each token and unit
+    of width. The batch fills one 32nd of the device's memory, and is at most 32: on a CPU more are not faster.
+    """
+    of_clip = max(2 * 32 * 4 * role.tokens * role.family.width(role.config) for role in roles)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    (least,) = all_reduce_scalars([memory], mesh.world, dist.ReduceOp.MIN)
+    return max(1, min(32, int(least) // 32 // of_clip))
 
 
 @torch.no_grad()

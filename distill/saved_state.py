@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from distill.config import Config
-from distill.resume_checks import boundaries_of, run_settings
+from distill.resume_checks import accepts_other_data, boundaries_of
 from distill.training_state import TrainingState
 from fsdp_cp.checkpoint import leave_branch, load, read_state
 from fsdp_cp.errors import UserError
@@ -44,7 +45,8 @@ def saved_state(trainer: TrainingState) -> dict[str, Any]:
         "seconds": trainer.seconds,
         "unlogged": trainer.unlogged,
         "branch_of": trainer.branch_of,
-        "settings": run_settings(trainer.config),
+        "settings": asdict(trainer.config),
+        "sources": trainer.sources,
         "method": trainer.method.settings.name,
         "data": trainer.training_data.fingerprint,
         "configs": {name: role.config for name, role in trainer.roles.items()},
@@ -61,7 +63,7 @@ def restore(trainer: TrainingState, folder: Path) -> None:
         ("other data", state["data"], trainer.training_data.fingerprint),
         ("other networks", networks, {name: defining(role.config) for name, role in trainer.roles.items()}),
     ):
-        if before != now:
+        if before != now and not (what == "other data" and accepts_other_data(trainer.config)):
             raise UserError(
                 f"checkpoint.resume: {folder} was made with {what};"
                 " use the same settings, another run_dir, or checkpoint.resume=never"

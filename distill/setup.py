@@ -18,7 +18,7 @@ from distill.loggers import check_services
 from distill.methods import METHODS, Method
 from distill.optimizers import parameter_groups
 from distill.profiling import check_profile
-from fsdp_cp.attention.kernels import choose_kernel
+from fsdp_cp.attention.kernels import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.launch import choose_device, rank, world_size
 from fsdp_cp.mesh import MeshShape, resolve_mesh
@@ -127,7 +127,8 @@ def plan_run(
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
     for name, settings in sharding.items():
         settings.copies(shape, f"{name}.")
-    _check_attention(config, roles, heads // shape.ulysses, device)
+    is_of_gpus = config.dry_run and config.device == "cuda" and device.type == "cpu"  # a dry run without its GPUs
+    _check_attention(config, roles, heads // shape.ulysses, None if is_of_gpus or not runs_here else device)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
@@ -287,18 +288,26 @@ def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
             parameter_groups(role.own_shapes, settings, f"optim.{role.name}")
 
 
-def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device) -> None:
-    """``attention.*`` against the ``heads`` of a rank, the device and every role's head size."""
+def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
+    """Check ``attention.*`` against the ``heads`` of a rank and every role's head size.
+
+    Args:
+        config: the settings.
+        roles: all roles.
+        heads: attention heads of a rank.
+        device: the run's device; ``None`` if this machine does not have it, so that its kernels are not known.
+    """
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(
             f"attention.head_groups={config.attention.head_groups} does not divide the {heads} heads of a rank;"
             f" use {fitting}"
         )
-    for role in roles:
-        size, dtype = role.family.head_dim(role.config), COMPUTE_DTYPE[role.sharding.precision]
-        masked = role.family.masked_attention
-        try:
+    try:
+        check_backend(config.attention.backend)
+        for role in roles if device is not None else ():
+            size, dtype = role.family.head_dim(role.config), COMPUTE_DTYPE[role.sharding.precision]
+            masked = role.family.masked_attention
             choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=masked)
-        except ValueError as error:
-            raise UserError(f"attention.{error}") from error
+    except ValueError as error:
+        raise UserError(f"attention.{error}") from error

@@ -6,41 +6,71 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from distill.announce import announce
+from distill.config import Config
+from distill.data import ClipDataset
 from distill.data.order import MicroBatchSampler
 from distill.finish import finish
 from distill.gradients import Losses, accumulate_gradients
 from distill.hang_advice import reports_hangs, shorten_timeout
-from distill.methods import Batch
+from distill.methods import Batch, build_method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
 from distill.optimizers import learning_rate
 from distill.profiling import StepProfiler
+from distill.sampling import sampling_batch
 from distill.saved_state import restore, same_command, saved_state, saved_tensors
+from distill.setup import RunPlan
 from distill.speed import speed
 from distill.state_checks import refuse_broken_weights
+from distill.step_line import StepLine
 from distill.training_state import TrainingState
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.progress import announced, bar
 from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
 from fsdp_cp.timeouts import long_timeout
 from models.condition import Condition
+from models.load import build_roles
 
 log = logging.getLogger(__name__)
+
+
+def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
+    """Build the roles of ``plan`` on ``mesh``, and return their trainer before its first step. A collective."""
+    roles = build_roles(
+        plan.roles,
+        trained=plan.method.trained_roles,
+        mesh=mesh,
+        device=device,
+        latent_shape=data.latent_shape,
+        condition_shapes=data.condition_shapes,
+        seed=config.seed,
+    )
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro_batch_size=plan.micro_batch_size,
+        run_dir=plan.run_dir,
+    )
 
 
 class Trainer(TrainingState):
@@ -64,37 +94,52 @@ class Trainer(TrainingState):
         """
         announce(self)
         on_all_ranks(self._open_log)
+        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
+        self.evaluator.batch = max(self.evaluator.batch, fitting)  # a micro-batch fits in training
         reset_peak(self.device)
-        # As a context: an error would else be printed behind the bar, in its line.
-        steps = self.config.steps
         profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
-        with tqdm(total=steps, initial=self.step, unit="step", disable=rank() != 0, smoothing=0.05) as progress:
-            with stop.deferred(), self.checkpoints.completed(), profiler:
-                self._train(progress, stop, profiler)
+        with stop.deferred(), self.checkpoints.completed(), profiler:
+            # A context closes the bar before an error is printed.
+            with bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05) as shown:
+                self._train(shown.update, stop, profiler)
         finish(self)
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
 
-    def _train(self, progress: tqdm, stop: StopSignal, profiler: StepProfiler) -> None:
-        """The remaining steps, with what is logged, saved and shown between them."""
-        first, started = self.step, time.perf_counter()
+    def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
+        """Train until each role has had a step; return loss and gradient norm by ``step 1 (student)`` and the like.
+
+        Args:
+            most: steps after which a role without a step is left out.
+        """
+        found: dict[str, tuple[float, float]] = {}
+        data, waiting = self._steps_of_data(), set(self.roles)
+        while waiting and self.step < min(most, self.config.steps):
+            name = self.method.trained_role(self.step)
+            metrics = self._train_step(data)
+            if name in waiting:
+                waiting.remove(name)
+                found[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
+        return found
+
+    def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
+        """Train the remaining steps; log, save and sample between them. Call ``advance`` after each."""
+        rates = {name: role.trained_names for name, role in self.roles.items()}
+        line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
         while self.step < self.config.steps:
             with profiler.of(self.step + 1) as profiled:
                 metrics = self._train_step(data)
             shorten_timeout(self)
-            progress.update()
+            advance()
             self.unlogged |= metrics | profiled
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
                 self.unlogged |= self._memory()
                 if self.log is not None:
                     self.log.write(self.step, self.unlogged)
-                    progress.set_postfix({k: f"{v:.4f}" for k, v in self.unlogged.items() if k.endswith("/loss")})
+                    log.info(line.text(self.step, self.unlogged))
                 self.unlogged = {}
-            if self.step == first + 20 and rank() == 0:
-                left = (time.perf_counter() - started) / 20 * (self.config.steps - self.step)
-                log.info("about %.1f minutes of training left", left / 60)
             every = self.config.checkpoint.every
             at_end = self.step == self.config.steps and self.config.checkpoint.at_end
             if (every and self.step % every == 0) or at_end:
@@ -306,7 +351,7 @@ class Trainer(TrainingState):
         started = time.perf_counter()
         self.checkpoints.wait()  # before what may refuse: the one that is being written would go with the process
         refuse_broken_weights(self.roles, self.mesh, self.step)
-        with phase("checkpoint"):
+        with phase("checkpoint"), announced(f"the checkpoint of step {self.step}"):
             self.checkpoints.save(self.step, saved_tensors(self), saved_state(self))
         self.saved_step = self.step
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,8 @@ class TrainingState:
         """Step and parameter of the first of those in a row."""
         self.seconds = 0.0
         self.branch_of = branch_name(config.checkpoint.resume)
+        self.sources: dict[str, Any] = {}
+        """From :func:`distill.resume_checks.find_sources`, for checkpoints."""
         settings = config.checkpoint
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",
@@ -103,6 +106,8 @@ class TrainingState:
         """Of each role's latest update in this process."""
         self.log: MetricsLog | None = None
         self.norms: NormsLog | None = None
+        self.facts: dict[str, Any] = {}
+        """Facts of the run that its report shows, in addition to those of every run."""
         self.unlogged: dict[str, float | None] = {}
         """The latest metrics of every role since the last logged step, which may have been another role's."""
         self.planned_updates = planned_updates(method, config, self.trained)

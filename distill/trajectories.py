@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
-from tqdm import tqdm
 
 from distill.config import Config, compose_config
 from distill.config.usage import information
@@ -27,8 +26,17 @@ from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import choose_allocator, choose_device, end_process, exit_code, process_group, rank
+from fsdp_cp.launch import (
+    choose_allocator,
+    choose_device,
+    end_process,
+    exit_code,
+    process_group,
+    rank,
+    refuse_separate_worlds,
+)
 from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 from fsdp_cp.rng import StepRandom
 from models.condition import has_image
@@ -82,18 +90,20 @@ def write_trajectories(
     # One rank's answer: the ranks must run as many forwards, and need not see a new file at the same moment.
     missing = all_gather_objects(folder.missing(settings.num_trajectories, shape) if rank() == 0 else None)[0]
     chunk = batch * mesh.dp_size
-    for start in tqdm(range(0, len(missing), chunk), desc="trajectories", disable=rank() != 0, smoothing=0.05):
-        first = start + mesh.dp_rank * batch
-        # The last ones are filled up by repeating one, which is not written.
-        mine = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
-        items = [data[i % len(data)] for i in mine]
-        random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
-        noise = random.normal("trajectories/noise", data.latent_shape)
-        condition = condition_of(default_collate(items), data).to(device)
-        states, latents = trajectory(teacher, noise, condition, settings)
-        made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
-        written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
-        on_all_ranks(partial(_write, folder, written))
+    with progress(len(missing), "trajectories", "trajectory") as advance:
+        for start in range(0, len(missing), chunk):
+            first = start + mesh.dp_rank * batch
+            # The last ones are filled up by repeating one, which is not written.
+            mine = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
+            items = [data[i % len(data)] for i in mine]
+            random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
+            noise = random.normal("trajectories/noise", data.latent_shape)
+            condition = condition_of(default_collate(items), data).to(device)
+            states, latents = trajectory(teacher, noise, condition, settings)
+            made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
+            written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
+            on_all_ranks(partial(_write, folder, written))
+            advance(min(chunk, len(missing) - start))
     return len(missing)
 
 
@@ -106,6 +116,7 @@ def run(overrides: list[str]) -> None:
         raise UserError("dry_run=true is train.py's, and nothing here is left out by it; use train.py dry_run=true")
     for other in (config.student, config.fake):
         other.checkpoint = other.architecture = None  # the plan would say that they are not used
+    refuse_separate_worlds()
     device = choose_device(config.device)
     choose_allocator(device, config.cuda_allocator)
     plan = plan_run(config, _TeacherAlone)
@@ -134,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    logging.basicConfig(level=logging.INFO if rank() == 0 else logging.WARNING, format="%(message)s", stream=sys.stdout)
+    log_to_console()
 
     @paths_of_the_user()
     def work() -> None:

@@ -1,12 +1,16 @@
 """FSDP2 sharding and context parallelism on one device mesh, for any transformer."""
 
-from fsdp_cp.measure.phases import phase
-from fsdp_cp.mesh import Mesh, build_mesh
-from fsdp_cp.sharding import gather_first_block_early, materialise, shard_module
-from fsdp_cp.sharding.accumulation import discard_step, microbatch
-from fsdp_cp.sharding.initialise import broadcast_from_rank0, initialise
-from fsdp_cp.sharding.settings import ShardSettings
-from fsdp_cp.sharding.state import set_trainable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_cp.measure.phases import phase
+    from fsdp_cp.mesh import Mesh, build_mesh
+    from fsdp_cp.sharding.accumulation import discard_step, microbatch
+    from fsdp_cp.sharding.initialise import broadcast_from_rank0, initialise
+    from fsdp_cp.sharding.settings import ShardSettings
+    from fsdp_cp.sharding.shard import gather_first_block_early, materialise, shard_module
+    from fsdp_cp.sharding.state import set_trainable
 
 __all__ = [
     "Mesh",
@@ -22,3 +26,21 @@ __all__ = [
     "set_trainable",
     "shard_module",
 ]
+
+_MODULES = {
+    "measure.phases": ("phase",),
+    "mesh": ("Mesh", "build_mesh"),
+    "sharding.accumulation": ("discard_step", "microbatch"),
+    "sharding.initialise": ("broadcast_from_rank0", "initialise"),
+    "sharding.settings": ("ShardSettings",),
+    "sharding.shard": ("gather_first_block_early", "materialise", "shard_module"),
+    "sharding.state": ("set_trainable",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: FSDP and DTensor take as long as half of torch."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"fsdp_cp.{module}"), name)
+    raise AttributeError(f"module 'fsdp_cp' has no attribute {name!r}")

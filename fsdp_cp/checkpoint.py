@@ -43,6 +43,7 @@ from fsdp_cp.checkpoint_writer import FileSum, SummedStream, SummingWriter
 from fsdp_cp.errors import UserError
 from fsdp_cp.host_memory import available_host_memory
 from fsdp_cp.launch import rank
+from fsdp_cp.progress import announced
 from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
 from fsdp_cp.timeouts import keep_timeout
 
@@ -144,7 +145,8 @@ class Checkpoints:
             return
         (step, future), self._writing = self._writing, None
         try:
-            future.result()
+            with announced(f"the checkpoint of step {step}"):
+                future.result()
         except CheckpointException as error:
             if rank() == 0:  # a part of a checkpoint would keep the disk full
                 shutil.rmtree(step_folder(self.folder, step).with_suffix(".tmp"), ignore_errors=True)

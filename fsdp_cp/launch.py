@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_cp import hangs, timeouts
+from fsdp_cp import timeouts
 from fsdp_cp.agent_store import own_part
 from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _OF_WORKERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")  # fmt: skip
+# Sizes of a parallel launch. Not SLURM_NTASKS: sbatch sets it for its script, where one process runs.
+_TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 
 
 def rank() -> int:
@@ -47,6 +49,25 @@ def world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_separate_worlds() -> None:
+    """Refuse several tasks of srun or MPI without torchrun: each would be rank 0 of a world of one.
+
+    Raises:
+        UserError: more than one task, and the environment has no ``RANK`` and ``WORLD_SIZE``.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return
+    for name, launcher in _TASKS.items():
+        tasks = os.environ.get(name, "")
+        if tasks.isdecimal() and int(tasks) > 1:
+            command = f"torchrun --standalone --nproc-per-node {tasks} train.py ..."
+            raise UserError(
+                f"{name}={tasks}: {launcher} started {tasks} tasks without torchrun, and each would train alone; use"
+                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, docs/cluster.md on several, or"
+                " export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each task"
+            )
 
 
 def outside_of_torchrun() -> dict[str, str]:
@@ -205,6 +226,8 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         device: this rank's device.
         timeout: of a collective; long, since rank 0 alone writes samples and the report while the others wait.
     """
+    from fsdp_cp import hangs  # and with it FSDP, which takes half a second
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD: tuple[str, ...] = ("torch", "fsdp_cp")
+PRELOAD: tuple[str, ...] = ("torch", "fsdp_cp.sharding.shard")
 """What the server of forks imports where nothing else is asked for; a program that needs more sets it."""
 
 

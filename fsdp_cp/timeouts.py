@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_cp.reduce import barrier
-
 
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group that this rank is in; ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
@@ -113,7 +111,8 @@ def long_timeout() -> Iterator[None]:
     _state.short = None
     set_timeout(long)
     yield
-    barrier()
+    if dist.get_world_size() > 1:
+        dist.barrier()
     set_timeout(short)
     _state.short = short
 

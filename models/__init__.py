@@ -1,8 +1,22 @@
 """diffusers networks as roles."""
 
 import logging
+import warnings
+from functools import partial
 
-# Where torchao is installed, diffusers (0.42) and transformers import it with themselves, and it complains on a CPU of
-# its libraries for GPUs, and of functions that torch 2.13 renames: five lines in front of each command's own.
-for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+
+def _begins_otherwise(beginning: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(beginning)
+
+
+# Lines that libraries print in every run and that call for no action, each filtered once, here.
+# torchao 0.18, which diffusers 0.42 and transformers 5 import: its GPU libraries do not load without a GPU, torch 2.13
+# deprecates one of its calls, and diffusers does not find tensor classes that it has moved.
+for _name, _beginning in {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "%s is an Enum subclass",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+}.items():
+    logging.getLogger(_name).addFilter(partial(_begins_otherwise, _beginning))
+# FSDP2 of torch 2.13: an in-place operation on the output would skip a gather. Roles make none.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ class TransformerFolder:
     shapes: dict[str, tuple[int, ...]]
     additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of ``additions.safetensors``."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """Name in the files by name in ``shapes``, where a prefix was taken off."""
 
 
 class Checkpoint(NamedTuple):
@@ -89,7 +92,11 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
             f" above it, {root.absolute().parent}, for both"
         )
     if not (path / "config.json").is_file():
-        raise UserError(f"{where} has neither transformer/config.json nor config.json")
+        inside = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json"))[:5])
+        raise UserError(
+            f"{where} has neither transformer/config.json nor config.json"
+            + (f"; there is one in {inside}" if inside else "")
+        )
     first = _inspect(path, where)
     if boundary is None:
         return Checkpoint((first,), ())
@@ -111,23 +118,8 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
             f"{where} is quantised ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
             " weights in bf16 or fp32"
         )
-    index = path / "diffusion_pytorch_model.safetensors.index.json"
-    if index.is_file():
-        names = indexed_files(index, where)
-        files = [path / name for name in names]
-        stray = sorted({p.name for p in path.glob("*.safetensors")} - {*names, ADDITIONS})
-        if stray:
-            raise UserError(f"{where} holds {stray[0]}, which {index.name} does not name; remove it")
-    else:
-        files = sorted(set(path.glob("*.safetensors")) - {path / ADDITIONS})
-        if not files:
-            raise UserError(f"{where} has no .safetensors file in {path}")
-        if len(files) > 1:
-            # The reader takes every file of the folder: a variant's tensors would be mixed into the network's.
-            other = next((f.name for f in files if f.name != "diffusion_pytorch_model.safetensors"), files[-1].name)
-            raise UserError(f"{where} holds {other} besides, and no {index.name}; keep one file")
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in _weight_files(path, where):
         found = _read_shapes(file, where)
         twice = next(iter(sorted(shapes.keys() & found.keys())), None)
         if twice is not None:  # the reader would take either
@@ -135,7 +127,62 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         shapes |= found
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
-    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions)
+    names = _without_prefixes(shapes)
+    stored = {names[name]: name for name in shapes}
+    if len(stored) < len(shapes):
+        twice = next(name for name in shapes if stored[names[name]] != name)
+        raise UserError(f"{where} holds both {twice} and {stored[names[twice]]}, of one tensor; save one of them")
+    shapes = {names[name]: shape for name, shape in shapes.items()}
+    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
+
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(.*)\.safetensors")
+
+
+def _weight_files(path: Path, where: str) -> list[Path]:
+    """Return the files that together hold the network's weights: one, or the parts of one.
+
+    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
+
+    Raises:
+        UserError: no file, a part that is missing, or several sets of weights. The reader takes every file of the
+            folder: a variant's tensors would be mixed into the network's.
+    """
+    sets = {tuple(indexed_files(index, where)) for index in path.glob("*.safetensors.index*.json")}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(file.name for file in path.glob("*.safetensors")):
+        if name != ADDITIONS and not any(name in names for names in sets):
+            shard = _SHARD.fullmatch(name)
+            groups.setdefault(shard.group(1, 3, 4) if shard else (name,), []).append(name)
+    sets |= {tuple(names) for names in groups.values()}
+    if not sets:
+        raise UserError(f"{where} has no .safetensors file in {path}")
+    if len(sets) > 1:
+        several = "; ".join(sorted(" ".join([names[0], *([f"to {names[-1]}"] if names[1:] else [])]) for names in sets))
+        raise UserError(
+            f"{where} holds several sets of weights ({several}); link one of them and config.json into a new folder,"
+            " and give that one"
+        )
+    (names,) = sets
+    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))] if groups else []
+    if shards and (missing := set(range(1, int(shards[0][3]) + 1)) - {int(shard[2]) for shard in shards}):
+        raise UserError(
+            f"{where} lacks part {min(missing)} of {int(shards[0][3])} of {shards[0][1]} ({len(missing)} missing); copy"
+            " it into the folder"
+        )
+    return [path / name for name in names]
+
+
+_PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
+"""Of DistributedDataParallel, torch.compile and ComfyUI."""
+
+
+def _without_prefixes(names: Iterable[str]) -> dict[str, str]:
+    """Return the network's own name of each tensor, without what wrappers put in front of all, or compiled blocks."""
+    own = {name: name for name in names}
+    while own and (prefix := next((p for p in _PREFIXES if all(n.startswith(p) for n in own.values())), None)):
+        own = {name: rest.removeprefix(prefix) for name, rest in own.items()}
+    return {name: rest.replace("._orig_mod.", ".") for name, rest in own.items()}
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,21 +206,22 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
             files |= dict.fromkeys(opened.keys(), path)
 
     def read(name: str) -> Tensor:
-        with safe_open(files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+        stored = folder.stored.get(name, name)
+        with safe_open(files[stored], framework="pt") as opened:
+            return opened.get_tensor(stored)
 
     return read
 
 
 def fingerprint(folder: TransformerFolder) -> str:
-    """What tells the weights in ``folder`` from others, wherever they lie: of names, sizes and samples of the files.
+    """Return what tells the weights in ``folder`` from others, wherever they lie: :func:`fingerprint_of` its files."""
+    return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS)
 
-    Not of every byte: 14B parameters would take minutes to read.
-    """
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """Hash names, sizes and samples of ``files``, in their order. Every byte of 14B parameters would take minutes."""
     found = hashlib.sha256()
-    for file in sorted(folder.path.glob("*.safetensors")):
-        if file.name == ADDITIONS:
-            continue
+    for file in files:
         size = file.stat().st_size
         found.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:
@@ -213,7 +261,7 @@ def _boundary(pipeline: Path, where: str) -> float | None:
 
 
 def indexed_files(index: Path, where: str) -> list[str]:
-    """The files beside ``index`` (``*.safetensors.index.json``) that it names, sorted.
+    """The files beside ``index`` (``*.safetensors.index*.json``) that it names, sorted.
 
     Args:
         index: the file.
@@ -249,6 +297,7 @@ def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
             dtypes = {name: str(each.get_dtype()) for name, each in slices.items()}
             sharded = "DCP_SHARDING_INFO" in (tensors.metadata() or {})
     except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
+        refuse_pointer(file, where)
         raise UserError(f"{where}: {file.name} is not a readable safetensors file ({one_line(error)})") from error
     for name, dtype in dtypes.items():
         if dtype not in _FLOATS:  # the reader would convert: quantized integers to the wrong weights
@@ -256,6 +305,21 @@ def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
     if sharded:  # the reader would shift tensors by what it says
         raise UserError(f"{where}: {file.name} is one rank's part of a sharded save; give the whole weights")
     return shapes
+
+
+def refuse_pointer(file: Path, where: str) -> None:
+    """Refuse a file that ``git clone`` without git-lfs leaves in the place of weights.
+
+    Raises:
+        UserError: ``file`` is such a pointer.
+    """
+    with file.open("rb") as opened:
+        if not opened.read(100).startswith(b"version https://git-lfs"):
+            return
+    raise UserError(
+        f"{where}: {file.name} is a git-lfs pointer of {file.stat().st_size} bytes, not the file itself; run git lfs"
+        " pull in the clone, or download the file"
+    )
 
 
 def one_line(error: object) -> str:
@@ -281,10 +345,15 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
             f"{setting}={folder.path}: {other[0]} has shape {found[other[0]]}, but the network of its config.json"
             f" needs {expected[other[0]]}" + (f" ({len(other)} tensors differ)" if len(other) > 1 else "")
         )
+    differences = []
     for what, names in (
         ("lacks", sorted(expected.keys() - found.keys())),
         ("has the unexpected", sorted(found.keys() - expected.keys())),
     ):
         if names:
-            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise UserError(f"{setting}={folder.path} {what} {listed}; is it a checkpoint of another model?")
+            differences += [f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")]
+    if differences:
+        raise UserError(
+            f"{setting}={folder.path} {', and '.join(differences)}; is it a checkpoint of another model, or one with"
+            " the names of the model's own code?"
+        )

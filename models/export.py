@@ -25,8 +25,8 @@ from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from fsdp_cp.sharding import materialise
 from fsdp_cp.sharding.initialise import initialise
+from fsdp_cp.sharding.shard import materialise
 from models.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.export_folder import write_folder
 from models.families.base import Family

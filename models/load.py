@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.rng import stream_seed
-from fsdp_cp.sharding import materialise, shard_module
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
+from fsdp_cp.sharding.shard import materialise, shard_module
 from models.additions.registry import additions_of, attach_additions
 from models.families.base import LatentShape, Shape
 from models.fill import fill

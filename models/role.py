@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fsdp_cp.duals import may_be_dual
-from fsdp_cp.sharding import gather_first_block_early, settings_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
+from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.gan_head import gan_head_of
 from models.additions.registry import additions_of

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-from diffusers import FlowMatchEulerDiscreteScheduler
-from scipy.optimize import minimize_scalar
+from typing import TYPE_CHECKING
 
 from fsdp_cp.errors import UserError
+
+if TYPE_CHECKING:
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
 TOLERANCE = 1e-3
 """Greatest difference from a trained time: one of the 1000 steps that diffusers counts a time in."""
@@ -45,6 +46,8 @@ def few_step_scheduler(
 
     shift = 1.0
     if len(times) > 2:  # with two, the shift changes nothing
+        from scipy.optimize import minimize_scalar
+
         # Each time grows with the shift, so the greatest distance has one minimum.
         bounds = tuple(map(math.log, _SHIFTS))
         shift = math.exp(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x)
@@ -59,6 +62,8 @@ def few_step_scheduler(
 
 
 def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     # A list of one time would be stretched by 0/0.
     terminal = times[-1] if len(times) > 1 else None
     return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=stochastic)

@@ -25,8 +25,7 @@ from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.sharding.settings import ShardSettings
-from models.additions.base import own
-from models.checkpoint_files import defining
+from models.checkpoint_files import TransformerFolder, defining, tensor_reader
 from models.condition import Condition
 from models.export_folder import export_weights, write_folder
 from models.families.base import LatentShape, config_of
@@ -138,7 +137,7 @@ def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = Fa
     family = plan.family
     (folder,) = plan.folders
     network = family.build(plan.config, "models.verify").eval()
-    weights = own(_read(folder.path))
+    weights = _weights(folder)
     broken = next((name for name, tensor in sorted(weights.items()) if not tensor.isfinite().all()), None)
     if broken is not None:
         raise UserError(f"{folder.path}: {broken} holds numbers that are not finite; copy the folder again")
@@ -199,14 +198,16 @@ def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Pat
     """How many tensors are not the folder's, bit for bit, after they were written from their shards."""
     (folder,) = plan.folders
     export_weights(scratch, [weights], plan.config, dtype=torch.float32)
-    before, after = own(_read(folder.path)), _read(scratch)
+    before = _weights(folder)
+    after = {name: tensor for file in scratch.glob("*.safetensors") for name, tensor in load_file(file).items()}
     return len(before.keys() ^ after.keys()) + sum(
         not torch.equal(before[name].float(), after[name]) for name in before.keys() & after.keys()
     )
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+def _weights(folder: TransformerFolder) -> dict[str, Tensor]:
+    read = tensor_reader(folder)
+    return {name: read(name) for name in folder.shapes}
 
 
 def compare(ours: Result, truth: Result, changed: int) -> Errors:
@@ -250,6 +251,11 @@ def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
     sizes = {name: tensor.numel() * 4 for name, tensor in tensors.items()}
     named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
     write_folder(folder, [(sizes, tensors.__getitem__)], named, 5 * 10**9)
+
+
+def comparisons(ranks: int) -> int:
+    """Return how many cases :func:`verify` yields."""
+    return 2 * len(GRIDS) * sum(math.prod(mesh) <= ranks for mesh in MESHES)
 
 
 def verify(

@@ -20,9 +20,10 @@ from pathlib import Path
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
+from fsdp_cp.progress import progress, write_line
 from models.checkpoint_files import EXPERT_FOLDERS, inspect_checkpoint
 from models.families.registry import family_names, family_of
-from models.verification import BATCH, BOUND, optional_names, planned, verify, write_example
+from models.verification import BATCH, BOUND, comparisons, optional_names, planned, verify, write_example
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
@@ -42,15 +43,17 @@ def _table(title: str, folder: Path, family: str, ranks: int, expert: int, *, op
     print("| dp_shard x cp | tokens | checkpointing | output | each gradient | norm | derivative | weights changed |")
     print("|---|---|---|---|---|---|---|---|")
     good = True
-    for case, errors in verify(folder, family, ranks, expert, optional):
-        fits = errors.largest <= BOUND
-        good &= fits
-        print(
-            f"| {case.dp_shard} x {case.cp} | {math.prod(case.grid)} | {'on' if case.checkpointing else 'off'} |"
-            f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
-            f" {errors.weights} |" + ("" if fits else f" **above {BOUND:g}**, first in {errors.worst or 'its output'}"),
-            flush=True,
-        )
+    with progress(comparisons(ranks), title, "comparison") as advance:
+        for case, errors in verify(folder, family, ranks, expert, optional):
+            fits = errors.largest <= BOUND
+            good &= fits
+            write_line(
+                f"| {case.dp_shard} x {case.cp} | {math.prod(case.grid)} | {'on' if case.checkpointing else 'off'} |"
+                f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
+                f" {errors.weights} |"
+                + ("" if fits else f" **above {BOUND:g}**, first in {errors.worst or 'its output'}")
+            )
+            advance(1)
     return good
 
 

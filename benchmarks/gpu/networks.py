@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.load_memory import TINY
 from distill.config import compose_config
 from distill.planning.command import planned_shapes
 from distill.planning.watched import Shapes
@@ -21,6 +20,18 @@ from models.role_plan import RolePlan
 
 GIB = 2**30
 ROLES = ("teacher", "student", "fake")
+TINY = {
+    "num_attention_heads": 1,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 8,
+    "freq_dim": 256,
+    "ffn_dim": 16,
+    "num_layers": 1,
+    "cross_attn_norm": True,
+}
+"""Architecture of a Wan of one small block."""
 
 
 def architecture_of(size: str, tiny: bool, layers: int | None = None) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def wanted_information(arguments: list[str]) -> tuple[str | None, list[str]]:
     rest = iter(arguments)
     for word in rest:
         flag, _, value = word.partition("=")
-        if word in ("-h", "--help"):
-            wanted = "help"
+        if flag in ("-h", "--help") and value in ("", "all"):
+            wanted = f"help {value}".strip()
         elif word == "all" and wanted == "help":
             wanted = "help all"
         elif flag in ("-c", "--cfg"):

@@ -17,11 +17,11 @@ from yaml import YAMLError
 
 from distill.config.checks import check
 from distill.config.command_line import hydra_overrides
-from distill.config.errors import CONFIGS, GROUPS, choices, explain, no_such_setting
+from distill.config.errors import CONFIGS, GROUPS, choices, explain, no_such_setting, search_path
 from distill.config.schema import SETTINGS, Config
 from distill.config.without_literals import without_literals
 from distill.data import DATA
-from distill.methods import METHODS
+from distill.methods import BROKEN, METHODS
 from fsdp_cp.errors import UserError
 
 
@@ -56,6 +56,8 @@ def compose_config(words: list[str]) -> Config:
             if key != group:
                 raise UserError(f"{word}: {group} is chosen without a sign before it; use {group}={value or 'NAME'}")
             # A name with a path or an ending in it would be a file elsewhere, or another run_dir.
+            if group == "method" and value in BROKEN:
+                raise BROKEN[value]
             if value == "null" or not re.fullmatch(r"[A-Za-z_]\w*", value):
                 raise UserError(f"{word} names no file of configs/{group}; use {choices(group)}")
         elif "${" in value and group in SETTINGS and SETTINGS[group][0].group:
@@ -65,13 +67,19 @@ def compose_config(words: list[str]) -> Config:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             try:
-                composed = compose("config", overrides=overrides, return_hydra_config=True)
+                composed = compose("config", overrides=[*overrides, *search_path()], return_hydra_config=True)
             except ValueError as error:
                 if isinstance(error, OmegaConfBaseException):
                     raise
                 # omegaconf (2.3) takes what follows a list's name for a number, and does not catch its own error
                 raise UserError(_below_a_list(words)) from error
-        experiment = composed.hydra.runtime.choices.get("experiment")
+        chosen = composed.hydra.runtime.choices
+        experiment, model = chosen.get("experiment"), chosen.get("model")
+        if model != "any" and chosen.get("recipe") in ("quickstart", "distillation"):
+            raise UserError(
+                f"model={model}: experiment={experiment} has the rates of a tiny network; start from the experiment of"
+                f" a model, such as experiment=wan2_1_t2v_1_3b_dmd2 model={model}"
+            )
         OmegaConf.set_struct(composed, False)
         composed.pop("hydra")
         unknown = next(_unknown_keys(composed, ""), None)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from distill.config.kinds import Setting
+from distill.methods import INSTALLED
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("experiment", "model", "method", "data", "cluster", "adapters", "mesh", "optim")
@@ -22,6 +23,18 @@ GROUPS = ("experiment", "model", "method", "data", "cluster", "adapters", "mesh"
 _REMOVED = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 """Experiments of earlier versions that are now composed."""
 _LONGEST = 200
+
+
+def group_files(group: str) -> list[Path]:
+    """Return the YAML files of a group, ours and those of installed methods, by name."""
+    folders = dict.fromkeys([CONFIGS, *INSTALLED.values()])
+    return sorted((path for folder in folders for path in (folder / group).glob("*.yaml")), key=lambda path: path.stem)
+
+
+def search_path() -> list[str]:
+    """Return the override with which Hydra finds the YAML files of installed methods; none where there are no such."""
+    folders = ",".join(f"'file://{folder}'" for folder in sorted(set(INSTALLED.values())))
+    return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
 def explain(
@@ -39,10 +52,10 @@ def explain(
     parser = OverridesParser.create()
     for word, override in zip(words, overrides, strict=True):
         try:
-            readable = not parser.parse_override(override).is_sweep_override()
-        except HydraException:
-            readable = False
-        if not readable:  # Hydra does not always say which it was
+            if parser.parse_override(override).is_sweep_override():
+                hint = "; python -m distill.sweep runs several values in turn" if _key(word) in known else ""
+                return _wrong_value(word, words, known) + hint
+        except HydraException:  # which does not always say which word it was
             return _wrong_value(word, words, known)
     missing = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)
     if missing:
@@ -57,9 +70,15 @@ def explain(
                 f"there is no experiment={name} any more; use {' '.join(instead)}, and run_dir=runs/{name} to go on"
                 " with its run"
             )
-        near = difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
+        # h20 is h20x4 or h20x8, not h200.
+        longer = [each for each in _names(group) if re.match(rf"{re.escape(name)}(?!\d)", each)]
+        if len(longer) > 1:
+            return f"there is no {group}={name}; use {' or '.join(longer)}"
+        near = longer or difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         return f"there is no {group}={name}{hint}; use {choices(group)}"
+    if unset := re.search(r"missing mandatory value: (\w+)", text):
+        return f"{unset[1]} is not set, and no recipe of this method sets it; give {unset[1]}=VALUE"
     about = re.search(r"full_key: (\S+)", text)
     key = re.sub(r"\[\d+\]", "", about.group(1)) if about else ""
     inside = next((name for name in map(_key, words) if name.startswith(f"{key}.") and name not in known), None)
@@ -108,7 +127,7 @@ def _not_of_this_method(key: str, words: Sequence[str]) -> str:
 def recipes_of(group: str, name: str) -> list[str]:
     """The experiments whose own file chooses ``name`` of ``group``."""
     line = re.compile(rf"^\s*- override /{group}: {re.escape(name)}$", re.MULTILINE)
-    return [path.stem for path in sorted((CONFIGS / "experiment").glob("*.yaml")) if line.search(path.read_text())]
+    return [path.stem for path in group_files("experiment") if line.search(path.read_text())]
 
 
 def no_such_setting(key: str, words: Sequence[str], known: Mapping[str, list[Setting]]) -> str:
@@ -145,6 +164,8 @@ def _nearest(key: str, own: Sequence[str]) -> str | None:
     for name in (last, initials):  # context_parallel is cp
         if name in inside:
             return inside[name]
+    if longer := [name for name in inside if name.startswith(f"{last}_")]:  # dp is dp_shard, not cp
+        return inside[min(longer, key=len)]
     if close := difflib.get_close_matches(last, list(inside), n=1, cutoff=0.5):
         return inside[close[0]]
     if close := [name for name in own if name.endswith(f".{last}")]:  # lr, where optim.student.lr is meant
@@ -168,10 +189,10 @@ def _names_of(groups: tuple[str, ...]) -> dict[str, str]:
     for chosen in (groups, tuple(word for word in groups if not word.startswith("method=")), ()):
         try:
             with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-                composed: DictConfig = compose("config", overrides=list(chosen))
+                composed: DictConfig = compose("config", overrides=[*chosen, *search_path()])
             # An experiment may set what the method that was typed has not: typed it is all the same.
             typed = {group: name for group, _, name in (word.partition("=") for word in groups)}
-            there = {g: n for g, n in typed.items() if g != "experiment" and (CONFIGS / g / f"{n}.yaml").is_file()}
+            there = {g: n for g, n in typed.items() if g != "experiment" and n in _names(g)}
             return {"method": composed.method.name, "data": composed.data.name} | there
         except (HydraException, OmegaConfBaseException):
             continue
@@ -199,7 +220,7 @@ def _short(word: str) -> str:
 
 
 def _names(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    return [path.stem for path in group_files(group)]
 
 
 def choices(group: str) -> str:

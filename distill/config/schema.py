@@ -9,7 +9,7 @@ from omegaconf import II, MISSING
 
 from distill.config.kinds import known_settings
 from distill.data import DATA
-from distill.methods import METHODS
+from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
 
@@ -150,6 +150,9 @@ class CheckpointSettings:
     """Save one after the last step; without it the run cannot be gone on with from there."""
     resume: str = "auto"
     """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
+    accept: list[str] = field(default_factory=list)
+    """Settings whose files or data may differ from those that the checkpoint was made with, as
+    ``[teacher.checkpoint]``."""
 
 
 @dataclass(kw_only=True)
@@ -162,6 +165,9 @@ class LogSettings:
     """Steps between lines of ``norms.jsonl``: each weight's and gradient's norm, by role; 0 for none."""
     groups: bool = False
     """Print at the start how each role is sharded: units, dtypes, bytes."""
+    mesh_check: bool = False
+    """Before training, compute the first step of each trained role on this mesh and on another one, with all ranks on
+    its ``cp`` axis (``dp_shard`` where this mesh is that one); log and report show both losses and gradient norms."""
     wandb: bool = False
     """Log to Weights & Biases too (needs the ``wandb`` extra)."""
     tensorboard: bool = False
@@ -286,6 +292,7 @@ class Config:
     planning: PlanningSettings = field(default_factory=PlanningSettings)
 
 
+add_installed_methods()
 SETTINGS = known_settings(
     {"": [Config], "method.": [settings for _, settings in METHODS.values()], "data.": list(DATA.values())}
 )

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING as MISSING_DEFAULT
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from omegaconf import MISSING, OmegaConf
 from distill.config.checks import ROLES, TRAINED
 from distill.config.command_line import wanted_information
 from distill.config.compose import compose_config
-from distill.config.errors import CONFIGS, GROUPS, recipes_of
+from distill.config.errors import GROUPS, group_files, recipes_of
 from distill.config.schema import Config
 from distill.data import DATA
 from distill.methods import METHODS
@@ -25,7 +26,7 @@ from fsdp_cp.errors import shown
 from fsdp_cp.sharding.settings import ShardSettings
 
 _WIDTH = 120
-_KEY = 44
+_KEY = 40
 _LONGEST = 30
 """Letters of a value in the short text."""
 _HEAD = [
@@ -65,7 +66,7 @@ def _experiment_for(overrides: list[str]) -> list[str]:
 
 
 def usage(config: Config, chosen: str = "") -> str:
-    """The text of ``train.py --help``, two screens: the groups, and what a run sets most with its meaning in a line.
+    """Return the text of ``train.py --help``, three screens: the groups, and the most used settings with their meaning.
 
     Settings that roles share stand there once, and those of the chosen method and data set alone.
 
@@ -127,7 +128,7 @@ def _groups() -> Iterator[str]:
     """Each group's choices; those of the next one stand behind them where both are few."""
     texts = []
     for group in GROUPS:
-        names = " | ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+        names = " | ".join(path.stem for path in group_files(group))
         texts.append(f"{group + '=':<12} {names}")
     while texts:
         text = texts.pop(0)
@@ -160,10 +161,15 @@ def _short(value: Any) -> str:
 
 
 def _in_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """A line for each: key and value, and as much of the meaning as fits."""
+    """Yield key and value, and next to them the meaning, wrapped."""
     for key, meaning, *_ in rows:
         left = f"  {key:<{_KEY}} "
-        yield (left + textwrap.shorten(meaning, max(_WIDTH - len(left), 5), placeholder=" ...")).rstrip()
+        lines = textwrap.wrap(meaning, _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
+        if len(left) > _KEY + 3:
+            yield left.rstrip()
+            left = " " * (_KEY + 3)
+        yield (left + lines[0]).rstrip()
+        yield from (" " * (_KEY + 3) + line for line in lines[1:])
 
 
 def _in_paragraph(prefix: str, keys: Sequence[str]) -> Iterator[str]:
@@ -201,6 +207,7 @@ def _described(settings: type, prefix: str, own: Any, written: Callable[[Any], s
     return rows
 
 
+@cache
 def _field_docs(settings: type) -> dict[str, str]:
     """The string literal below each field of a dataclass and of its bases."""
     docs: dict[str, str] = {}

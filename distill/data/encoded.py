@@ -23,6 +23,7 @@ from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.words import counted
 from models.condition import Condition
 
 logger = logging.getLogger(__name__)
@@ -129,12 +130,12 @@ class EncodedData:
         encoded = on_all_ranks(lambda: (cache.encoded_clips, cache.encoded_captions, cache.encoded_images))
         if rank() == 0:
             logger.info(
-                "%d items from %s: %d clips and %d texts%s encoded now, the rest read from %s",
-                len(self),
+                "%s from %s: %s and %s%s encoded now, the rest read from %s",
+                counted(len(self), "item"),
                 self.path,
-                sum(clips for clips, _, _ in encoded),
-                sum(captions for _, captions, _ in encoded),
-                f", and {sum(images for *_, images in encoded)} images" if self._image is not None else "",
+                counted(sum(clips for clips, _, _ in encoded), "clip"),
+                counted(sum(captions for _, captions, _ in encoded), "text"),
+                f" and {counted(sum(images for *_, images in encoded), 'image')}" if self._image is not None else "",
                 self.cache.folder,
             )
         keys = sorted((text, self._texts[text]) for text in own)  # sampling others must not make it other data

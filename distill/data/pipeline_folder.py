@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import indexed_files, one_line
+from models.checkpoint_files import indexed_files, one_line, refuse_pointer
 
 _OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation")
 """Keys by which a folder makes the libraries fetch code, or run its own."""
@@ -70,6 +70,8 @@ def check_weight_files(folder: Path, where: str) -> None:
     part = folder.name
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{where}: {part}/ holds no .safetensors weights; other formats are not read")
+    for file in folder.glob("*.safetensors"):
+        refuse_pointer(file, f"{where}: {part}/")
     for index in folder.glob("*.safetensors.index.json"):
         indexed_files(index, f"{where}: {part}/")
     if (folder / "adapter_config.json").exists():  # transformers would load the model that it names instead

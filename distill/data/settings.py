@@ -6,6 +6,8 @@ A further data set is a file with a class of :mod:`distill.data.base`, a setting
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from distill.data.base import ClipDataset
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
+from fsdp_cp.words import counted
 
 Shape = tuple[int, ...]
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,7 +32,13 @@ class DataSettings:
     """Are there latents to train on, or captions alone?"""
     cheap_frames: ClassVar[bool] = False
     """Are clips so small that many are sampled at once?"""
+    free_on_resume: ClassVar[tuple[str, ...]] = ("cache",)
+    """Settings that do not change an item; a resumed run may have others."""
     name: str = ""
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return fingerprints of the files that settings name, by dotted key: a resumed run needs the same."""
+        return {}
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         """``(C, T, H, W)`` of a sample's latents and the shapes of its condition, without encoding anything.
@@ -84,6 +93,7 @@ class MovingShapesSettings(DataSettings):
     """``data=moving_shapes``."""
 
     cheap_frames: ClassVar[bool] = True
+    free_on_resume: ClassVar[tuple[str, ...]] = ("fps",)
     name: str = "moving_shapes"
     encoders: str = "assets/quickstart_teacher"
     """Folder with the word table ``words.safetensors``."""
@@ -120,6 +130,12 @@ class MovingShapesSettings(DataSettings):
         data.condition(list(captions))
         return data
 
+    def fingerprints(self) -> dict[str, str]:
+        from distill.data.word_table import table_file
+        from models.checkpoint_files import fingerprint_of
+
+        return {"data.encoders": fingerprint_of([table_file(self.encoders)])}
+
     def check_captions(self, captions: Sequence[str]) -> None:
         from distill.data.moving_shapes import captions_of
 
@@ -131,7 +147,7 @@ class MovingShapesSettings(DataSettings):
                 )
 
     def table_in_words(self) -> str:
-        return f"{self.num_clips} clips, rendered on the fly"
+        return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
 
     def _data(self, seed: int) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
@@ -229,6 +245,27 @@ class VideoFolderSettings(DataSettings):
             columns=self.columns,
         )
 
+    def fingerprints(self) -> dict[str, str]:
+        from distill.data.choose_encoders import choose_encoders
+        from distill.data.first_frame import image_encoder_of
+        from models.checkpoint_files import fingerprint_of
+
+        folder = choose_encoders(self.encoders)
+        parts = [*(["vae"] if self.has_clips else []), *folder.text_parts()]
+        if self.image is not None:
+            encoder = image_encoder_of(folder.inspect_image(f"data.encoders={self.encoders}"))
+            parts += encoder.parts if encoder is not None else []
+        table = hashlib.sha256(json.dumps(self._table()).encode()).hexdigest()[:32]
+        return {"data.path": table, "data.encoders": fingerprint_of(folder.files(*parts))}
+
+    def _table(self) -> list[Any]:
+        """Return the table's rows, with the size of each clip in bytes (None for a missing one)."""
+        from distill.data.video_folder import read_metadata
+
+        path = Path(self.path).expanduser()
+        files = [(path / name, caption) for name, caption in read_metadata(path)]
+        return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
+
     def table_in_words(self) -> str:
         from distill.data.video_folder import read_metadata
 
@@ -236,9 +273,9 @@ class VideoFolderSettings(DataSettings):
         rows = read_metadata(path, self.columns)
         left_out = [f"{row.file} {row.problem}" for row in rows if row.problem]
         if len(left_out) == len(rows):
-            raise UserError(f"data.path={path}: none of the {len(rows)} clips can be used, first {left_out[0]}")
+            raise UserError(f"data.path={path}: none of {counted(len(rows), 'clip')} can be used, first {left_out[0]}")
         note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""
-        return f"{len(rows)} clips in {path}{note}"
+        return f"{counted(len(rows), 'clip')} in {path}{note}"
 
     def _data_class(self) -> Any:
         from distill.data.video_folder import VideoFolder
@@ -251,6 +288,7 @@ class CaptionsSettings(VideoFolderSettings):
     """``data=captions``."""
 
     has_clips: ClassVar[bool] = False
+    free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "fps", "vae_precision", "vae_tiling")
     name: str = "captions"
     path: str | None = None
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
@@ -259,11 +297,16 @@ class CaptionsSettings(VideoFolderSettings):
     fps: float = 8.0
     """Frames per second of the sample videos."""
 
+    def _table(self) -> list[Any]:
+        from distill.data.captions import read_captions
+
+        return read_captions(Path(self.path).expanduser())
+
     def table_in_words(self) -> str:
         from distill.data.captions import read_captions
 
         path = Path(self.path).expanduser()
-        return f"{len(read_captions(path, self.columns))} captions in {path}"
+        return f"{counted(len(read_captions(path, self.columns)), 'caption')} in {path}"
 
     def _data_class(self) -> Any:
         from distill.data.captions import Captions

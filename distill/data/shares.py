@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from tqdm import tqdm
-
 from fsdp_cp.launch import rank, share_of_cores
+from fsdp_cp.progress import progress
 from fsdp_cp.reduce import on_all_ranks
 
 T = TypeVar("T")
@@ -37,17 +36,17 @@ class Shares:
         """``work(i)`` for i below ``count``, each on its rank and in its order; all results on every rank.
 
         In rounds of a few: a failure reaches all ranks soon, and no rank waits in a collective while another works off
-        its whole share, which would pass the group's timeout. Rank 0 shows a bar with ``unit`` a second.
+        its whole share, which would pass the group's timeout. Rank 0 shows how far all ranks are, in ``unit``.
         """
         results: list[T] = []
         own, size = self.own(count), len(self.ranks) * _ROUND
-        with tqdm(total=count, desc=what, unit=unit, disable=rank() != 0, leave=False, delay=2) as bar:
+        with progress(count, what, unit) as advance:
             for first in range(0, count, size):
                 mine = [i for i in own if first <= i < first + size]
                 parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
                 merged = {i: result for part in parts for i, result in part.items()}
                 results += [merged[i] for i in sorted(merged)]
-                bar.update(len(merged))
+                advance(len(merged))
         assert len(results) == count
         return results
 

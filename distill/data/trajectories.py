@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distill.data import ClipDataset
 from fsdp_cp.errors import UserError
+from models.checkpoint_files import fingerprint_of
 from models.condition import has_image
 
 log = logging.getLogger(__name__)
@@ -148,6 +149,10 @@ class TrajectoryFolder:
                 f"method.trajectories: {self.file(index)} is damaged ({error}); remove it and {_HINT}, which makes what"
                 " is missing"
             ) from error
+
+    def content(self) -> str:
+        """Return a fingerprint of the settings and of the first trajectory, which another teacher would change."""
+        return fingerprint_of(file for file in (self._about, self.file(0)) if file.is_file())
 
     def settings(self) -> dict[str, Any]:
         """What the trajectories were made with.

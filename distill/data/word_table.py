@@ -45,6 +45,12 @@ def make_vectors(num_words: int = len(VOCABULARY), dim: int = DIM, seed: int = _
     return (orthogonal.T * dim**0.5).float().contiguous()
 
 
+def table_file(folder: str | Path) -> Path:
+    """Return the file of the table in ``folder``; ``folder`` may be the file itself."""
+    path = find_shipped(folder)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
 class WordTable:
     """Embeds captions word by word.
 
@@ -68,9 +74,7 @@ class WordTable:
     @classmethod
     def load(cls, folder: str | Path) -> "WordTable":
         """The table in ``folder/words.safetensors`` (or the file itself). Raises UserError if there is none."""
-        path = find_shipped(folder)
-        if path.suffix != ".safetensors":
-            path = path / FILE_NAME
+        path = table_file(folder)
         if not path.is_file():
             raise UserError(
                 f"data.encoders={folder} holds no {FILE_NAME}; name the folder of the shipped teacher "

@@ -1,9 +1,19 @@
-"""Distillation methods, one file each. A method never touches a process group, an optimizer or FSDP."""
+"""Distillation methods, one file each. A method never touches a process group, an optimizer or FSDP.
+
+A package adds a method without touching this one (docs/extending.md)::
+
+    [project.entry-points."fsdp_cp.methods"]
+    mine = "my_package.method:METHOD"
+
+``METHOD`` is ``(Mine, MineSettings)``, as in :data:`METHODS`; the package's YAML is in ``configs/`` next to the file.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distill.methods.base import Batch, Loss, Method
 from distill.methods.dcm import Dcm, DcmSettings
@@ -13,9 +23,15 @@ from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from distill.methods.ode_regression import OdeRegression, OdeRegressionSettings
 from distill.methods.rcm import Rcm, RcmSettings
 from distill.methods.scm import Scm, ScmSettings
-from models.role import Role
+from fsdp_cp.errors import UserError
+from fsdp_cp.installed import installed_names, load_installed
 
-__all__ = ["METHODS", "Batch", "Loss", "Method", "build_method"]
+if TYPE_CHECKING:
+    from models.role import Role
+
+__all__ = ["METHODS", "Batch", "Loss", "Method", "add_installed_methods", "build_method"]
+
+ENTRY_POINTS = "fsdp_cp.methods"
 
 METHODS: dict[str, tuple[type[Method], type]] = {
     "flow_matching": (FlowMatching, FlowMatchingSettings),
@@ -26,6 +42,30 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "dcm": (Dcm, DcmSettings),
     "ode_regression": (OdeRegression, OdeRegressionSettings),
 }
+"""Each method and its settings, by name."""
+INSTALLED: dict[str, Path] = {}
+"""Folder of the YAML of each method that another package adds, by name."""
+BROKEN: dict[str, UserError] = {}
+"""Reason why an installed method cannot be used, by name."""
+
+
+def add_installed_methods() -> None:
+    """Add the methods of other packages to :data:`METHODS`; those that cannot be loaded go to :data:`BROKEN`."""
+    for name in set(installed_names(ENTRY_POINTS)) - METHODS.keys():
+
+        def add(found: Any, name: str = name) -> None:
+            method, settings = found
+            if not issubclass(method, Method) or settings().name != name:
+                raise TypeError(f"{found!r} is not (a subclass of Method, its settings with name={name})")
+            folder = Path(inspect.getfile(method)).parent / "configs"
+            if not (folder / "method" / f"{name}.yaml").is_file():
+                raise FileNotFoundError(f"{folder}/method/{name}.yaml")
+            METHODS[name], INSTALLED[name] = (method, settings), folder
+
+        try:
+            load_installed(ENTRY_POINTS, name, f"method={name}", add)
+        except UserError as error:
+            BROKEN[name] = error
 
 
 def build_method(settings: Any, roles: Mapping[str, Role]) -> Method:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.condition import Condition
-from models.role import Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -92,6 +94,11 @@ class Method(ABC):
             UserError: naming the setting and a value that works.
         """
         return
+
+    @classmethod
+    def fingerprints(cls, settings: Any) -> dict[str, str]:
+        """Return fingerprints of the files that ``method.*`` names, by dotted key: a resumed run needs the same."""
+        return {}
 
     @classmethod
     def check_files(cls, config: Any) -> None:

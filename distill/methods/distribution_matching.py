@@ -6,6 +6,7 @@ The gradient of DMD, the step of the fake score on the student's samples, and sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from distill.methods.expert_times import Times
 from distill.observations import Observations, per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, denoise, per_sample
 from models.condition import Condition
-from models.role import Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 
 def distribution_matching(

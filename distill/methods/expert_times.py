@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.role import ROUNDING, Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 
 class Times(NamedTuple):
@@ -96,6 +98,8 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
     """Which range of the common refinement each of ``t`` ``(B,)``, on the CPU, lies in; as :meth:`Role.expert_at`."""
+    from models.role import ROUNDING
+
     t = t.double() + ROUNDING
     boundaries = {boundary for role in roles for boundary in role.boundaries}
     return sum(((t < boundary).long() for boundary in boundaries), torch.zeros(t.shape, dtype=torch.long))

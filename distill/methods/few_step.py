@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import SchedulerMixin
 from torch import Tensor
 
 from distill.methods.base import Batch, Guidance, Method
@@ -18,6 +18,9 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 from models.scheduler import few_step_scheduler
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 
 @dataclass(kw_only=True)
@@ -34,7 +37,7 @@ class FewStepSettings:
     """How the teacher is sampled for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
     student_sampler: StudentSampler = "renoise"
     """Between the student's steps, where it is trained on its own samples, sampled and exported: ``renoise`` (fresh
-    noise, as DMD2) or ``ode`` (along its own velocity, without noise, as FastGen's DMD2 for Wan)."""
+    noise, as DMD2) or ``ode`` (along its own velocity, without noise)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from distill.schedules import denoise, euler_times
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
-from models.role import Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 
 @dataclass(kw_only=True)
@@ -73,6 +75,10 @@ class OdeRegression(FewStepMethod):
                 "method.trajectories is not set; give a folder, and fill it with python -m distill.trajectories and the"
                 " same settings"
             )
+
+    @classmethod
+    def fingerprints(cls, settings: Any) -> dict[str, str]:
+        return {"method.trajectories": TrajectoryFolder(settings.trajectories).content()}
 
     @classmethod
     def check_files(cls, config: Any) -> None:

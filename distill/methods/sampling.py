@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
 from distill.methods.base import Guidance, guided_velocity
@@ -14,7 +13,9 @@ from distill.methods.expert_times import Times
 from distill.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
-from models.role import Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 Sampler = Literal["euler", "unipc"]
 """Of a teacher."""
@@ -83,6 +84,8 @@ def unipc_sample(
         shift: of the times; Wan: 3 at 480p, 5 at 720p.
         scale: guidance ``w``.
     """
+    from diffusers import UniPCMultistepScheduler
+
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
     scheduler.set_timesteps(steps)
     scheduler.set_begin_index(0)  # or the step would be looked up by its time, and equal integers are two steps

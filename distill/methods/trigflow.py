@@ -7,6 +7,7 @@ state at time ``sin(t) / k``. Shapes: x, e, v, F are ``(B, C, T, H, W)``; t is `
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from distill.methods.base import Guidance, guided_velocity
 from distill.schedules import per_sample
 from models.condition import Condition
-from models.role import Role
+
+if TYPE_CHECKING:
+    from models.role import Role
 
 
 def add_trig_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:

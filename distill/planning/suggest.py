@@ -10,23 +10,34 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from distill.config import Config, compose_config
 from distill.methods import METHODS
 from distill.planning.command import as_planned, log_fp8, make_prediction, planned_shapes, require_plannable
-from distill.planning.files import MADE_BY, SUGGESTIONS, make_writable, refuse_foreign_suggestions, write
+from distill.planning.files import (
+    MADE_BY,
+    SUGGESTIONS,
+    make_writable,
+    refuse_foreign_suggestions,
+    settings_digest,
+    write,
+)
 from distill.planning.hardware import load_hardware
 from distill.planning.prediction import GIB
 from distill.setup import has_adapters, plan_run, world_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.host_memory import available_host_memory
+from fsdp_cp.progress import progress
+from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -92,26 +103,83 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     own = [word for word in overrides if not word.startswith("plan=")]
     axes = Axes.of(config, own)
     log.info(
-        "plan=suggest on %d ranks of %s: cp %s, one plan after another on %d processes (a minute or more each)",
-        world_of(config),
+        "plan=suggest on %s of %s: cp %s, one plan after another on %s (a minute or more each)",
+        counted(world_of(config), "rank"),
         config.planning.hardware,
         ", ".join(map(str, axes.cp)),
-        _processes(),
+        counted(_processes(), "process", "processes"),
     )
+    about = {"words": own, "hardware": config.planning.hardware, "settings": settings_digest(config)}
+    record = Record(folder, about)
+    if record.outcomes:
+        log.info("resuming: %s planned already", counted(len(record.outcomes), "candidate"))
     context = get_context("spawn")  # a fork would take torch's threads along in a state of their own
     with ProcessPoolExecutor(
         _processes(), mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
-        found = search(axes, lambda candidates: _said(pool.map(_Evaluate(own), candidates)))
+        found = search(axes, lambda candidates: plan_all(candidates, _Evaluate(own), pool, record))
     for line in in_words(found, own):
         log.info(line)
-    content = {
-        "made_by": MADE_BY,
-        "words": own,
-        "candidates": [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(found)],
-    }
-    write(folder, {SUGGESTIONS: lambda: (json.dumps(content, indent=1) + "\n").encode()})
+    record.write(found, finished=True)
     log.info("written to %s", folder / SUGGESTIONS)
+
+
+class Record:
+    """``suggestions.json``, written after each candidate. An interrupted search with equal ``about`` is resumed.
+
+    Args:
+        folder: the run's folder.
+        about: JSON values that define the search.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any]):
+        self._folder, self._about = folder, {"made_by": MADE_BY, **about}
+        self.outcomes: dict[Words, Outcome] = {}
+        """Planned candidates by their words."""
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or one of another version
+            earlier = json.loads((folder / SUGGESTIONS).read_text())
+            if not earlier["finished"] and all(earlier[key] == value for key, value in self._about.items()):
+                for candidate in earlier["candidates"]:
+                    del candidate["fits"]
+                    outcome = Outcome(**candidate | {"words": tuple(candidate["words"])})
+                    self.outcomes[outcome.words] = outcome
+
+    def add(self, outcome: Outcome) -> None:
+        """Record a candidate."""
+        self.outcomes[outcome.words] = outcome
+        self.write(list(self.outcomes.values()), finished=False)
+
+    def write(self, outcomes: Sequence[Outcome], *, finished: bool) -> None:
+        """Write the file. A finished search is not resumed: the same command plans all candidates again."""
+        candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
+        content = {**self._about, "finished": finished, "candidates": candidates}
+        write(self._folder, {SUGGESTIONS: lambda: (json.dumps(content, indent=1) + "\n").encode()})
+
+
+def plan_all(
+    candidates: Sequence[Words], plan: Callable[[Words], Outcome], pool: Executor, record: Record
+) -> list[Outcome]:
+    """Plan the candidates that ``record`` lacks, log and record each when it is done, and return all in order.
+
+    Args:
+        candidates: words of each.
+        plan: plans one candidate, in a worker of ``pool``.
+        pool: runs ``plan``.
+        record: the search so far.
+    """
+    waiting = [pool.submit(plan, words) for words in candidates if words not in record.outcomes]
+    try:
+        with progress(len(waiting), "planning", "candidate") as advance:
+            for future in as_completed(waiting):
+                outcome = future.result()
+                record.add(outcome)
+                what = "fits" if outcome.fits else "refused" if outcome.refused is not None else "does not fit"
+                log.info("  %s: %s", shlex.join(outcome.words), what)
+                advance(1)
+    finally:
+        for future in waiting:
+            future.cancel()
+    return [record.outcomes[words] for words in candidates]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,16 +333,6 @@ class _Evaluate:
             largest=f"{role} {kind} {size / GIB:.1f} GiB",
             host_gib=prediction.host_gib,
         )
-
-
-def _said(outcomes: Iterator[Outcome]) -> list[Outcome]:
-    """With a line for each when it is there: minutes without a word look like a hang."""
-    found = []
-    for outcome in outcomes:
-        found.append(outcome)
-        what = "fits" if outcome.fits else "refused" if outcome.refused is not None else "does not fit"
-        log.info("  %s: %s", shlex.join(outcome.words), what)
-    return found
 
 
 def in_words(outcomes: Sequence[Outcome], own: Sequence[str]) -> list[str]:

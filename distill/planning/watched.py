@@ -16,9 +16,9 @@ from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard
-from fsdp_cp.sharding import materialise, settings_of
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
+from fsdp_cp.sharding.shard import materialise, settings_of
 from models.condition import Condition
 from models.families.base import LatentShape, Shape
 from models.load import build_network, trained_with

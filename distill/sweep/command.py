@@ -35,6 +35,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.signals import Stopped, StopSignal
+from fsdp_cp.words import counted
 
 USAGE = """\
 python -m distill.sweep [OPTIONS] experiment=NAME [key=value ...] key=A,B ...
@@ -82,7 +83,8 @@ def sweep(arguments: Sequence[str]) -> None:
     points = found.points()
     refuse_foreign_points(folder, read_settings(folder), (point.name for point in points))
     print(
-        f"{len(points)} points of {given.world} ranks each (torchrun {' '.join(given.torchrun)}); checking them",
+        f"{counted(len(points), 'point')} of {counted(given.world, 'rank')} each (torchrun {' '.join(given.torchrun)});"
+        " checking them",
         flush=True,
     )
     checked = check_points(found.fixed, points, world=given.world, planned=given.plan, elsewhere=bool(given.hydra))
@@ -105,7 +107,7 @@ def sweep(arguments: Sequence[str]) -> None:
         names = _open_points(folder, checked, given)
         done = len(checked) - len(refused) - len(names)
         if done:
-            print(f"{done} points are done already")
+            print(f"done already: {counted(done, 'point')}")
         task = PointTask(folder=folder, names=tuple(names), predict=given.predict, train=not given.plan)
         try:
             if names:
@@ -113,7 +115,7 @@ def sweep(arguments: Sequence[str]) -> None:
         except Stopped as stopped:
             again = shlex.join(["python", "-m", "distill.sweep", *arguments])
             left = len(_open_points(folder, checked, given))
-            raise Stopped(f"{stopped}; {left} points are left, and {again} goes on") from None
+            raise Stopped(f"{stopped}; {counted(left, 'point')} left, and {again} goes on") from None
         finally:
             _write(folder, settings, arguments)
     print(f"\n{markdown(rows(folder, settings))}\n\nwritten to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)

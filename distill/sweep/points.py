@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from distill.config.errors import CONFIGS
+from distill.config.errors import group_files
 from fsdp_cp.errors import UserError
 
 MOST = 1000
@@ -156,7 +156,7 @@ class _Groups:
     """The names that ``glob`` chooses from: our files, without the schemas that Hydra's own loader lists too."""
 
     def get_group_options(self, group_name: str, results_filter: Any = None) -> list[str]:
-        return sorted(path.stem for path in (CONFIGS / group_name).glob("*.yaml"))
+        return [path.stem for path in group_files(group_name)]
 
 
 def _in_a_name(value: str) -> str:

@@ -27,12 +27,23 @@ def _explain(name: str, what: str, why: str) -> None:
     log.info("attention backend auto: %s for %s (%s)", name, what, why)
 
 
+def check_backend(backend: str) -> None:
+    """Refuse a ``backend`` that is neither ``"auto"`` nor the name of a kernel.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if backend != "auto" and backend not in all_kernels():
+        raise ValueError(f"backend={backend!r} is unknown; use auto or {', '.join(all_kernels())}")
+
+
 def choose_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> Kernel:
     """Return the kernel called ``backend``, or for ``"auto"`` the best that can run; log once which and why.
 
     Raises:
         ValueError: an unknown name, or a kernel that cannot run these tensors.
     """
+    check_backend(backend)
     kernels = all_kernels()
     if backend == "auto":
         order = preferred(device) if device.type == "cuda" else (kernels["cpu_flash"],)
@@ -50,8 +61,6 @@ def choose_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, hea
         what = f"{dtype} on {device.type}{', masked' if masked else ''}"
         _explain(kernel.name, what, "; ".join(reasons) or "first choice")
         return kernel
-    if backend not in kernels:
-        raise ValueError(f"backend={backend!r} is unknown; use auto or {', '.join(kernels)}")
     kernel = kernels[backend]
     reason = kernel.refuses(device, dtype, head_dim, masked)
     if reason is not None:

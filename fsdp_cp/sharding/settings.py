@@ -8,13 +8,15 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import MeshShape
+
+if TYPE_CHECKING:
+    from fsdp_cp.mesh import MeshShape
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Precision = Literal["fp32", "bf16", "fp64"]

@@ -104,6 +104,15 @@ class Family(ABC):
         """
         raise UserError(f"{layer}: the names of {self.name}'s own code are not known; use --format diffusers-lora")
 
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert adapters with the names of the model's own code to diffusers', with the scales in them; return others
+        as they are.
+
+        Raises:
+            Exception: of any kind, by names that diffusers cannot convert.
+        """
+        return tensors
+
     # Sizes
 
     @abstractmethod

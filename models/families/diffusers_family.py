@@ -50,7 +50,15 @@ class DiffusersFamily(Family):
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
             shown = " ".join(str(name).split())[:80]
-            raise UserError(f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}")
+            import diffusers
+
+            layout = (
+                ""
+                if hasattr(diffusers, str(name))
+                else "; that is not a class of diffusers: give the repository in diffusers' layout (Wan's end in"
+                " -Diffusers)"
+            )
+            raise UserError(f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}{layout}")
         self.check_values(config, setting)
         try:
             return self.transformer.from_config(dict(config))

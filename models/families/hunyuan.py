@@ -11,7 +11,6 @@ Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -240,20 +239,17 @@ class Hunyuan(DiffusersFamily):
         if FIRST_FRAME in given:
             image = frames.put_in(image, given[FIRST_FRAME])
             mask = frames.put_in(mask, torch.ones_like(mask[:, :, :1]))
-        with warnings.catch_warnings():
-            # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            return network(
-                hidden_states=torch.cat([x, image, mask], dim=1),
-                timestep=self.time_scale * t.to(torch.promote_types(t.dtype, x.dtype)),
-                encoder_hidden_states=given["text"],
-                encoder_attention_mask=given["text_mask"].bool(),
-                encoder_hidden_states_2=given["glyphs"],
-                encoder_attention_mask_2=given["glyph_mask"].bool(),
-                # No image has no features; the pipelines hand over zeros, which the network masks.
-                image_embeds=given.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
-                return_dict=False,
-            )
+        return network(
+            hidden_states=torch.cat([x, image, mask], dim=1),
+            timestep=self.time_scale * t.to(torch.promote_types(t.dtype, x.dtype)),
+            encoder_hidden_states=given["text"],
+            encoder_attention_mask=given["text_mask"].bool(),
+            encoder_hidden_states_2=given["glyphs"],
+            encoder_attention_mask_2=given["glyph_mask"].bool(),
+            # No image has no features; the pipelines hand over zeros, which the network masks.
+            image_embeds=given.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
+            return_dict=False,
+        )
 
 
 def _text_tokens(condition: Mapping[str, Shape]) -> int:

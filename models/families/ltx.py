@@ -8,7 +8,6 @@ far latents are from each other in seconds and pixels, which its rotary embeddin
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -201,17 +200,14 @@ class LTX(DiffusersFamily):
         if FIRST_FRAME in given:
             hidden = frames.put_in(x, given[FIRST_FRAME])
             times = frames.token_times(t, x, (1, 1, 1))
-        with warnings.catch_warnings():
-            # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            velocity, *others = network(
-                hidden_states=hidden.flatten(2).transpose(1, 2),
-                encoder_hidden_states=given["text"],
-                timestep=self.time_scale * times,
-                encoder_attention_mask=given["text_mask"].bool(),
-                video_coords=video_coordinates(given["latent_spacing"], grid),
-                return_dict=False,
-            )
+        velocity, *others = network(
+            hidden_states=hidden.flatten(2).transpose(1, 2),
+            encoder_hidden_states=given["text"],
+            timestep=self.time_scale * times,
+            encoder_attention_mask=given["text_mask"].bool(),
+            video_coords=video_coordinates(given["latent_spacing"], grid),
+            return_dict=False,
+        )
         return self.hold(velocity.transpose(1, 2).unflatten(2, grid), x, t, condition), *others
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:

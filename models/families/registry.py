@@ -10,9 +10,10 @@ A package adds a family without touching this one::
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from typing import Any
 
 from fsdp_cp.errors import UserError
+from fsdp_cp.installed import installed_names, load_installed
 from models.families.base import Family
 from models.families.hunyuan import Hunyuan
 from models.families.ltx import LTX
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX(), Hunyuan.name: H
 
 def family_names() -> list[str]:
     """The names of all families that are installed, without importing those of other packages."""
-    return [*FAMILIES, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - FAMILIES.keys())]
+    return [*FAMILIES, *(name for name in installed_names(ENTRY_POINTS) if name not in FAMILIES)]
 
 
 def family_of(name: str, setting: str) -> Family:
@@ -35,15 +36,13 @@ def family_of(name: str, setting: str) -> Family:
     """
     if name in FAMILIES:
         return FAMILIES[name]
-    point = next((point for point in entry_points(group=ENTRY_POINTS) if point.name == name), None)
-    if point is None:
+    if name not in installed_names(ENTRY_POINTS):
         raise UserError(f"{setting}.family={name} is unknown; use {' or '.join(family_names())}")
-    try:
-        found = point.load()
-        family = found()
-    except Exception as error:  # the other package's own: whatever its import raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{setting}.family={name}: {point.value} cannot be loaded ({reason})") from error
+    return load_installed(ENTRY_POINTS, name, f"{setting}.family={name}", _family)
+
+
+def _family(kind: Any) -> Family:
+    family = kind()
     if not isinstance(family, Family):
-        raise UserError(f"{setting}.family={name}: {point.value} is no models.families.base.Family")
+        raise TypeError(f"{kind!r} is not a subclass of models.families.base.Family")
     return family

@@ -9,7 +9,6 @@ takes a first frame where the data give it (models/families/wan_frames.py).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from models.families import frames, wan_frames
 from models.families.base import LatentShape, Shape, config_of
 from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
-from models.families.wan_names import original_name
+from models.families.wan_names import original_adapters, original_name
 
 IMAGE_TOKENS = 257
 """Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""
@@ -187,6 +186,12 @@ class Wan(DiffusersFamily):
     def original_name(self, layer: str) -> str:
         return original_name(layer)
 
+    def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from diffusers import WanPipeline
+
+        theirs = original_adapters(tensors)
+        return tensors if theirs is None else WanPipeline.lora_state_dict(theirs, use_safetensors=True)
+
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]
 
@@ -330,16 +335,13 @@ class Wan(DiffusersFamily):
         if FIRST_FRAME in given:
             hidden = frames.put_in(x, given[FIRST_FRAME])
             times = frames.token_times(t, x, self.patch_size(config_of(network)))
-        with warnings.catch_warnings():
-            # The output is a view, which an in-place operation would cut off from FSDP's hooks; Role makes none.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            v, *others = network(
-                hidden_states=hidden,
-                timestep=self.time_scale * times,
-                encoder_hidden_states=given["text"],
-                encoder_hidden_states_image=given.get("image_embeds"),
-                return_dict=False,
-            )
+        v, *others = network(
+            hidden_states=hidden,
+            timestep=self.time_scale * times,
+            encoder_hidden_states=given["text"],
+            encoder_hidden_states_image=given.get("image_embeds"),
+            return_dict=False,
+        )
         return self.hold(v, x, t, condition), *others
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:

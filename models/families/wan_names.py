@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from fsdp_cp.errors import UserError
 
@@ -38,3 +41,21 @@ def original_name(layer: str) -> str:
     if found == layer:
         raise UserError(f"{layer} has no name in Wan's own code; use --format diffusers-lora")
     return found
+
+
+_PREFIX = re.compile(r"(base_model\.model|transformer|diffusion_model|pipe\.dit)\.")
+_OWN_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
+
+
+def original_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return adapters with the names of Wan's own code as diffusers expects them; ``None`` for other names.
+
+    musubi and kohya write ``lora_unet_``, DiffSynth ``pipe.dit.`` or no prefix, ComfyUI ``diffusion_model.``.
+    """
+    bare = {name: _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name for name in tensors}
+    if not any(_OWN_LAYER.match(name) for name in bare.values()):
+        return None
+    return {
+        name if name.startswith("lora_unet_") else f"diffusion_model.{bare[name]}": tensor
+        for name, tensor in tensors.items()
+    }

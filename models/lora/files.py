@@ -60,19 +60,20 @@ def file_tensors(
     """
     tensors: dict[str, Tensor] = {}
     for name in names:
-        layer, _, which = name.removesuffix(".weight").rpartition(".")
+        layer, _, which = name.rpartition(".lora_")
         value = read(name).cpu()
         if kind == "wan-lora":
             original = family.original_name(layer)
             prefix = f"diffusion_model.{original}"
             # diffusers (0.42) reads alpha in blocks alone; without one, the scale is 1 to every reader.
             has_alpha = original.startswith("blocks.")
-            factor = 1.0 if has_alpha or which == "lora_A" else scale
-            tensors[f"{prefix}.lora_{'down' if which == 'lora_A' else 'up'}.weight"] = (factor * value).to(dtype)
-            if has_alpha and which == "lora_A":
+            factor = 1.0 if which == "A.weight" or (has_alpha and which == "B.weight") else scale
+            theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[which]
+            tensors[f"{prefix}.{theirs}"] = (factor * value).to(dtype)
+            if has_alpha and which == "A.weight":
                 tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[0], dtype=torch.float32)
         else:
-            factor = scale if which == "lora_B" else 1.0
+            factor = 1.0 if which == "A.weight" else scale
             tensors[f"transformer.{name}"] = (factor * value).to(dtype)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 

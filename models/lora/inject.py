@@ -21,7 +21,9 @@ from models.lora.settings import LoraSettings
 logger = logging.getLogger(__name__)
 
 
-def target_layers(network: nn.Module, family: Family, settings: LoraSettings, where: str) -> list[str]:
+def target_layers(
+    network: nn.Module, family: Family, settings: LoraSettings, where: str, *, fresh: bool = True
+) -> list[str]:
     """Names of the linear layers that get adapters.
 
     Args:
@@ -29,6 +31,7 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
         family: its family.
         settings: of the role.
         where: the settings' prefix in a message, e.g. ``"student.lora."``.
+        fresh: whether they begin at no file, whose largest rank may be above the size of a small layer.
 
     Raises:
         UserError: patterns that match nothing, modules without one linear layer among them, or only layers that no
@@ -52,7 +55,7 @@ def target_layers(network: nn.Module, family: Family, settings: LoraSettings, wh
     chosen = read_alone(chosen, unread, f"{where}targets")
     for name in chosen:
         size = min(linear[name].in_features, linear[name].out_features)
-        if settings.rank > size:
+        if fresh and settings.rank > size:
             raise UserError(
                 f"{where}rank={settings.rank} is above the size of {name}, {linear[name].in_features} x"
                 f" {linear[name].out_features}: the product would cost more and reach no further; use {size} or less,"
@@ -139,7 +142,15 @@ def trained_modules(
     return chosen
 
 
-def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Sequence[str], train: Sequence[str]) -> None:
+def inject(
+    network: nn.Module,
+    role: str,
+    settings: LoraSettings,
+    targets: Sequence[str],
+    train: Sequence[str],
+    *,
+    biased: bool = False,
+) -> None:
     """Put the adapters of ``role`` into ``network``, in place, and its copies of what it trains whole.
 
     Args:
@@ -148,6 +159,7 @@ def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Seque
         settings: of the role.
         targets: from :func:`target_layers`.
         train: from :func:`trained_modules`.
+        biased: whether each B has a bias.
     """
     config = LoraConfig(
         r=settings.rank,
@@ -156,6 +168,7 @@ def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Seque
         target_modules="|".join(re.escape(name) for name in targets),
         lora_dropout=0.0,
         init_lora_weights=False,
+        lora_bias=biased,
     )
     inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
     del network.peft_config  # of which peft would warn when the next role's are put in
@@ -168,7 +181,7 @@ def inject(network: nn.Module, role: str, settings: LoraSettings, targets: Seque
 
 
 def adapter_shapes(
-    network: nn.Module, rank: int, targets: Sequence[str], train: Sequence[str]
+    network: nn.Module, rank: int, targets: Sequence[str], train: Sequence[str], *, biased: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of what a role adds to the plain ``network``, by public name, without building it.
 
@@ -177,6 +190,7 @@ def adapter_shapes(
         rank: of the adapters.
         targets: from :func:`target_layers`.
         train: from :func:`trained_modules`.
+        biased: whether each B has a bias.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name in targets:
@@ -184,6 +198,8 @@ def adapter_shapes(
         assert isinstance(layer, nn.Linear)
         shapes[f"{name}.lora_A.weight"] = (rank, layer.in_features)
         shapes[f"{name}.lora_B.weight"] = (layer.out_features, rank)
+        if biased:
+            shapes[f"{name}.lora_B.bias"] = (layer.out_features,)
     for name in train:
         shapes |= {f"{name}.{key}": tuple(p.shape) for key, p in network.get_submodule(name).named_parameters()}
     return shapes

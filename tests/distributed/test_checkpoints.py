@@ -1,8 +1,12 @@
-"""Checkpoints of several ranks, written while these go on."""
+"""Checkpoints of several ranks, also written while training goes on."""
 
+import json
 import logging
+import shutil
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +18,11 @@ from fsdp_cp import checkpoint, checkpoint_writer
 from fsdp_cp.checkpoint import Checkpoints, find_resume, load, published_steps, step_folder
 from fsdp_cp.timeouts import set_timeout, timeout_of
 
-SHAPE = (1027, 513)  # rows that four ranks do not divide
+SHAPE = (1027, 513)  # rows that neither 3 nor 4 ranks divide
 
 
 def tensors(step: int) -> dict:
-    """Full tensors, as DTensors over all ranks."""
+    """Return random tensors as DTensors over all ranks."""
     generator = torch.Generator().manual_seed(step)
     full = {name: torch.randn(SHAPE, generator=generator) for name in ("weights", "ema")}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -33,7 +37,7 @@ def holds(folder, step: int) -> bool:
 
 
 class SlowStream(checkpoint_writer.SummedStream):
-    """Every rank takes another time for its part, so that their collectives do not come in step."""
+    """Stream on which each rank takes another time, so that their collectives do not come in step."""
 
     def write(self, data) -> int:
         time.sleep(0.02 * (1 + dist.get_rank()))
@@ -61,15 +65,24 @@ def _beside_the_training(folder):
 
 
 def _without_room(folder):
+    """Save with a rank that has no memory for a copy; return the steps, the warnings, and the files at the renaming."""
     one_is_full = 0 if dist.get_rank() == 2 else 2**40
     checkpoint.available_host_memory = lambda: one_is_full
-    records = []
+    records, renamed = [], []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
+    handler.emit = records.append
     logging.getLogger("fsdp_cp.checkpoint").addHandler(handler)
+
+    def note(event, arguments):
+        if event == "os.rename" and str(arguments[1]) == str(step_folder(folder, 7)):
+            names = {file.name for file in Path(arguments[0]).iterdir()}
+            manifest = Path(arguments[0]) / "manifest.json"
+            renamed.append((names, set(json.loads(manifest.read_text())["files"]) if manifest.exists() else None))
+
+    sys.addaudithook(note)  # from here on a run that is killed has a checkpoint of that name
     checkpoints = Checkpoints(folder, keep=1, asynchronous=True)
     checkpoints.save(7, tensors(7), {"step": 7})
-    return published_steps(folder), records
+    return published_steps(folder), len(records), renamed
 
 
 def _verified(folder):
@@ -84,21 +97,17 @@ def test_collectives_of_the_training_go_on_beside_a_save(pools, tmp_path):
         assert during > 0, "no save outlasted the collectives: the test saw nothing"
 
 
-def test_without_room_for_a_copy_training_waits(pools, tmp_path):
-    for number, (steps, records) in enumerate(pools[4].run(_without_room, tmp_path)):
-        assert steps == [7], "it is there when save returns"
-        assert len(records) == (number == 0) and all("written while training waits" in r for r in records)
-
-
-def test_all_ranks_agree_on_what_is_damaged(pools, tmp_path):
-    pools[4].run(_without_room, tmp_path)
-    assert set(pools[4].run(_verified, tmp_path)) == {step_folder(tmp_path, 7)}
-    for path in (tmp_path / "step_00000007", tmp_path / "step_00000009"):
-        path.mkdir(exist_ok=True)
-    for file in (tmp_path / "step_00000007").iterdir():
-        (tmp_path / "step_00000009" / file.name).write_bytes(file.read_bytes())
-    shard = tmp_path / "step_00000009" / "__3_0.distcp"
+def test_a_checkpoint_is_published_whole_and_all_ranks_see_its_damage(pools, tmp_path):
+    for number, (steps, warnings, renamed) in enumerate(pools[3].run(_without_room, tmp_path)):
+        assert steps == [7], "without room for a copy training waits until it is written"
+        assert warnings == (number == 0)
+        for names, listed in renamed:
+            assert {"state.json", ".metadata", "__0_0.distcp", "__2_0.distcp"} <= listed == names - {"manifest.json"}
+        assert len(renamed) == (number == 0)
+    assert set(pools[3].run(_verified, tmp_path)) == {step_folder(tmp_path, 7)}
+    shutil.copytree(tmp_path / "step_00000007", tmp_path / "step_00000009")
+    shard = tmp_path / "step_00000009" / "__2_0.distcp"
     content = bytearray(shard.read_bytes())
     content[-200] ^= 1
     shard.write_bytes(content)
-    assert set(pools[4].run(_verified, tmp_path)) == {step_folder(tmp_path, 7)}
+    assert set(pools[3].run(_verified, tmp_path)) == {step_folder(tmp_path, 7)}

@@ -6,18 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 
 from distill.trainer import Trainer
-from fsdp_cp import communicators
 from fsdp_cp.communicators import first_collectives, groups_of, high_priority
 from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import full_tensor
-from fsdp_cp.timeouts import timeout_of
 from tests.oracles import sharded_run
 from tests.oracles.runs import Setup, make_config
+
+SLOW = pytest.mark.slow
 
 
 def _one_cycle(setup, folder):
@@ -34,26 +33,13 @@ def _one_cycle(setup, folder):
     return dict(sent.alone), sum(sent.calls.values())
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("no_shard", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)], ids=str)
-def test_no_collective_over_a_group_of_one_rank(pools, checkpoints, sizes, strategy):
+@pytest.mark.parametrize("sizes", [(1, 2), *(pytest.param(sizes, marks=SLOW) for sizes in ((1, 1), (2, 1)))], ids=str)
+def test_no_collective_over_a_group_of_one_rank(pools, checkpoints, sizes):
     """NCCL would make a communicator for each, with some hundred MiB of buffers."""
-    setup = Setup(dp_shard=sizes[0], cp=sizes[1], steps=2, changes={"all": {"strategy": strategy}})
+    setup = Setup(dp_shard=sizes[0], cp=sizes[1], steps=2)
     for alone, calls in pools[setup.world_size].run(_one_cycle, setup, checkpoints):
         assert alone == {}
         assert calls == 0 if setup.world_size == 1 else calls >= 10
-
-
-def _counts_one_rank():
-    lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with CollectiveCounter() as sent:
-        dist.all_reduce(torch.ones(3), group=lone)
-        dist.all_reduce(torch.ones(3))
-    return sum(sent.alone.values()), sent.calls["all_reduce"]
-
-
-def test_the_counter_tells_a_group_of_one_rank(pools):
-    assert pools[2].run(_counts_one_rank) == [(1, 2)] * 2
 
 
 # ---------------------------------------------------------------- the first collective of each group
@@ -75,7 +61,6 @@ def _connected(sizes):
     ("sizes", "count"),
     [
         ({"cp": 1}, 1),  # fsdp, dp and the world are the default group
-        ({"cp": 4}, 1),
         ({"cp": 4, "own_groups": True}, 2),
         ({"cp": 4, "ring": 2}, 3),
         ({"cp": 2}, 4),  # the world, dp, cp, and ulysses, which has the same ranks
@@ -104,7 +89,7 @@ def _names(sizes, own_groups):
 
 @pytest.mark.parametrize(
     ("sizes", "apart"),
-    [({"cp": 4}, "ulysses"), ({"cp": 4, "ring": 4}, "ring"), ({"cp": 4, "ring": 2}, None), ({"cp": 2}, None)],
+    [({"cp": 4}, "ulysses"), ({"cp": 4, "ring": 4}, "ring"), ({"cp": 4, "ring": 2}, None)],
     ids=str,
 )
 def test_which_axes_have_the_default_group(pools, sizes, apart):
@@ -115,77 +100,9 @@ def test_which_axes_have_the_default_group(pools, sizes, apart):
         assert after["fsdp"] and (apart is None or before[apart])
 
 
-# ---------------------------------------------------------------- the ring's stream
-
-
-def _groups_with_options(sizes):
-    """Descriptions of the groups that a mesh makes, with what was asked for; and whether the mesh is the plain one."""
-    plain = build_mesh(**sizes)
-    made = []
-
-    def recorded(*args, pg_options=None, group_desc=None, **kwargs):
-        made.append((group_desc, pg_options is not None))
-        return dist.new_group(*args, pg_options=pg_options, group_desc=group_desc, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        # In place of NCCL's, which a torch without CUDA has not; gloo takes them and reads nothing.
-        patch.setattr(communicators, "high_priority", lambda backend: dist.ProcessGroupGloo._Options())
-        patch.setattr(device_mesh, "new_group", recorded)
-        mesh = build_mesh(**sizes)
-    for name in ("world", "fsdp", "dp", "cp", "ring", "ulysses"):
-        ours, theirs = (getattr(x, name).get_group() for x in (mesh, plain))
-        assert dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(theirs), name
-        assert (ours is dist.group.WORLD) == (theirs is dist.group.WORLD), name
-        assert timeout_of(ours) == timeout_of(theirs), name
-    return {desc for desc, given in made if given}, {desc for desc, given in made if not given}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "has_one"),
-    [
-        ({"cp": 2, "ring": 2}, True),
-        ({"cp": 4, "ring": 2}, True),
-        ({"cp": 4, "ring": 4}, False),  # the default group, which is as its caller made it
-        ({"cp": 4, "ring": 4, "own_groups": True}, True),
-        ({"cp": 4, "own_groups": True}, False),
-        ({"cp": 2}, False),
-        ({"cp": 1}, False),
-    ],
-    ids=str,
-)
-def test_a_ring_of_its_own_has_a_stream_of_high_priority_and_nothing_else(pools, sizes, has_one):
-    for prioritised, others in pools[4].run(_groups_with_options, sizes):
-        assert prioritised == ({"mesh_ring"} if has_one else set())
-        assert "mesh_ring" not in others or not has_one
-
-
 def test_only_nccl_has_such_a_stream(monkeypatch):
     assert [high_priority(backend) for backend in ("cpu:gloo,cuda:gloo", "cpu:gloo", "fake")] == [None] * 3
     options = SimpleNamespace(Options=lambda **given: given)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
     for backend in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
         assert high_priority(backend) == {"is_high_priority_stream": True}
-
-
-def _trace(setup, folder, own_groups):
-    with pytest.MonkeyPatch.context() as patch:
-        given = {"cp": setup.cp, "heads": setup.architecture["num_attention_heads"], "own_groups": own_groups}
-        patch.setattr(sharded_run, "_mesh", lambda *sizes: build_mesh(**given))
-        with CollectiveCounter() as sent:
-            trace = sharded_run.sharded_trace(setup, folder)
-    exchanges = {group for kind, group in sent.by_group if kind in ("all_to_all", "send")}
-    return trace, exchanges, {group for kind, group in sent.by_group if kind == "reduce_scatter"}
-
-
-@pytest.mark.slow
-def test_groups_of_their_own_change_no_digit(pools, checkpoints):
-    setup = Setup(cp=2, steps=2)
-    runs = [pools[2].run(_trace, setup, checkpoints, own)[0] for own in (False, True)]
-    assert [exchanges for _, exchanges, _ in runs] == [{"default_pg"}, {"mesh_ulysses"}]
-    assert all(reduced == {"default_pg"} for _, _, reduced in runs)
-    shared, apart = (trace for trace, _, _ in runs)
-    assert shared.losses == apart.losses and shared.norms == apart.norms
-    for before, after in zip(shared.gradients, apart.gradients, strict=True):
-        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    for role, weights in shared.weights.items():
-        assert all(torch.equal(weight, apart.weights[role][name]) for name, weight in weights.items())

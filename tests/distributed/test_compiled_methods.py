@@ -3,45 +3,26 @@
 import pytest
 import torch
 
-from distill.methods.dmd2 import Dmd2Settings
-from distill.methods.meanflow import MeanFlowSettings
-from distill.methods.rcm import RcmSettings
-from distill.methods.scm import ScmSettings
 from models.condition import text_condition
 from models.lora.settings import LoraSettings
 from tests.counted import Counted
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import Setup, make_config
+from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer
-from tests.oracles.tiny_wan import ARCHITECTURE, LATENT_SHAPE, TEXT_SHAPE, write_checkpoints
+from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
 
 slow, long = pytest.mark.slow, pytest.mark.long
-METHODS = {
-    "rcm": RcmSettings(
-        tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
-    ),
-    "scm": ScmSettings(tangent_warmup=3, guidance_scale=3.0),
-    "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=[1.0, 0.8, 0.5]),
-    "gan": Dmd2Settings(  # no derivative, but a forward that ends early and hooks on the blocks
-        fake_updates_per_student_update=1, guidance_scale=3.0, step_list=[1.0, 0.8, 0.5], gan_weight_student=0.3,
-        gan_r1_weight=0.2,
-    ),
-}  # fmt: skip
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective", "activation_offload": True}
-IMAGE_ARCHITECTURE = ARCHITECTURE | {"in_channels": 2 * LATENT_SHAPE[0] + 4, "image_dim": 14, "added_kv_proj_dim": 48}
-CONDITION = {
-    "text": (512, 10), "image_latents": LATENT_SHAPE, "image_mask": (4, *LATENT_SHAPE[1:]), "image_embeds": (5, 14),
-}  # fmt: skip
-WARM, EVALUATED, STEPS = 4, 8, 12
+WARM, EVALUATED, STEPS = 4, 5, 7
 
 
 def _compiled_trace(setup, folder, backend):
-    """What the steps of ``setup`` did, and how many graphs Dynamo had made behind each.
+    """Return the trace of ``setup``, and how many graphs Dynamo had made after each step.
 
-    Behind step ``EVALUATED`` the student is asked once for three samples without gradients, as for a report's clips.
+    After step ``EVALUATED`` the student is asked once for three samples without gradients, as for a report's clips.
     """
     made = []
     with Counted(backend) as counted:
@@ -64,9 +45,9 @@ def _compiled_trace(setup, folder, backend):
 
 
 def _run(pools, folder, backend="eager", **given):
-    """The ranks' graphs, behind every step; the numbers are compared with plain networks'."""
+    """Compare with plain networks; return the ranks' counts of graphs after every step."""
     changes = {"all": {"compile": True} | given.pop("changes", {})}
-    setup = Setup(**{"cp": 1, "steps": 4, "changes": changes} | given)
+    setup = Setup(**{"cp": 2, "steps": 4, "micro_batch_size": 2, "changes": changes} | given)
     ranks = pools[setup.world_size].run(_compiled_trace, setup, folder, backend)
     oracle = oracle_trace(setup, folder)
     for trace, _ in ranks:
@@ -77,49 +58,37 @@ def _run(pools, folder, backend="eager", **given):
 
 
 @slow
-@pytest.mark.parametrize("cp", [1, 2])
-def test_rcm(pools, checkpoints, cp):
+def test_rcm(pools, checkpoints):
     """Student, fake score and the frozen teacher are compiled; the derivative of the student runs uncompiled blocks.
 
-    A graph to train, one of one sample without gradients, one of two (guidance): all made in the first steps. Forwards
+    The first steps make all graphs: one to train, one without gradients, one for guidance (twice the samples). Forwards
     with tangents make none and invalidate none; an evaluation of three samples makes its own.
     """
-    for made in _run(pools, checkpoints, "aot_eager", cp=cp, steps=STEPS, method=METHODS["rcm"]):
+    for made in _run(
+        pools, checkpoints, "aot_eager", steps=STEPS, batch_size=2, micro_batch_size=1, method=METHODS["rcm"]
+    ):
         assert made[WARM - 1 : EVALUATED] == [3] * (EVALUATED - WARM + 1), made
         assert made[EVALUATED:] == [4] * (STEPS - EVALUATED), made
 
 
 @pytest.mark.parametrize(
-    ("name", "cp"),
-    [
-        pytest.param(name, cp, marks=slow if (name, cp) == ("meanflow", 2) else long)
-        for name in ("scm", "meanflow", "gan")
-        for cp in (1, 2)
-    ],
+    "name", [pytest.param("meanflow", marks=slow), *(pytest.param(n, marks=long) for n in ("scm", "dmd2, GAN"))]
 )
-def test_other_methods(pools, checkpoints, name, cp):
-    _run(pools, checkpoints, cp=cp, method=METHODS[name])
-
-
-@long
-def test_image_to_video(pools, tmp_path):
-    """Of which the recipe's model= compiles the blocks too: the images' keys and values are a second attention."""
-    write_checkpoints(tmp_path, IMAGE_ARCHITECTURE)
-    image = {"architecture": IMAGE_ARCHITECTURE, "condition_shapes": CONDITION}
-    _run(pools, tmp_path, cp=2, method=METHODS["rcm"], **image)
+def test_other_methods(pools, checkpoints, name):
+    """The GAN takes no derivative; it has a forward that ends early and hooks on the blocks."""
+    _run(pools, checkpoints, method=METHODS[name])
 
 
 @long
 @pytest.mark.parametrize("lora", [{}, LORA], ids=str)
 @pytest.mark.parametrize("changes", [FULL, SELECTIVE, {}], ids=str)
 def test_with_recomputation_and_adapters(pools, checkpoints, lora, changes):
-    """A network with adapters has a graph for each role, and derives the role's that asks."""
-    _run(pools, checkpoints, cp=2, method=METHODS["rcm"], lora=lora, changes=changes)
+    """A network with adapters has a graph for each role; the derivative is of the role that asks."""
+    _run(pools, checkpoints, method=METHODS["rcm"], lora=lora, changes=changes)
 
 
 @long
 def test_by_inductor(pools, checkpoints):
     """The default compiler, whose graphs lose tangents without a word."""
-    changes = {"activation_checkpointing": "full"}
-    for made in _run(pools, checkpoints, "inductor", cp=2, steps=EVALUATED, method=METHODS["rcm"], changes=changes):
-        assert made[WARM - 1 : EVALUATED] == [made[EVALUATED - 1]] * (EVALUATED - WARM + 1), made
+    for made in _run(pools, checkpoints, "inductor", steps=EVALUATED, method=METHODS["rcm"], changes=FULL):
+        assert made[WARM - 1 :] == [made[-1]] * (EVALUATED - WARM + 1), made

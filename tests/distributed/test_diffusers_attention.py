@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import CogVideoXTransformer3DModel, LTXVideoTransformer3DModel, QwenImageTransformer2DModel
-from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
@@ -83,9 +82,15 @@ def _parallel(name, tokens, text, cp, checkpointing, sequences):
     return out, grads
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("cp", "tokens", "text"), [(1, 11, 7), (2, 11, 7), (3, 11, 7), (3, 11, 12), (2, 8, 6)])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "cp", "tokens", "text", "checkpointing"),
+    [
+        ("ltx", 3, 11, 12, False),
+        ("qwen", 2, 11, 7, False),
+        pytest.param("ltx", 2, 11, 7, True, marks=pytest.mark.slow),
+        pytest.param("qwen", 3, 11, 7, True, marks=pytest.mark.slow),
+    ],
+)
 def test_outputs_and_gradients(pools, name, cp, tokens, text, checkpointing):
     """diffusers' own plan, unchanged; with 12 of text its share is the video's, 4 tokens of each."""
     sequences = SEQUENCES.get(name, ("hidden_states",) if text == 12 else None)
@@ -115,21 +120,21 @@ class Elsewhere(nn.Module):
 def _refusals():
     mesh = build_mesh(cp=2)
     network, inputs = _network_and_inputs("ltx", 11, 7)
-    with pytest.raises(ValueError, match="whole names 'refiner', which is no attention module of LTX"):
+    with pytest.raises(ValueError, match="refiner"):
         parallelize_attention(network, mesh=mesh, whole=["refiner"])
-    with pytest.raises(ValueError, match="Linear has no attention module with a processor"):
+    with pytest.raises(ValueError, match="Linear"):
         parallelize_attention(nn.Linear(1, 1), mesh=mesh)
     parallelize_attention(network, mesh=mesh)
-    with pytest.raises(ValueError, match="'transformer_blocks.0.attn1' is called before the plan has split any"):
+    with pytest.raises(ValueError, match="transformer_blocks.0.attn1"):  # before the plan has split any tokens
         network(**inputs)
     network.transformer_blocks[0].attn1.processor = Processor()
     parallelize_context(network, mesh=mesh, plan=network._cp_plan)
-    with pytest.raises(ValueError, match="'transformer_blocks.0.attn1' .Processor. did not use diffusers' dispatch"):
+    with pytest.raises(ValueError, match="Processor"):
         network(**inputs)
     network, inputs = _network_and_inputs("qwen", 11, 7)
     parallelize_attention(network, mesh=mesh)
     parallelize_context(network, mesh=mesh, plan=network._cp_plan)
-    with pytest.raises(ValueError, match="'transformer_blocks.0.attn' has 10 tokens .*give sequences of parallelize_a"):
+    with pytest.raises(ValueError, match="sequences"):
         network(**inputs)
     network, inputs = _network_and_inputs("qwen", 8, 6)
     parallelize_attention(network, mesh=mesh)
@@ -137,13 +142,13 @@ def _refusals():
             "transformer_blocks.*": {"modulate_index": SplitTokens(1)}}  # fmt: skip
     parallelize_context(network, mesh=mesh, plan=plan)
     network.pos_embed.register_forward_hook(lambda _m, _a, out: (out[0].chunk(2)[mesh.cp_rank], out[1]))
-    with pytest.raises(ValueError, match="is joint with encoder_hidden_states, which the plan does not split"):
+    with pytest.raises(ValueError, match="encoder_hidden_states"):
         network(**inputs)
     network = CogVideoXTransformer3DModel(  # its processors call torch's attention themselves
         num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=1, text_embed_dim=8,
         time_embed_dim=8, sample_width=4, sample_height=4, sample_frames=1,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="does not use diffusers' dispatch_attention_fn"):
+    with pytest.raises(ValueError, match="CogVideoX"):
         parallelize_attention(network, mesh=mesh)
     return True
 
@@ -187,14 +192,14 @@ def _settings():
 
     biased, per_query, per_head = _random(1, 1, 1, 4), torch.ones(2, 1, 4, 4).bool(), torch.ones(1, 3, 1, 4).bool()
     per_head[0, 1, 0, 0] = False
-    for settings, message in (
-        ({"dropout_p": 0.1}, "'block' has dropout_p=0.1, which split tokens cannot"),
-        ({"is_causal": True}, "'block' has is_causal=True"),
-        ({"attn_mask": biased}, "'block' adds a bias to its logits, which is not a mask"),
-        ({"attn_mask": per_query}, r"'block' has a mask \(2, 1, 4, 4\), which is not one of keys"),
-        ({"attn_mask": per_head}, "'block' has another mask for each head"),
+    for settings in (
+        {"dropout_p": 0.1},
+        {"is_causal": True},
+        {"attn_mask": biased},
+        {"attn_mask": per_query},
+        {"attn_mask": per_head},
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="block"):
             run(**settings)
     return run(scale=0.3).shape == x.shape
 
@@ -218,23 +223,8 @@ def test_attention_over_tokens_that_all_ranks_hold_is_left_alone():
     assert check_parallel(_refined(), plan, (_random(2, 7, 6),), prepare=_leave_refiner, cp=(3,))[3] < 1e-12
 
 
-def _same_share():
-    mesh = build_mesh(cp=3, heads=3)
-    network, inputs = _network_and_inputs("ltx", 11, 12)
-    parallelize_attention(network, mesh=mesh)
-    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
-    with pytest.raises(ValueError, match=r"'transformer_blocks.0.attn1' has 4 tokens .* give sequences"):
-        network(**inputs)
-    return True
-
-
-def test_shares_of_one_size(pools):
-    assert all(pools[3].run(_same_share))
-
-
 def test_the_function_is_the_one_of_diffusers_0_42():
-    found = attention_dispatch.dispatch_attention_fn
-    names = tuple(inspect.signature(found).parameters)
+    names = tuple(inspect.signature(dispatch_attention_fn).parameters)
     assert names == KNOWN, f"diffusers {diffusers.__version__} changed dispatch_attention_fn: {names}"
 
 
@@ -251,9 +241,3 @@ def test_a_network_elsewhere_is_left_alone():
     parallelize_attention(ours, mesh=mesh)
     after, _ = _step(other, inputs)
     assert torch.equal(before, after)
-
-
-def test_check_parallel_of_ltx():
-    network, inputs = _network_and_inputs("ltx", 11, 7)
-    worst = check_parallel(network, network._cp_plan, inputs, prepare=parallelize_attention, cp=(3,))
-    assert worst[3] < 1e-10

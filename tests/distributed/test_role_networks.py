@@ -33,7 +33,7 @@ def _inputs():
 
 
 def _experts(dp_shard, cp):
-    """Velocities and gradients in each range of times, against those of the expert as a role of its own."""
+    """Compare velocities and gradients in each range of times with those of the expert as a role of its own."""
     mesh = build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
     single = [_alone(mesh, seed) for seed in range(3)]
     networks = tuple(_alone(mesh, seed).networks[0] for seed in range(3))
@@ -60,27 +60,20 @@ def _experts(dp_shard, cp):
         role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition, at=0.9).sum().backward()
         assert x.grad.abs().sum() > 0 and all(p.grad is None for p in role.parameters())
     assert all(p.requires_grad for p in role.parameters())
-    messages = []
     for times in ([0.9, 0.7], [0.8, 0.2], [0.41, 0.3999]):
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError, match="at="):
             role.velocity(x, torch.tensor(times, dtype=torch.float64), condition, at=times[0])
-        messages.append(str(refused.value))
-    with pytest.raises(ValueError, match="which of its 3 networks is wanted must be said by at="):
+    with pytest.raises(ValueError, match="at="):
         role.velocity(x, torch.full((2,), 0.9, dtype=torch.float64), condition)
-    return messages
 
 
-@pytest.mark.parametrize(
-    ("dp_shard", "cp"), [*(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (1, 2))), (2, 2)]
-)
+@pytest.mark.parametrize(("dp_shard", "cp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_each_expert_serves_its_times_and_trains_alone(pools, dp_shard, cp):
-    for messages in pools[dp_shard * cp].run(_experts, dp_shard, cp):
-        assert messages[0].startswith("student: a time of 0.7 where at=0.9 asks for the network of another range")
-        assert len(messages) == 3
+    pools[dp_shard * cp].run(_experts, dp_shard, cp)
 
 
 def _shared():
-    """One network as teacher and as student: what the student trains, the teacher sees, and it is there once."""
+    """Train one network as the student: the teacher, which shares it, must change too."""
     mesh = build_mesh(dp_shard=1, cp=2, heads=4)
     (network,) = _alone(mesh, 0).networks
     teacher = Role(name="teacher", networks=(network,), trainable=False)
@@ -113,16 +106,16 @@ def test_ranges_that_leave_a_gap_or_have_no_network_are_refused():
         config, module = {}, torch.nn.Identity()
 
     for count, boundaries in ((1, (0.5,)), (2, ()), (2, (0.0,)), (2, (1.0,)), (3, (0.3, 0.6)), (3, (0.5, 0.5))):
-        with pytest.raises(ValueError, match="give one boundary fewer than networks, falling"):
+        with pytest.raises(ValueError, match="boundar"):
             Role(name="teacher", networks=(Built(),) * count, boundaries=boundaries, trainable=False)
     other = Built()
     other.config = {"num_layers": 1}
-    with pytest.raises(ValueError, match="not of one configuration"):
+    with pytest.raises(ValueError):
         Role(name="teacher", networks=(Built(), other), boundaries=(0.5,), trainable=False)
 
 
 def _frames(cp):
-    """Velocities at a time for each latent frame, and the frame that is given."""
+    """Return velocities at a time for each latent frame, with a first frame given."""
     torch.manual_seed(0)
     family, (batch, channels, frames, size) = OutsideFamily(), (2, 4, 3, 6)
     module = family.build({"first_frame": True}, "x").double()
@@ -137,21 +130,21 @@ def _frames(cp):
     assert torch.equal(by_sample, role.velocity(x, t[:, None].expand(-1, frames), condition))
     held = (x - t.view(-1, 1, 1, 1, 1) * by_sample)[:, :, :1]
     assert (held - condition.tensors["first_frame"]).abs().max() < 1e-14
-    with pytest.raises(ValueError, match=r"times of shape \(2, 4\) for 2 samples; give one a sample"):
+    with pytest.raises(ValueError):
         role.velocity(x, torch.rand(2, 4).double(), condition)
     return role.velocity(x, torch.linspace(0.1, 0.95, 6).double().view(2, 3), condition).detach()
 
 
 def test_a_time_for_each_frame_and_a_frame_that_is_given(pools):
     (truth,) = pools[1].run(_frames, 1)
-    for size in (2, 4):
+    for size in (2, 3):
         for velocity in pools[size].run(_frames, size):
             assert (velocity - truth).norm() < 1e-13 * truth.norm()
 
 
 def _raw_frame_times():
     role, (x, condition) = _alone(build_mesh(dp_shard=1, cp=2, heads=4), 0), _inputs()
-    with pytest.raises(ValueError, match=r"times of shape \(2, 3\) for 2 samples"):
+    with pytest.raises(ValueError):
         role.velocity(x, torch.rand(2, x.shape[2], dtype=torch.float64), condition)
 
 

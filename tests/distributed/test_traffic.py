@@ -16,59 +16,48 @@ N = 5 * WORLD  # elements of 4 bytes
 
 
 def _every_kind():
+    """Count the calls and bytes of each kind of collective: ``[(name, counted, expected)]``."""
     x, out = torch.randn(N), torch.empty(N * WORLD)
-    rank, found = dist.get_rank(), {}
+    rank, size, around = dist.get_rank(), 4 * N, 4 * N * (WORLD - 1) // WORLD
     pieces = list(torch.empty(WORLD, N))
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    calls = {
-        "all_gather": lambda: all_gather_single(out, x, dist.group.WORLD),
-        "all_gather, list": lambda: dist.all_gather(pieces, x),
-        "reduce_scatter": lambda: scatter(x[: N // WORLD].clone(), x),
-        "all_reduce": lambda: dist.all_reduce(x.clone()),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(x), x),
-        "broadcast": lambda: dist.broadcast(x.clone(), src=1),
-        "reduce": lambda: dist.reduce(x.clone(), dst=1),
-        "gather": lambda: dist.gather(x, pieces if rank == 0 else None, dst=0),
-        "scatter": lambda: dist.scatter(x.clone(), list(torch.empty(WORLD, N)) if rank == 0 else None, src=0),
-        "send": lambda: [
+
+    def pass_on():
+        there = dist.P2POp(dist.isend, x, (rank + 1) % WORLD)
+        here = dist.P2POp(dist.irecv, torch.empty_like(x), (rank - 1) % WORLD)
+        for work in dist.batch_isend_irecv([there, here]):
             work.wait()
-            for work in dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, x, (rank + 1) % WORLD),
-                    dist.P2POp(dist.irecv, torch.empty_like(x), (rank - 1) % WORLD),
-                ]
-            )
-        ],
-        "barrier": dist.barrier,
-        "all_reduce, functional": lambda: funcol.all_reduce(x, "sum", dist.group.WORLD).clone(),
-        "all_gather, half precision": lambda: all_gather_single(out.bfloat16(), x.bfloat16(), dist.group.WORLD),
-    }
-    for name, call in calls.items():
+
+    calls = [
+        ("all_gather", size * (WORLD - 1), lambda: all_gather_single(out, x, dist.group.WORLD)),
+        ("all_gather", size * (WORLD - 1), lambda: dist.all_gather(pieces, x)),
+        ("all_gather", size // 2 * (WORLD - 1),
+         lambda: all_gather_single(out.bfloat16(), x.bfloat16(), dist.group.WORLD)),
+        ("reduce_scatter", around, lambda: scatter(x[: N // WORLD].clone(), x)),
+        ("all_reduce", 2 * around, lambda: dist.all_reduce(x.clone())),
+        ("all_reduce", 2 * around, lambda: funcol.all_reduce(x, "sum", dist.group.WORLD).clone()),
+        ("all_to_all", around, lambda: dist.all_to_all_single(torch.empty_like(x), x)),
+        ("broadcast", around, lambda: dist.broadcast(x.clone(), src=1)),
+        ("reduce", around, lambda: dist.reduce(x.clone(), dst=1)),
+        ("gather", around, lambda: dist.gather(x, pieces if rank == 0 else None, dst=0)),
+        ("scatter", around, lambda: dist.scatter(x.clone(), list(torch.empty(WORLD, N)) if rank == 0 else None, src=0)),
+        ("send", size, pass_on),
+        ("barrier", 0, dist.barrier),
+    ]  # fmt: skip
+    found = []
+    for name, expected, call in calls:
         with CollectiveCounter() as counter:
             call()
-        found[name] = dict(counter.calls), {kind: size for kind, size in counter.bytes.items() if size}
+        kinds = {name: 1} | ({"recv": 1} if name == "send" else {})
+        sizes = {kind: size for kind, size in counter.bytes.items() if size}
+        found.append((name, (dict(counter.calls), sizes), (kinds, {name: expected} if expected else {})))
     return found
 
 
 def test_every_kind(pools):
-    size, around = 4 * N, 4 * N * (WORLD - 1) // WORLD
-    expected = {
-        "all_gather": ({"all_gather": 1}, {"all_gather": size * (WORLD - 1)}),
-        "all_gather, list": ({"all_gather": 1}, {"all_gather": size * (WORLD - 1)}),
-        "reduce_scatter": ({"reduce_scatter": 1}, {"reduce_scatter": around}),
-        "all_reduce": ({"all_reduce": 1}, {"all_reduce": 2 * around}),
-        "all_to_all": ({"all_to_all": 1}, {"all_to_all": around}),
-        "broadcast": ({"broadcast": 1}, {"broadcast": around}),
-        "reduce": ({"reduce": 1}, {"reduce": around}),
-        "gather": ({"gather": 1}, {"gather": around}),
-        "scatter": ({"scatter": 1}, {"scatter": around}),
-        "send": ({"send": 1, "recv": 1}, {"send": size}),
-        "barrier": ({"barrier": 1}, {}),
-        "all_reduce, functional": ({"all_reduce": 1}, {"all_reduce": 2 * around}),
-        "all_gather, half precision": ({"all_gather": 1}, {"all_gather": size // 2 * (WORLD - 1)}),
-    }
     for found in pools[WORLD].run(_every_kind):
-        assert found == expected
+        for name, counted, expected in found:
+            assert counted == expected, name
 
 
 def _inside():
@@ -89,6 +78,10 @@ def _inside():
         with CollectiveCounter() as inner:
             dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
+    lone = [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
+    with CollectiveCounter() as alone:
+        dist.all_reduce(torch.ones(3), group=lone)
+    assert sum(alone.alone.values()) == 1
     return [dict(c.calls) for c in (gathered, moved, forward, backward, inner, twice)], forward.total_bytes
 
 

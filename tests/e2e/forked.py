@@ -1,13 +1,14 @@
-"""``train.py`` on ranks that are forked from a process which has imported torch and the trainer already.
+"""Commands on ranks that are forked from a process which has imported torch and the trainer already.
 
-What torchrun's workers see of it is in their environment; torchrun itself is not there. A start takes a few hundredths
+The ranks find torchrun's variables in their environment; torchrun itself is not there. A start takes a few hundredths
 of a second, where an interpreter's takes six of a core's.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import resource
+import runpy
 import socket
 import subprocess
 import sys
@@ -20,69 +21,100 @@ from pathlib import Path
 from fsdp_cp import local_ranks
 
 
-def run_forked(
-    ranks: int, module: str, words: list[str], *, cwd: Path, environment: dict[str, str], timeout: float
-) -> subprocess.CompletedProcess[str]:
-    """``module.main(words)`` on each rank, to the end; when one fails the others are killed, as by torchrun.
+class Forked:
+    """``python -m module words`` on each rank.
 
     Args:
-        ranks: as of ``torchrun --nproc-per-node``; 0 is plain ``python``.
-        module: of a command, importable.
-        words: of its command line.
-        cwd: where it is typed.
-        environment: all of it; torchrun's own variables are added.
-        timeout: seconds for all ranks.
-
-    Returns:
-        The output of the ranks, one after the other, and the exit code of the first that failed, or 0.
-
-    Raises:
-        TimeoutError: with the output so far.
+        ranks: as in ``torchrun --nproc-per-node``; 0 is plain ``python``.
+        module: an importable module of a command.
+        words: the command's arguments.
+        cwd: the working directory.
+        environment: all environment variables but torchrun's own.
+        file_bytes: the largest file that the command may write, in bytes; it stands for a full disk.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(local_ranks.PRELOAD))
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port.bind(("127.0.0.1", 0))
-        processes = []
-        for rank in range(max(ranks, 1)):
-            given = dict(environment)
-            if ranks:
-                given |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port.getsockname()[1]),
-                }  # fmt: skip
-            process = context.Process(target=_rank, args=(module, words, str(cwd), given, f"{folder}/{rank}"))
-            process.start()
-            processes.append(process)
-        failed, late = _wait(processes, time.monotonic() + timeout)
-        printed = [
-            "".join(Path(f"{folder}/{rank}.{end}").read_text(errors="replace") for rank in range(len(processes)))
-            for end in ("out", "err")
-        ]
-    if late:
-        raise TimeoutError(f"{module} {' '.join(words)} takes longer than {timeout:.0f} s:\n{''.join(printed)}")
-    return subprocess.CompletedProcess([module, *words], failed, *printed)
+
+    def __init__(
+        self,
+        ranks: int,
+        module: str,
+        words: list[str],
+        *,
+        cwd: Path,
+        environment: dict[str, str],
+        file_bytes: int | None = None,
+    ) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(local_ranks.PRELOAD))
+        self.words = [module, *words]
+        self._folder = tempfile.TemporaryDirectory()
+        self.processes = []
+        with socket.socket() as port:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+            for rank in range(max(ranks, 1)):
+                variables = dict(environment)
+                if ranks:
+                    variables |= {
+                        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port.getsockname()[1]),
+                    }  # fmt: skip
+                arguments = (module, words, str(cwd), variables, f"{self._folder.name}/{rank}", file_bytes)
+                self.processes.append(context.Process(target=_rank, args=arguments))
+                self.processes[-1].start()
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank."""
+        for process in self.processes:
+            os.kill(process.pid, number)
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()  # a stopped one too
+            process.join()
+
+    def lives(self) -> bool:
+        """Assert that every rank runs; on failure the output is in the assertion."""
+        assert all(process.is_alive() for process in self.processes), self.output("out") + self.output("err")
+        return True
+
+    def output(self, end: str) -> str:
+        """Return what all ranks wrote to ``out`` or ``err``."""
+        files = (Path(f"{self._folder.name}/{rank}.{end}") for rank in range(len(self.processes)))
+        return "".join(file.read_text(errors="replace") for file in files if file.exists())
+
+    def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+        """Wait for the ranks; when one fails, kill the others, as torchrun does.
+
+        Returns:
+            The output of the ranks, one after the other, and the exit code of the first that failed, or 0.
+        """
+        left = {process.sentinel: process for process in self.processes}
+        code, deadline = 0, time.monotonic() + timeout
+        while left and not code:
+            ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+            codes = [left.pop(sentinel).exitcode for sentinel in ready]
+            code = next((each for each in codes if each), 0)
+            if not ready:
+                break
+        for process in left.values():
+            process.kill()
+        for process in self.processes:
+            process.join()
+        done = subprocess.CompletedProcess(self.words, code, self.output("out"), self.output("err"))
+        self._folder.cleanup()
+        if left and not code:
+            raise TimeoutError(f"{' '.join(self.words)} takes longer than {timeout} s:\n{done.stdout}{done.stderr}")
+        return done
 
 
-def _wait(processes: list, deadline: float) -> tuple[int, bool]:
-    """Exit code of the first that failed, or 0; and whether the deadline passed."""
-    left = {process.sentinel: process for process in processes}
-    while left:
-        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
-        codes = [left.pop(sentinel).exitcode for sentinel in ready]
-        if not ready or any(codes):
-            for process in left.values():
-                process.kill()
-            for process in processes:
-                process.join()
-            return next((code for code in codes if code), 0), not ready
-    return 0, False
-
-
-def _rank(module: str, words: list[str], cwd: str, environment: dict[str, str], output: str) -> None:
-    """The life of a rank."""
+def _rank(
+    module: str, words: list[str], cwd: str, environment: dict[str, str], output: str, file_bytes: int | None
+) -> None:
+    """Run the command in a forked process."""
     for number, end in ((1, "out"), (2, "err")):
         file = os.open(f"{output}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
@@ -91,8 +123,7 @@ def _rank(module: str, words: list[str], cwd: str, environment: dict[str, str], 
     os.environ.update(environment)
     os.chdir(cwd)
     sys.path[:0] = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     sys.argv = [f"{module}.py", *words]
-    main = importlib.import_module(module).main
-    from fsdp_cp.launch import end_process
-
-    end_process(main(words))
+    runpy.run_module(module, run_name="__main__")

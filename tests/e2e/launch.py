@@ -1,4 +1,4 @@
-"""Start ``train.py`` as a user would."""
+"""Start ``train.py`` and the other commands as a user would."""
 
 import json
 import os
@@ -6,69 +6,92 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from fsdp_cp.launch import outside_of_torchrun
-from tests.e2e.forked import run_forked
+from tests.e2e.forked import Forked
 
 ROOT = Path(__file__).parents[2]
-
-
-def command(ranks: int, *overrides: str) -> list[str]:
-    """``torchrun --nproc-per-node ranks train.py overrides``; plain ``python`` for ``ranks=0``."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *torchrun, "train.py", "device=cpu", *overrides]
+QUICK = (
+    "experiment=quickstart", "batch_size=2", "sample.at_end=false", "checkpoint.every=1", "log.every=1",
+    "method.fake_updates_per_student_update=1", "optim.student.schedule=constant", "optim.fake.schedule=constant",
+)  # fmt: skip
+"""Settings of a run whose steps take a fraction of a second, and do not depend on their number."""
+T = TypeVar("T")
 
 
 def environment() -> dict[str, str]:
-    """This process's, without a torchrun's around it."""
+    """Return this process's environment, without the variables of a torchrun around it."""
     return outside_of_torchrun() | {"OMP_NUM_THREADS": "1"}
 
 
+def forked(ranks: int, module: str, *words: str, file_bytes: int | None = None, cwd: Path = ROOT) -> Forked:
+    """Start a command on forked ranks; see :class:`Forked`."""
+    return Forked(ranks, module, list(words), cwd=cwd, environment=environment(), file_bytes=file_bytes)
+
+
 def train(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """A run to its end, on ranks that no torchrun starts; on failure the output is in the assertion."""
-    words = ["device=cpu", *overrides]
-    done = run_forked(ranks, "train", words, cwd=ROOT, environment=environment(), timeout=timeout)
+    """Run ``train.py`` to its end on forked ranks; on failure the output is in the assertion."""
+    done = forked(ranks, "train", "device=cpu", *overrides).wait(timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
+def torchrun_command(ranks: int, *overrides: str, options: tuple[str, ...] = ("--standalone",)) -> list[str]:
+    """Return the words of ``torchrun --nproc-per-node ranks train.py overrides``; plain ``python`` for ``ranks=0``."""
+    torchrun = ["-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks)] if ranks else []
+    return [sys.executable, *torchrun, "train.py", "device=cpu", *overrides]
+
+
 def run_command(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """The command line itself, under torchrun, or plain ``python`` for ``ranks=0``, whatever it ends with."""
-    return subprocess.run(
-        command(ranks, *overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+    """Run ``train.py`` under torchrun, or in an interpreter of its own for ``ranks=0``, whatever it ends with."""
+    words = torchrun_command(ranks, *overrides)
+    return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
 def losses(run_dir: Path) -> list[dict[str, float]]:
-    """``step`` and the losses and gradient norms of every line of ``metrics.jsonl``."""
+    """Return ``step``, losses and gradient norms of every line of ``metrics.jsonl``."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k == "step" or k.endswith(("/loss", "/grad_norm"))} for r in records]
 
 
-def kill_all(marker: str) -> None:
-    """SIGKILL every process with ``marker`` in its command line: torchrun's workers do not die with it.
+def wait_for(condition: Callable[[], T], lives: Callable[[], bool] = lambda: True, seconds: float = 300) -> T:
+    """Return the value of ``condition`` as soon as it is true, while ``lives``."""
+    limit = time.monotonic() + seconds
+    while not (found := condition()):
+        assert lives() and time.monotonic() < limit
+        time.sleep(0.02)
+    return found
 
-    Returns when they are dead, or the locks that they held could still be theirs.
-    """
-    killed = []
+
+def processes(marker: str) -> list[int]:
+    """Return the ids of other processes, zombies left out, that have ``marker`` in their command line."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().decode(errors="replace")
-            if marker in words and int(entry.name) != os.getpid():
-                os.kill(int(entry.name), signal.SIGKILL)
-                killed.append(entry)
-        except OSError:  # it has ended by itself
+            if marker in words and int(entry.name) != os.getpid() and is_alive(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:  # it has ended
             continue
-    deadline = time.monotonic() + 60
-    while any(_alive(entry) for entry in killed):
-        assert time.monotonic() < deadline, "a killed process is still there"
-        time.sleep(0.02)
+    return sorted(found)
 
 
-def _alive(process: Path) -> bool:
-    """Is the process of this folder of ``/proc`` there, and no zombie, which holds nothing more?"""
+def is_alive(process: int) -> bool:
+    """Return whether a process exists and is no zombie."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def kill_all(marker: str) -> None:
+    """Kill every process with ``marker`` in its command line, since torchrun's workers outlive it. Wait for the end."""
+    for process in processes(marker):
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    wait_for(lambda: not processes(marker), seconds=60)

@@ -1,12 +1,8 @@
-"""The programs that kill and cut off: they see what they should, and nothing is lost."""
+"""The program that kills runs: it sees a loss, and finds none."""
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -14,13 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from benchmarks import chaos, faults, two_hosts
+from benchmarks import chaos
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is wanted
 
 
 def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):
-    """What a run of three steps leaves, as far as runs are compared."""
+    """Write what a run of three steps leaves, as far as runs are compared."""
     checkpoint = folder / "checkpoints" / "step_00000003"
     checkpoint.mkdir(parents=True)
     dcp.save({"student.weights.a": torch.tensor([bits, 1.0])}, checkpoint_id=str(checkpoint), no_dist=True)
@@ -36,48 +32,36 @@ def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):
 def test_a_run_that_came_out_otherwise_is_seen(tmp_path):
     truth = finished(tmp_path / "truth")
     same = finished(tmp_path / "same")
-    assert faults.differences(same, truth) == []
-    (found,) = faults.differences(finished(tmp_path / "sign", bits=-0.0), truth)
-    assert found == "the newest checkpoint: 1 of 1 tensors differ, student.weights.a the first", "0 is not -0"
-    (found,) = faults.differences(finished(tmp_path / "export", export=1e-30), truth)
-    assert found.startswith("export/student/diffusion_pytorch_model.safetensors: 1 of 1")
-    assert "losses differ" in faults.differences(finished(tmp_path / "losses", losses=(1.0, 2.0, 3.5)), truth)[0]
-    found = faults.differences(finished(tmp_path / "twice", losses=(1.0, 2.0, 3.0, 3.0)), truth)
-    assert "metrics.jsonl: not every step once" in found
+    assert chaos.differences(same, truth) == []
+    for name, change in (
+        ("sign", {"bits": -0.0}),
+        ("export", {"export": 1e-30}),
+        ("losses", {"losses": (1.0, 2.0, 3.5)}),
+        ("twice", {"losses": (1.0, 2.0, 3.0, 3.0)}),
+    ):
+        assert chaos.differences(finished(tmp_path / name, **change), truth), name
     shutil.rmtree(same / "export")
     (same / "checkpoints" / "step_00000003").rename(same / "checkpoints" / "step_00000002")
-    assert faults.differences(same, truth) == ["the newest checkpoint is of step 2, not 3"]
+    assert chaos.differences(same, truth)
 
 
 def test_what_is_left_behind_is_seen(tmp_path):
     run = finished(tmp_path / "run")
-    assert faults.leftovers(run) == []
+    assert chaos.leftovers(run) == []
     names = ("checkpoints/step_00000003.tmp", "checkpoints/step_00000001", "export/.student.unfinished_x")
     for name in names:
         (run / name).mkdir()
-    assert sorted(faults.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
-
-
-def test_an_ended_process_is_not_killed():
-    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    assert faults.lives(child.pid)
-    child.stdin.close()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit code
-    os.kill(child.pid, signal.SIGKILL)  # no error, as if it had met something
-    assert not faults.lives(child.pid)
-    child.wait()
-    assert not faults.lives(child.pid)
+    assert sorted(chaos.leftovers(run)) == sorted(names), "a step's folder without its state is one half deleted"
 
 
 def test_kills_are_judged(tmp_path):
     about = {"number": 1, "run": 1, "rank": 0, "aim": "any moment", "seconds": 1.0, "phase": "training"}
     kept = chaos.Kill(**about, step=8, newest=6, kept=6)
-    assert "never went on" in kept.line()
     kept.judge(6)
-    assert kept.line().endswith("| 8 | 6 | 6 | ok |")
+    assert not kept.faults
     later = chaos.Kill(**about, step=9, newest=6, kept=9)
     later.judge(9)
-    assert not later.faults and "| 6, then 9 |" in later.line(), "published by a rank that lived on"
+    assert not later.faults, "published by a rank that lived on"
     for step, newest, kept, start in ((8, 6, 6, 3), (8, 6, 3, 3), (8, 6, 6, 0), (13, 6, 6, 6)):
         bad = chaos.Kill(**about, step=step, newest=newest, kept=kept)
         bad.judge(start)
@@ -93,38 +77,11 @@ def test_every_kind_of_kill_has_its_turn():
     assert chaos.choose(left, chaos.STEPS, False, chance) is None, "no checkpoint is written any more"
 
 
-@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_kills_lose_nothing(tmp_path, capsys, kills):
-    code = chaos.main(["--runs", str(kills), "--out", str(tmp_path / "chaos")])
+def test_kills_lose_nothing(tmp_path, capsys):
+    assert chaos.main(["--runs", "8", "--out", str(tmp_path / "chaos")]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
-    assert code == 0, printed
-    assert f"{kills} kills over" in printed and "nothing was lost" in printed and printed.count("| ok |") == kills
-    assert (tmp_path / "chaos" / "chaos.md").read_text() == printed
-    with pytest.raises(chaos.UserError, match="is not empty"):
+    assert printed.count("| ok |") == 8 and (tmp_path / "chaos" / "chaos.md").read_text() == printed
+    with pytest.raises(chaos.UserError):
         chaos.main(["--out", str(tmp_path / "chaos")])
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip")
-def test_two_hosts_are_cut_off_and_joined():
-    try:
-        hosts = two_hosts.Hosts().__enter__()
-    except two_hosts.UserError as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    try:
-        # Nobody listens there: a host that is reached refuses at once.
-        asks = f"import socket; s = socket.socket(); s.settimeout(1); s.connect(('{two_hosts.ADDRESSES[1]}', 9))"
-        for state, answer in (
-            ("up", "ConnectionRefusedError"),
-            ("down", "TimeoutError"),
-            ("up", "ConnectionRefusedError"),
-        ):
-            hosts.cable(state)
-            command = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-S", "-c", asks]
-            # A host that was away is looked for again first, which takes a few seconds on a busy machine.
-            tries = [subprocess.run(command, capture_output=True, text=True).stderr]
-            while answer not in tries[-1] and state == "up" and len(tries) < 20:
-                tries.append(subprocess.run(command, capture_output=True, text=True).stderr)
-            assert answer in tries[-1], (state, tries)
-    finally:
-        hosts.__exit__()

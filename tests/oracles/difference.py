@@ -1,4 +1,4 @@
-"""How far two runs are from each other."""
+"""Differences between two runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Difference:
     loss: float
     norm: float
     gradient: float
-    """Over tensors: norm of the difference to norm of the truth (at least 1e-6 of the whole gradient's norm)."""
+    """Maximum over tensors: norm of the difference to norm of the truth (at least 1e-6 of the whole gradient's)."""
     weight: float
     worst: str
     """The tensor with the largest gradient difference."""
@@ -29,12 +29,12 @@ class Difference:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The maximum; NaN if there is one, which ``max`` may drop."""
+    """Return the maximum, or NaN if there is one, which ``max`` may drop."""
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def compare(trace: Trace, oracle: Trace) -> Difference:
-    """How far ``trace`` is from ``oracle``. Raises if a gradient is missing or a role differs."""
+    """Return how far ``trace`` is from ``oracle``. Raise if a gradient is missing or a role differs."""
     assert trace.roles == oracle.roles, (trace.roles, oracle.roles)
     worst, gradient = "", 0.0
     for step, (ours, truth) in enumerate(zip(trace.gradients, oracle.gradients, strict=True)):

@@ -15,6 +15,7 @@ from diffusers import HunyuanVideo15Transformer3DModel, LTXVideoTransformer3DMod
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
+from distill.config import EmaSettings
 from distill.data.order import clip_at
 from distill.methods import METHODS, Batch, build_method
 from fsdp_cp.rng import StepRandom
@@ -30,14 +31,14 @@ from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random
 from tests.oracles.written_out import WrittenOut
 
 _ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
-"""All that an addition asks of a mesh whose tokens are not split."""
+"""Mesh of one rank, as far as additions ask."""
 
 
 _CALLED_AS = {
     "ltx": lambda *arguments: (tiny_ltx.velocity(*arguments),),  # looked up late: a test puts another in its place
     "hunyuan15": tiny_hunyuan.outputs,
 }
-"""Families other than Wan: their pipelines' calls."""
+"""Calls of the pipelines of families other than Wan."""
 _CLASSES = {
     "wan": WanTransformer3DModel,
     "ltx": LTXVideoTransformer3DModel,
@@ -45,16 +46,16 @@ _CLASSES = {
 }
 _ADAPTED = {
     "wan": r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2))",
-    # All linear layers of a block, but what makes the texts' tokens behind the last one's attention.
+    # All linear layers of a block, except those that make text tokens after the last block's attention.
     "hunyuan15": r"transformer_blocks\.(\d+\.(norm1(_context)?\.linear|attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj)"
     r"|ff\.net\.(0\.proj|2))|[01]\.(attn\.to_add_out|ff_context\.net\.(0\.proj|2)))",
 }
-"""Patterns of the layers that get adapters; of HunyuanVideo with three blocks."""
+"""Patterns of the layers that get adapters; HunyuanVideo's are for three blocks."""
 _PROCESSORS = {"wan": WrittenOut, "ltx": tiny_ltx.WrittenOutLtx, "hunyuan15": tiny_hunyuan.WrittenOutHunyuan}
 
 
 class _PlainRole(Role):
-    """A diffusers network called directly."""
+    """Role that calls its diffusers network directly."""
 
     def _outputs(
         self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
@@ -68,7 +69,7 @@ class _PlainRole(Role):
 
 
 def _from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor, text: Tensor) -> tuple[Tensor, ...]:
-    """As WanImageToVideoPipeline with ``expand_timesteps`` calls its network; in frame 0 the way to the given one."""
+    """Call it as WanImageToVideoPipeline with ``expand_timesteps`` does; in frame 0 the way to the given frame."""
     mask = torch.ones_like(x[:, :1])
     mask[:, :, 0] = 0
     times = (mask[:, 0, :, ::2, ::2] * 1000 * t.view(-1, 1, 1, 1)).flatten(1)
@@ -78,7 +79,7 @@ def _from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor,
 
 
 def _plain_inputs(x: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What diffusers' pipelines call a Wan with, beside the time: its channels are latents, mask, image."""
+    """Return the arguments of diffusers' Wan pipelines, except the time: the channels are latents, mask, image."""
     channels = [x, *(given[name] for name in ("image_mask", "image_latents") if name in given)]
     inputs = {"hidden_states": torch.cat(channels, dim=1), "encoder_hidden_states": given["text"]}
     if "image_embeds" in given:
@@ -87,7 +88,7 @@ def _plain_inputs(x: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def oracle_trace(setup: Setup, folder: Path) -> Trace:
-    """The same steps with plain networks, one process, the whole batch at once."""
+    """Run the steps of ``setup`` with plain networks, in one process, on the whole batch at once."""
     data = random_clips(setup)
     config = make_config(setup, folder)
     kind, roles, family = METHODS[config.method.name][0], {}, FAMILIES[setup.family]
@@ -123,7 +124,9 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         )
         for name in kind.trained_roles
     }
-    trace = Trace()
+    trace, averages, updates = Trace(), {}, 0
+    if setup.ema.enabled:
+        averages = {key: p.detach().clone() for key, p in _trained(roles["student"]).items()}
     for step in range(setup.steps):
         size = setup.batch_size
         name = method.trained_role(step)
@@ -147,12 +150,25 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         trace.norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip).item())
         optimizers[name].step()
         optimizers[name].zero_grad()
+        if setup.ema.enabled and name == "student":
+            averages = {
+                key: torch.lerp(p.detach(), averages[key], _kept(setup.ema, updates)) for key, p in parameters.items()
+            }
+            updates += 1
     trace.weights = {n: {k: p.detach().clone() for k, p in _trained(roles[n]).items()} for n in optimizers}
+    if averages:
+        trace.weights["average of student"] = averages
     return trace
 
 
+def _kept(ema: EmaSettings, update: int) -> float:
+    """Return the old average's share after the ``update``-th update (Karras et al. 2024, eq. 121; 0-based)."""
+    i = update - ema.start
+    return 0.0 if i < 0 else ema.decay if ema.decay is not None else (i / (i + 1)) ** (ema.gamma + 1)
+
+
 def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn.Module:
-    """Plain, or the teacher's with peft's own adapters of a role that has any."""
+    """Load a plain network; for a role with adapters the teacher's, with peft's own adapters."""
     lora = setup.lora.get(name)
     if lora is None:
         return _CLASSES[setup.family].from_pretrained(folder / name / part)
@@ -171,7 +187,7 @@ def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn
 
 
 def public_name(name: str) -> str:
-    """As the project calls a parameter, of peft's name for it with the adapter ``default``, or of an addition's."""
+    """Return the project's name of a parameter that peft, for adapter ``default``, or an addition calls ``name``."""
     parts = name.split(".")
     if parts[0].isdecimal():  # of experts
         return f"{parts[0]}.{public_name('.'.join(parts[1:]))}"
@@ -181,7 +197,7 @@ def public_name(name: str) -> str:
 
 
 def _trained(role: Role) -> dict[str, torch.nn.Parameter]:
-    """What of a role trains, by public name; all of it where it has no adapters."""
+    """Return what trains of a role, by public name; without adapters the whole role."""
     named = dict(role.network.named_parameters())
     adapted = any(".default." in name for name in named)
     return {

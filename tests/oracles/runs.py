@@ -1,19 +1,24 @@
-"""A run in miniature, and what one notes of it: the same for the trainer on ranks and for plain networks."""
+"""Miniature runs, and the record of a run: the same for the trainer on ranks and for plain networks."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.config import Config, OptimizerSettings
+from distill.config import Config, EmaSettings, OptimizerSettings
 from distill.config.schema import OptimSettings
+from distill.methods.dcm import DcmSettings
 from distill.methods.dmd2 import Dmd2Settings
+from distill.methods.flow_matching import FlowMatchingSettings
+from distill.methods.meanflow import MeanFlowSettings
+from distill.methods.rcm import RcmSettings
+from distill.methods.scm import ScmSettings
 from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
 from tests.oracles.clips import RandomClips
@@ -21,11 +26,34 @@ from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
 BATCH = 4
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+_TIMES = [1.0, 0.8, 0.5]
+METHODS: dict[str, Any] = {
+    "dmd2": Dmd2Settings(fake_updates_per_student_update=1, step_list=_TIMES, guidance_scale=3.0, shift=2.0),
+    "dmd2, last step": Dmd2Settings(
+        fake_updates_per_student_update=2, guidance_scale=3.0, step_list=_TIMES, fake_knows_last_step=True,
+        student_sampler="ode",
+    ),
+    "dmd2, GAN": Dmd2Settings(
+        fake_updates_per_student_update=1, guidance_scale=3.0, step_list=_TIMES, fake_knows_last_step=True,
+        gan_weight_student=0.3, gan_r1_weight=0.2,
+    ),
+    "rcm": RcmSettings(
+        tangent_warmup=2, consistency_steps=1, student_every=2, guidance_scale=3.0, consistency_weight=0.7
+    ),
+    "rcm, last step": RcmSettings(
+        consistency_steps=0, student_every=2, guidance_scale=3.0, consistency_weight=0.7, fake_knows_last_step=True
+    ),
+    "scm": ScmSettings(tangent_warmup=3, guidance_scale=3.0),
+    "meanflow": MeanFlowSettings(tangent_warmup=2, interval_ratio=0.8, guidance_scale=3.0, step_list=_TIMES),
+    "dcm": DcmSettings(grid_steps=6, guidance_scale=3.0, step_list=_TIMES),
+    "flow_matching": FlowMatchingSettings(caption_dropout=0.5, shift=3.0),
+}  # fmt: skip
+"""Settings with which four steps train every role and pass a warm-up. ode_regression needs files: test_trajectories."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One run: mesh sizes, precision and so on. ``dp_shard x cp x dp_replicate`` ranks."""
+    """One run on ``dp_shard x cp x dp_replicate`` ranks."""
 
     dp_shard: int = 1
     cp: int = 1
@@ -38,21 +66,19 @@ class Setup:
     latent_shape: tuple[int, int, int, int] = LATENT_SHAPE
     condition_shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: CONDITION_SHAPES)
     architecture: dict[str, Any] = field(default_factory=lambda: ARCHITECTURE)
-    """Of the networks in the folder."""
+    """Configuration of the networks in the folder."""
     family: str = "wan"
-    """Theirs."""
-    method: Any = field(
-        default_factory=lambda: Dmd2Settings(
-            fake_updates_per_student_update=1, step_list=[1.0, 0.8, 0.5], guidance_scale=3.0, shift=2.0
-        )
-    )
-    """Settings of the method; DMD2 in miniature by default."""
+    """Family of the networks in the folder."""
+    method: Any = field(default_factory=lambda: METHODS["dmd2"])
+    """Settings of the method."""
+    ema: EmaSettings = field(default_factory=EmaSettings)
+    """The student's average."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Settings of how a role is sharded, by role; under ``all`` those of every role."""
+    """Sharding settings by role; those under ``all`` are for every role."""
     lora: dict[str, LoraSettings] = field(default_factory=dict)
     """Adapters on the teacher's network, by role."""
     boundaries: dict[str, float] = field(default_factory=dict)
-    """Of roles that are two experts."""
+    """Boundaries of the roles that are two experts."""
     expert_draws: int = 1
 
     @property
@@ -60,14 +86,14 @@ class Setup:
         return self.dp_shard * self.cp * self.dp_replicate
 
     def sharding(self, role: str) -> ShardSettings:
-        """How ``role`` is sharded."""
+        """Return the sharding settings of ``role``."""
         chosen = {"activation_checkpointing": self.activation_checkpointing, "precision": self.precision}
         return ShardSettings(**chosen | self.changes.get("all", {}) | self.changes.get(role, {}))
 
 
 @dataclass
 class Trace:
-    """What a run did, step by step."""
+    """Record of a run, step by step."""
 
     roles: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -75,25 +101,25 @@ class Trace:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     """Full gradients before clipping, by parameter name."""
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Full weights of each trained role at the end."""
+    """Full weights of each trained role at the end, and under ``average of ROLE`` its average."""
 
 
 def random_adapter(role: str, name: str, shape: Sequence[int]) -> Tensor:
-    """A weight of an adapter; of B too, whose own first values, zero, would hide errors in A's gradients."""
+    """Return a random matrix for A or B: B's usual zeros would hide errors in A's gradients."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{role}/{name}".encode()))
     return 0.1 * torch.randn(*shape, generator=generator)
 
 
 def random_clips(setup: Setup) -> RandomClips:
-    """The data of ``setup``, in the dtype in which it computes, fp32 at least."""
+    """Return the data of ``setup`` in its compute dtype, fp32 at least."""
     dtype = torch.float64 if setup.precision == "fp64" else torch.float32
     return RandomClips(setup.latent_shape, setup.condition_shapes, dtype)
 
 
 def make_config(setup: Setup, folder: Path) -> Config:
-    """In miniature, with clipping that bites."""
+    """Return a configuration whose clipping changes every step."""
     settings = OptimizerSettings(lr=1e-4, betas=[0.0, 0.99], weight_decay=0.01)
-    return Config(
+    config = Config(
         steps=setup.steps,
         batch_size=setup.batch_size,
         expert_draws=setup.expert_draws,
@@ -103,3 +129,5 @@ def make_config(setup: Setup, folder: Path) -> Config:
         optim=OptimSettings(student=settings, fake=settings, clip=0.5),
         data=None,
     )
+    config.student.ema = replace(setup.ema)  # a copy: tests change a configuration
+    return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ class RecordingTrainer(Trainer):
         self.trace.gradients.append(full_tensors({n: p.grad for n, p in named.items() if p.grad is not None}))
         super()._update(name, norm, rates)
 
-    def record(self) -> Trace:
-        """Run all steps; nothing is written."""
+    def record(self, save_at: Sequence[int] = ()) -> Trace:
+        """Run all steps; after the steps ``save_at``, and nowhere else, write a checkpoint."""
         data = self._steps_of_data()
         while self.step < self.config.steps:
             name = self.method.trained_role(self.step)
@@ -42,8 +42,13 @@ class RecordingTrainer(Trainer):
             self.trace.roles.append(name)
             self.trace.losses.append(metrics[f"{name}/loss"])
             self.trace.norms.append(metrics[f"{name}/grad_norm"])
+            if self.step in save_at:
+                self._save()
+                self.checkpoints.wait()
         for name, role in self.roles.items():
             self.trace.weights[name] = full_tensors(role.weights())
+        for name, average in self.averages.items():
+            self.trace.weights[f"average of {name}"] = full_tensors(average.weights)
         return self.trace
 
 

@@ -1,4 +1,4 @@
-"""The Wan that runs are compared on: its sizes, and checkpoints of three of them."""
+"""The Wan that runs are compared on: its sizes, and checkpoints of three networks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ ARCHITECTURE = {
 LATENT_SHAPE = (4, 3, 8, 8)  # 48 tokens
 TEXT_SHAPE = (5, 10)
 CONDITION_SHAPES = {"text": TEXT_SHAPE}
+IMAGE = ARCHITECTURE | {
+    "in_channels": 2 * LATENT_SHAPE[0] + 4, "image_dim": 14, "added_kv_proj_dim": 48, "num_layers": 2,
+}  # fmt: skip
+IMAGE_SHAPES = {
+    "text": (512, 10), "image_latents": LATENT_SHAPE, "image_mask": (4, *LATENT_SHAPE[1:]), "image_embeds": (5, 14),
+}  # fmt: skip
+"""Network and conditions of image-to-video, whose text is 512 tokens."""
 
 
 def write_checkpoints(
     folder: Path, architecture: Mapping[str, Any] = ARCHITECTURE, boundaries: Mapping[str, float] | None = None
 ) -> None:
-    """Random teacher, student and fake networks in diffusers layout; three different ones.
+    """Write three different random networks, teacher, student and fake, in diffusers layout.
 
     Args:
-        folder: gets a folder for each.
-        architecture: of all.
-        boundaries: of roles that are two experts, as a pipeline.
+        folder: where each network gets a folder.
+        architecture: configuration of all networks.
+        boundaries: boundary of each role that is two experts; the role is written as a pipeline.
     """
     for seed, name in enumerate(("teacher", "student", "fake")):
         if boundaries is None or name not in boundaries:

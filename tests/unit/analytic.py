@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from distill.methods import Batch
 from distill.schedules import per_sample
-from fsdp_cp.rng import StepRandom
+from fsdp_cp.rng import StepRandom, stream
 from models.condition import Condition, text_condition
 
 TEXT = (1, 2)
@@ -211,3 +211,14 @@ def flow_map_error(problem, student, times=(1.0, 0.934, 0.853, 0.609), count: in
         ours = x - time * student.velocity(x, t, nothing(count))
         errors.append((ours - problem.flow_map(x, t, torch.zeros_like(t))).square().mean())
     return float(torch.stack(errors).mean().sqrt() / problem.sample(4096, 99).std())
+
+
+class BatchRandom(StepRandom):
+    """Draws for all samples at once: a stream for each would take most of a test's time."""
+
+    def normal(self, purpose, shape, dtype=torch.float32):
+        generator = stream(self.seed, purpose, self.step, 0)
+        return torch.randn(len(self.positions), *shape, generator=generator, dtype=dtype)
+
+    def uniform(self, purpose, dtype=torch.float32):
+        return torch.rand(len(self.positions), generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)

@@ -12,7 +12,6 @@ from distill.data.captions import Captions, read_captions
 from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
 from distill.data.video_folder import VideoFolder
 from fsdp_cp.errors import UserError
-from fsdp_cp.signals import StopSignal
 from tests.tiny_pipeline import render_clips
 
 SIZES = {"num_frames": 9, "height": 32, "width": 48, "fps": 8, "max_text_tokens": 24}
@@ -101,30 +100,28 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, content):
 @pytest.mark.slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
     """Run train.py from the file to clips of its captions. There is no video."""
-    train.run(
-        [
-            "data=captions",
-            "sample.report_clips=0",
-            "device=cpu",
-            "mesh.cp=1",
-            f"run_dir={tmp_path / 'run'}",
-            f"teacher.checkpoint={tiny}",
-            f"data.path={file}",
-            f"data.encoders={tiny}",
-            *(f"data.{key}={value}" for key, value in SIZES.items()),
-            "steps=2",
-            "batch_size=2",
-            "checkpoint.every=0",
-            "method.fake_updates_per_student_update=1",
-            "method.step_list=[1.0,0.5]",
-            "method.rollout=full",
-            "sample.every=0",
-            "sample.prompts=2",
-            "sample.student_steps=[2]",
-            "sample.teacher_steps=[]",
-        ],
-        StopSignal(),
-    )
+    words = [
+        "data=captions",
+        "sample.report_clips=0",
+        "device=cpu",
+        "mesh.cp=1",
+        f"run_dir={tmp_path / 'run'}",
+        f"teacher.checkpoint={tiny}",
+        f"data.path={file}",
+        f"data.encoders={tiny}",
+        *(f"data.{key}={value}" for key, value in SIZES.items()),
+        "steps=2",
+        "batch_size=2",
+        "checkpoint.every=0",
+        "method.fake_updates_per_student_update=1",
+        "method.step_list=[1.0,0.5]",
+        "method.rollout=full",
+        "sample.every=0",
+        "sample.prompts=2",
+        "sample.student_steps=[2]",
+        "sample.teacher_steps=[]",
+    ]
+    assert train.main(words) == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["student/loss"] > 0 and records[1]["fake/loss"] > 0
     assert not any("data_" in key for record in records for key in record)

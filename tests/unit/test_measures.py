@@ -1,15 +1,4 @@
-"""Each measure counts only because it discriminates: renders score at its noise floor, corrupted clips clearly worse.
-
-What must catch what (x: worse than held-out renders by at least 5 combined standard errors, .: not asked):
-
-                        wrong caption  blurred  frames shuffled  mean clip  caption's mean clip
-colour_accuracy               x           x           .              x              x
-motion_accuracy               x           x           x              x              x
-distance/area                 .           .           .              x              x
-distance/compactness          .           x           .              x              x
-distance/edge_sharpness       .           x           .              x              x
-distance/displacement         .           .           x              x              .
-"""
+"""Measures discriminate: renders score at the noise floor of each, corrupted clips clearly worse."""
 
 import numpy as np
 import pytest
@@ -63,9 +52,16 @@ def corrupt(renders: dict[str, np.ndarray], how: str) -> tuple[np.ndarray, list[
     return clips, asked
 
 
-def test_renders_score_at_the_noise_floor(renders):
-    one = measure(renders["train"], ASKED, renders["reference"])
-    other = measure(renders["heldout"][:N], ASKED, renders["reference"])
+@pytest.fixture(scope="module")
+def clean(renders):
+    return measure(renders["heldout"][:N], ASKED, renders["reference"])
+
+
+def test_renders_score_at_the_noise_floor(renders, clean):
+    one, other = measure(renders["train"], ASKED, renders["reference"]), clean
+    few = measure(renders["train"][:64], ASKED[:64], renders["reference"])
+    assert few == measure(renders["train"][:64], ASKED[:64], renders["reference"]), "measures are reproducible"
+    assert all(one[key].standard_error < few[key].standard_error for key in one), "errors shrink"
     assert list(one) == list(HIGHER_IS_BETTER)
     for key in one:
         assert abs(worse_by(one[key], other[key], key)) < 3, key
@@ -76,21 +72,14 @@ def test_renders_score_at_the_noise_floor(renders):
             assert one[key].value >= 0.98 and 0 < one[key].standard_error < 0.02, key
 
 
-@pytest.mark.parametrize("how", CATCHES)
-def test_corrupted_clips_score_worse(renders, how):
-    clean = measure(renders["heldout"][:N], ASKED, renders["reference"])
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow if "mean" in how else ()) for how in CATCHES])
+def test_corrupted_clips_score_worse(renders, clean, how):
     found = measure(*corrupt(renders, how), renders["reference"])
     for key in CATCHES[how]:
         assert worse_by(found[key], clean[key], key) > 5, (key, found[key], clean[key])
 
 
-def test_every_measure_catches_something_specific():
-    partial = [keys for how, keys in CATCHES.items() if how not in ("mean clip", "caption's mean clip")]
-    assert set().union(*CATCHES.values()) == EVERYTHING
-    assert set().union(*partial) == EVERYTHING - {"distance/area"}  # size is what test_sizes_are_seen is about
-
-
-def test_sizes_are_seen(renders):
+def test_sizes_are_seen(renders, clean):
     """Clips in which all shapes are small are caught by the area and by no accuracy of colour."""
     area = features(renders["heldout"])["area"].mean(axis=1)
     chosen = []
@@ -100,19 +89,18 @@ def test_sizes_are_seen(renders):
     small = renders["heldout"][np.stack(chosen, axis=1).ravel()]
     assert len(small) == N
     found = measure(small, ASKED, renders["reference"])
-    clean = measure(renders["train"], ASKED, renders["reference"])
     assert worse_by(found["distance/area"], clean["distance/area"], "distance/area") > 4
     assert worse_by(found["colour_accuracy"], clean["colour_accuracy"], "colour_accuracy") < 3
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
-def test_detector_reads_renders_even_when_noisy(renders, noise):
-    clips = renders["heldout"].astype(float)
-    clips = (clips + np.random.default_rng(1).normal(0, noise * 255, clips.shape)).clip(0, 255).astype(np.uint8)
-    found = detect(clips)
-    asked = [caption_parts(CAPTIONS[i % len(CAPTIONS)]) for i in range(len(clips))]
-    assert np.mean([a[0] == f[0] for a, f in zip(asked, found, strict=True)]) >= (0.99 if noise < 0.1 else 0.97)
-    assert np.mean([a[2] == f[1] for a, f in zip(asked, found, strict=True)]) >= (0.99 if noise < 0.1 else 0.97)
+def test_detector_reads_renders_even_when_noisy(renders):
+    asked = [caption_parts(caption) for caption in ASKED]
+    for noise, share in ((0.0, 0.99), (0.1, 0.97)):
+        clips = renders["heldout"][:N].astype(float)
+        clips = (clips + np.random.default_rng(1).normal(0, noise * 255, clips.shape)).clip(0, 255).astype(np.uint8)
+        found = detect(clips)
+        assert np.mean([a[0] == f[0] for a, f in zip(asked, found, strict=True)]) >= share, f"colors, noise {noise}"
+        assert np.mean([a[2] == f[1] for a, f in zip(asked, found, strict=True)]) >= share, f"motions, noise {noise}"
 
 
 def test_detector_is_undecided_rather_than_wrong(renders):
@@ -148,13 +136,6 @@ def test_features_of_known_shapes():
     assert all((values[1] == 0).all() for values in found.values())  # an empty clip does not drop out
 
 
-def test_measures_are_reproducible_and_errors_shrink(renders):
-    args = (renders["train"][:64], ASKED[:64], renders["reference"])
-    assert measure(*args) == measure(*args)
-    wide, narrow = measure(*args), measure(renders["train"], ASKED, renders["reference"])
-    assert all(narrow[key].standard_error < wide[key].standard_error for key in narrow)
-
-
 def test_worse_by_is_signed_and_in_standard_errors():
     good, bad = Measure(0.9, 0.03), Measure(0.5, 0.04)
     assert worse_by(bad, good, "colour_accuracy") == pytest.approx(8)
@@ -164,13 +145,13 @@ def test_worse_by_is_signed_and_in_standard_errors():
     assert worse_by(Measure(1, 0), Measure(1, 0), "distance/area") == 0
 
 
-def test_wrong_arguments_are_named(renders):
+def test_wrong_arguments_are_refused(renders):
     clips, reference = renders["train"][:4], renders["reference"]
-    with pytest.raises(UserError, match="3 captions for 4 clips"):
-        measure(clips, ASKED[:3], reference)
-    with pytest.raises(UserError, match="purple"):
-        measure(clips, ["a purple circle growing"] * 4, reference)
-    with pytest.raises(UserError, match="uint8"):
-        detect(clips.astype(float))
-    with pytest.raises(UserError, match="reference is"):
-        measure(clips[:, :5], ASKED[:4], reference)
+    for arguments in (
+        (clips, ASKED[:3], reference),
+        (clips, ["a purple circle growing"] * 4, reference),
+        (clips[:, :5], ASKED[:4], reference),
+        (clips.astype(float), ASKED[:4], reference),
+    ):
+        with pytest.raises(UserError):
+            measure(*arguments)

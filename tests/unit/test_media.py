@@ -26,8 +26,7 @@ def decode(path) -> tuple[np.ndarray, Fraction]:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]), rate
 
 
-@pytest.mark.parametrize("fps", [8, 16.0, 23.976, 2.5])
-@pytest.mark.parametrize("frames", [1, 6])
+@pytest.mark.parametrize(("fps", "frames"), [(8, 6), (23.976, 1)])
 def test_mp4_decodes_to_the_same_clip(tmp_path, fps, frames):
     clip = moving_disc(frames)
     media.write_mp4(tmp_path / "deep" / "clip.mp4", clip, fps, scale=8)
@@ -36,18 +35,14 @@ def test_mp4_decodes_to_the_same_clip(tmp_path, fps, frames):
     assert float(rate) == pytest.approx(fps, rel=1e-4)
     expected = clip.repeat(8, axis=1).repeat(8, axis=2).astype(float)
     assert np.abs(decoded - expected).mean() < 2
-    # Colours inside the blocks of one source pixel, where no edge is near: limited range and matrix must agree.
+    # Colors inside the blocks of one source pixel, where no edge is near: limited range and matrix must agree.
     inside = np.abs(decoded - expected)[:, 3::8, 3::8]
     assert inside.max() <= 12
 
 
-def test_mp4_pads_odd_sides(tmp_path):
-    media.write_mp4(tmp_path / "odd.mp4", moving_disc(3, 15, 17), 8)
-    decoded, _ = decode(tmp_path / "odd.mp4")
-    assert decoded.shape == (3, 16, 18, 3)
-
-
-def test_mp4_scale_none_is_watchable(tmp_path):
+def test_mp4_pads_odd_sides_and_enlarges_small_clips(tmp_path):
+    media.write_mp4(tmp_path / "clip.mp4", moving_disc(3, 15, 17), 8)
+    assert decode(tmp_path / "clip.mp4")[0].shape == (3, 16, 18, 3)
     media.write_mp4(tmp_path / "clip.mp4", moving_disc(2), 8, scale=None)
     assert decode(tmp_path / "clip.mp4")[0].shape == (2, 256, 256, 3)
     assert media.watchable_scale(480, 832) == 1
@@ -59,7 +54,6 @@ def test_mp4_scale_none_is_watchable(tmp_path):
         (moving_disc().astype(np.float32), 8, 1),
         (moving_disc()[0], 8, 1),
         (moving_disc()[:0], 8, 1),
-        (moving_disc(), 0, 1),
         (moving_disc(), float("nan"), 1),
         (moving_disc(), 8, 0),
     ],
@@ -77,13 +71,12 @@ def test_a_failure_leaves_the_old_file_and_no_rubbish(tmp_path):
         temporary.write_text("half")
         raise RuntimeError
     assert path.read_text() == "old"
+    with media.atomic_path(path) as first, media.atomic_path(path) as second:
+        assert first != second and first.suffix == path.suffix, "two nodes may write the same file"
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first", "the outer one is moved last"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_pick_frames_keeps_the_ends_and_the_order():
-    assert media.pick_frames(6, None) == media.pick_frames(6, 8) == [0, 1, 2, 3, 4, 5]
-    assert media.pick_frames(81, 5) == [0, 20, 40, 60, 80]
-    assert media.pick_frames(81, 1) == [0]
 
 
 def test_strip_holds_the_frames_in_order():
@@ -97,46 +90,6 @@ def test_strip_holds_the_frames_in_order():
     assert (again == picture).all()
 
 
-def test_contact_sheet_shows_every_frame_enlarged(tmp_path):
-    clips = np.stack([moving_disc(6), moving_disc(6, colour=(20, 60, 255))])
-    path = tmp_path / "sheet.png"
-    sheet = media.contact_sheet(
-        path, [("teacher, 50 steps", clips), ("student, 4 steps", clips[:1])], captions=["red", "blue"], width=1200
-    )
-    assert Image.open(path).size == sheet.size
-    assert 1000 <= sheet.width <= 1200
-    pixels = np.asarray(sheet)
-    # 3 rows of clips in 2 cells (the second row has one clip), 6 frames each, at one whole factor.
-    area = int((pixels == 26).all(axis=-1).sum())
-    background = int((clips == 26).all(axis=-1).sum() + (clips[:1] == 26).all(axis=-1).sum())
-    factor = (area / background) ** 0.5
-    assert factor == int(factor) >= 3
-    for colour, discs in ((255, 60, 20), 2), ((20, 60, 255), 1):
-        drawn = int((pixels == colour).all(axis=-1).sum())
-        assert drawn == discs * int((clips[0] == (255, 60, 20)).all(axis=-1).sum()) * factor**2
-
-
-def test_contact_sheet_shrinks_large_clips():
-    clips = np.zeros((2, 9, 240, 416, 3), np.uint8)
-    sheet = media.contact_sheet(None, [("a", clips)], captions=["x"] * 2, frames=4, width=1200)
-    assert 1100 <= sheet.width <= 1200
-    assert sheet.height < 240
-
-
-def test_contact_sheet_copes_with_long_and_odd_text():
-    clips = moving_disc(3)[None]
-    words = "a very long caption " * 40 + "<b>&</b> 红色 " + "x" * 400
-    sheet = media.contact_sheet(None, [(words, clips)], captions=[words], notes=[words], title=words[:30])
-    assert sheet.width < 2000 and sheet.height < 400
-
-
-def test_contact_sheet_refuses():
-    with pytest.raises(ValueError, match="row"):
-        media.contact_sheet(None, [])
-    with pytest.raises(ValueError, match="shape"):
-        media.contact_sheet(None, [("one clip only", moving_disc())])
-
-
 def read_gif(data: bytes) -> tuple[np.ndarray, list[int], int]:
     """Frames, their lengths in milliseconds, and how often it loops (0 for ever)."""
     with Image.open(io.BytesIO(data)) as gif:
@@ -148,7 +101,7 @@ def read_gif(data: bytes) -> tuple[np.ndarray, list[int], int]:
         return np.stack(frames), lengths, gif.info["loop"]
 
 
-@pytest.mark.parametrize(("fps", "milliseconds"), [(8, 750), (16, 370), (24, 250), (23.976, 250), (2.5, 2400)])
+@pytest.mark.parametrize(("fps", "milliseconds"), [(8, 750), (23.976, 250)])
 def test_gif_shows_the_clip_at_its_rate(fps, milliseconds):
     clip = moving_disc()
     data, size = media.gif_bytes(clip, fps)
@@ -158,27 +111,11 @@ def test_gif_shows_the_clip_at_its_rate(fps, milliseconds):
     assert sum(lengths) == pytest.approx(milliseconds, abs=10) and min(lengths) >= 20
 
 
-def test_gif_of_a_large_clip_is_shrunk_and_of_an_odd_one_is_whole():
-    photo = np.random.default_rng(0).integers(0, 255, (3, 480, 832, 3), dtype=np.uint8)
-    data, size = media.gif_bytes(photo, 16)
+def test_gifs_and_contact_sheets_of_large_clips_are_shrunk():
+    data, size = media.gif_bytes(np.random.default_rng(0).integers(0, 255, (3, 480, 832, 3), dtype=np.uint8), 16)
     assert size == (185, 320) == read_gif(data)[0].shape[1:3]
-    assert media.gif_bytes(moving_disc(2, 15, 17), 8)[1] == (240, 272)
-    assert len(read_gif(media.gif_bytes(moving_disc(1), 8)[0])[0]) == 1
     assert min(read_gif(media.gif_bytes(moving_disc(), 120)[0])[1]) == 20, "players take less for a tenth of a second"
-
-
-@pytest.mark.parametrize("fps", [0, -1, math.nan, math.inf])
-def test_gif_refuses_what_is_no_rate(fps):
-    with pytest.raises(ValueError, match="is not a frame rate"):
-        media.gif_bytes(moving_disc(), fps)
-
-
-def test_temporary_files_are_nobody_elses(tmp_path):
-    """Two processes of one number on two nodes may write the same file in a shared folder."""
-    path = tmp_path / "a.png"
-    with media.atomic_path(path) as first, media.atomic_path(path) as second:
-        assert first != second and first.suffix == second.suffix == ".png"
-        first.write_text("first")
-        second.write_text("second")
-    assert path.read_text() == "first", "the outer one is moved last"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+    sheet = media.contact_sheet(None, [("a", np.zeros((2, 9, 240, 416, 3), np.uint8))], captions=["x"] * 2, frames=4)
+    assert sheet.height < 240
+    with pytest.raises(ValueError):
+        media.gif_bytes(moving_disc(), math.nan)

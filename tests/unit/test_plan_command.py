@@ -1,6 +1,8 @@
 """``train.py plan=true``: what it writes, what it adds up to, and what it refuses."""
 
 import json
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ GIB = 2**30
 
 def simulation(config, plan, shapes, **arguments):
     """What a simulation would have found."""
-    resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 8 * GIB, ("fake", "optimizer"): 2 * GIB}
+    resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 7 * GIB, ("fake", "optimizer"): 2 * GIB,
+               ("student", "ema"): GIB}  # fmt: skip
     peak = {**resting, ("student", "activations"): 16 * GIB, ("teacher", "gathered"): GIB}
     sent = {("all_gather", "default_pg"): 9 * 10**9, ("all_to_all", "mesh_ulysses"): 45 * 10**9}
     steps = {"student": StepCost(flops=8e15, recomputed=2e15, sent=sent), "fake": StepCost(flops=4e15)}
@@ -61,7 +64,7 @@ def test_what_plan_json_holds(plan, tmp_path):
         assert plan() == 0
     theirs, page, file, picture = sorted((tmp_path / "run").iterdir())
     assert theirs.read_text() == "a user's" and picture.read_bytes().startswith(b"\x89PNG")
-    assert "It fits: " in page.read_text() and "experiment=wan2_1_t2v_14b_dmd2 plan=true world=16" in page.read_text()
+    assert page.read_text().startswith("<!")
     found = json.loads(file.read_text())
     assert found["world"] == 16 and found["tokens"] == 32760 and found["hardware"] == "h20"
     kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, of both inputs of a guided student, say
@@ -71,7 +74,7 @@ def test_what_plan_json_holds(plan, tmp_path):
     assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
     assert found["phases"]["decode"]["gib"] == 24, "beside what is held between steps"
     assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
-    # The student's parameters and the fake's optimizer, in the copy of a checkpoint.
+    # The student's parameters and average and the fake's optimizer, in the copy of a checkpoint.
     assert found["host_gib_of"] == {"offloaded": 3, "checkpoint_staging": 10} and found["host_gib"] == 13
     assert found["roles"]["student"]["activations_gib"] == 16 and found["roles"]["fake"]["optimizer_gib"] == 2
     rate = 0.8 * 148e12
@@ -85,11 +88,17 @@ def test_what_plan_json_holds(plan, tmp_path):
     assert found["gpu_hours"] == pytest.approx(seconds * config.steps * 16 / 3600)
 
 
-def seconds_of(sent, *words, world=16, copied=0.0):
-    """Of a student's step that computes next to nothing, and what is sent and copied to the host in it."""
-    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", f"world={world}", *words]))
+@cache
+def planned(*words):
+    """Return configuration, shapes and plan of the 14B recipe."""
+    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", *words]))
     shapes = planned_shapes(config)
-    run = plan_run(config, shapes=shapes)
+    return config, shapes, plan_run(config, shapes=shapes)
+
+
+def seconds_of(sent, *words, world=16, copied=0.0):
+    """Return the seconds of a student's step that computes next to nothing, but sends and copies bytes."""
+    config, shapes, run = planned(f"world={world}", *words)
     found = simulation(config, run, shapes)
     found.steps["student"] = StepCost(flops=1.0, sent=sent, copied=copied)
     return predict(config, run, found, 32760, load_hardware("h20"), {}).seconds["student"]
@@ -112,45 +121,35 @@ def test_what_is_sent_takes_the_link_of_its_group():
     assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"
 
 
-def test_no_seconds_for_products_that_are_not_in_bf16(plan, tmp_path):
-    assert plan("teacher.precision=fp32") == 0
+@pytest.mark.parametrize(
+    "word", ["student.offload=cpu", pytest.param("teacher.precision=fp32", marks=pytest.mark.slow)]
+)
+def test_no_seconds_for_products_that_are_not_in_bf16_and_for_what_the_host_computes(plan, tmp_path, word):
+    assert plan(word) == 0
     found = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert found["fits"] is True and found["seconds_per_step"] is None and found["mfu"] is None
 
 
-def test_fp8_is_planned_as_without_it_and_said(plan, tmp_path, caplog):
-    with caplog.at_level("WARNING"):
-        assert plan("planning.hardware=h100", "student.fp8=torchao", "teacher.fp8=torchao") == 0
-    assert "teacher.fp8=torchao, student.fp8=torchao: planned as without fp8" in caplog.text
+@pytest.mark.slow
+def test_fp8_is_planned_as_without_it(plan, tmp_path):
+    assert plan("planning.hardware=h100", "student.fp8=torchao", "teacher.fp8=torchao") == 0
     found = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan("planning.hardware=h100", run_dir=tmp_path / "plain") == 0
     expected = json.loads((tmp_path / "plain" / "plan.json").read_text())
     assert found.pop("settings") != expected.pop("settings") and found == expected
 
 
-def test_no_seconds_for_what_the_host_computes(plan, caplog):
-    caplog.set_level("INFO")
-    assert plan("student.offload=cpu") == 0
-    assert "no seconds: what copies of offloaded states and an optimizer on the host take" in caplog.text
-
-
 def test_samples_after_the_last_step_are_not_the_trainings():
-    """``allocated_gib`` stands beside what is measured when training ends."""
-    words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
+    """``allocated_gib`` stands next to what is measured when training ends."""
+    config, shapes, run = planned("world=8")
     found = {}
     for every in (0, 10):
-        config = as_planned(compose_config([*words, f"sample.every={every}"]))
-        shapes = planned_shapes(config)
-        run = plan_run(config, shapes=shapes)
-        made = simulation(config, run, shapes)
+        sampled = replace(config, sample=replace(config.sample, every=every))
+        made = simulation(sampled, run, shapes)
         made.peaks["sample/student"] = Peak(50 * GIB, {("student", "activations"): 50 * GIB})
-        found[every] = predict(config, run, made, 32760, load_hardware("h20"), CODING)
+        found[every] = predict(sampled, run, made, 32760, load_hardware("h20"), CODING)
     assert found[10].allocated_gib == 50 > found[0].allocated_gib
     assert found[0].most_gib == found[10].most_gib == 50, "the device must hold them all the same"
-
-
-def test_an_architecture_may_leave_open_what_the_class_fills_in(plan):
-    assert plan(*(f"{role}.architecture={{num_layers: 7}}" for role in ("teacher", "student", "fake"))) == 0
 
 
 def test_where_weights_are_gathered_is_planned_as_it_is_set():
@@ -164,17 +163,13 @@ def test_where_weights_are_gathered_is_planned_as_it_is_set():
     ("words", "layers"),
     [
         ((), [(4, 4, 4), (5, 5, 5)]),
-        (("student.forward_prefetch=3",), [(5, 5, 5), (6, 6, 6)]),
         (("fake.gradient_buffers=4",), [(6, 6, 6), (7, 7, 7)]),
         (("student.architecture={num_layers: 20}",), [(40, 20, 40)]),
         (("method.gan_weight_student=1e-3",), [(40, 40, 40)]),
-        (("teacher.architecture={num_layers: 5}",), [(5, 40, 40)]),
     ],
 )
 def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
-    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8", *words]))
-    shapes = planned_shapes(config)
-    plan, seen = plan_run(config, shapes=shapes), []
+    (config, shapes, plan), seen = planned("world=8", *words), []
 
     def recorded(config, plan, shapes, stands_for):
         seen.append(tuple(role.config["num_layers"] for role in plan.roles))
@@ -185,6 +180,7 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
 
 
+@pytest.mark.slow
 def test_image_to_video_without_encoders():
     """Shapes of the published CLIP's features, what that encoder takes, and the refusals of a run."""
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
@@ -200,50 +196,49 @@ def test_image_to_video_without_encoders():
     parameters, width = 4 * 630_766_080, 1280
     assert peak.by["encoders", "parameters"] == pytest.approx(parameters, rel=0.01)
     assert 32 * 257 * width * 4 < peak.by["encoders", "activations"] < 0.2 * parameters, "a state of each block"
-    for alone, says in ((image, "a text-to-video Wan, which takes no image"), (model, "the data give it no image")):
+    for alone in (image, model):
         config = as_planned(compose_config([*words, alone]))
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError):
             plan_run(config, shapes=planned_shapes(config))
 
 
-@pytest.mark.parametrize("name", hardware_names())
-def test_every_hardware_has_all_its_numbers(name):
-    hardware = load_hardware(name)
-    assert 70 < hardware.memory_gib < 200 and 100 < hardware.bf16_tflops < 3000 and 0 < hardware.sustained < 1
+def test_every_hardware_has_all_its_numbers():
+    for hardware in map(load_hardware, hardware_names()):
+        assert 70 < hardware.memory_gib < 200 and 100 < hardware.bf16_tflops < 3000 and 0 < hardware.sustained < 1
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["planning.hardware=h21"], "planning.hardware=h21 is unknown; use a100, b200, h100, h20, h200"),
-        (["planning.model=wan9"], "planning.model=wan9 is no published network of teacher.family=wan"),
-        (["planning.model=null"], "data.path is not set"),
-        (["dry_run=true"], "dry_run=true and plan=true are two things"),
-        (["world=12"], "does not divide"),
-        (["data.num_frames=80"], "Wan's VAE takes 4k + 1 frames"),
-        (["plan=maybe"], "plan=maybe is unknown; use suggest or true or false"),
-        (["plan=suggest", "planning.hardware=null"], "plan=suggest must know the GPU; use planning.hardware=h20"),
-        (["plan=suggest", "run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
-        (["data.image=first_frame"], "is a text-to-video Wan, which takes no image"),
-        (["run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be written (Not a directory)"),
+        (["planning.hardware=h21"], "planning.hardware"),
+        (["dry_run=true"], "dry_run"),
+        (["world=12"], "mesh.cp"),
+        (["plan=suggest", "run_dir=/dev/null/run"], "run_dir"),
     ],
 )
-def test_refusals_are_one_line(plan, capsys, words, message, tmp_path):
+def test_refusals_are_one_line(plan, capsys, words, named, tmp_path):
     assert plan(*words) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and named in said
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("plan.json", []), ("plan.html", []), ("plan.png", []), ("suggestions.json", ["plan=suggest"])],
-)
-def test_files_of_somebody_else_stay(plan, tmp_path, capsys, name, words):
-    for text in ("mine", "[1]", '{"made_by": "me"}'):
+def test_torchrun_around_it_is_refused(plan, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert plan() == 2 and not list(tmp_path.iterdir())
+
+
+def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
+    for name, text, words in (
+        ("plan.json", '{"made_by": "me"}', []),
+        ("plan.png", "mine", []),
+        ("suggestions.json", "[1]", ["plan=suggest"]),
+    ):
         (tmp_path / name).write_text(text)
         assert plan(*words, run_dir=tmp_path) == 2 and (tmp_path / name).read_text() == text
-        assert f"{name} was written by no plan" in capsys.readouterr().err
+        assert name in capsys.readouterr().err
         assert [file.name for file in tmp_path.iterdir()] == [name]
+        (tmp_path / name).unlink()
 
 
 def test_encoders_take_what_real_ones_do():
@@ -277,12 +272,12 @@ def test_what_is_encoded_and_decoded(monkeypatch):
     def phases(*more):
         return list(coding.coding_peaks(as_planned(compose_config([*words, *more])), ((16, 21, 60, 104), {})))
 
-    assert phases() == ["encode/captions", "decode"] or phases() == ["encode/captions", "encode/clips", "decode"]
     assert "encode/clips" not in phases("data=captions") and "encode/clips" in phases("data=video_folder_480p")
     assert "decode" not in phases("sample.at_end=false", "sample.every=0")
     assert not coding.coding_peaks(compose_config(["experiment=quickstart"]), ((3, 8, 16, 16), {}))
 
 
+@pytest.mark.slow
 def test_a_vae_in_bf16_and_tiles_takes_less(tmp_path):
     build_tiny_pipeline(tmp_path)
     words = ["experiment=quickstart", "data=video_folder", f"data.path={tmp_path}", f"data.encoders={tmp_path}"]
@@ -294,9 +289,3 @@ def test_a_vae_in_bf16_and_tiles_takes_less(tmp_path):
     for kind in ("parameters", "activations"):
         assert half.by["encoders", kind] == pytest.approx(exact.by["encoders", kind] / 2, rel=0.05)
     assert tiled.by["encoders", "activations"] < 0.8 * exact.by["encoders", "activations"]
-
-
-def test_torchrun_around_it_is_refused(plan, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert plan() == 2
-    assert "plan=true is one process; start it without torchrun, with world=2" in capsys.readouterr().err

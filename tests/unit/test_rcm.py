@@ -7,20 +7,16 @@ import pytest
 import torch
 from scipy import stats
 
-from distill.methods import METHODS, Batch, build_method
+from distill.methods import METHODS, build_method
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
-from fsdp_cp.errors import UserError
-from models.condition import text_condition
 from tests.unit import analytic
 from tests.unit.analytic import TO_LEARN, ExactStudent, SmallNet, flow_map_error, train
 from tests.unit.method_roles import (
     SHAPE,
-    TEXT,
     N,
     Net,
     Painter,
-    Recorder,
     close,
     gradients,
     make_batch,
@@ -31,6 +27,7 @@ from tests.unit.method_roles import (
     unshifted,
     wide,
 )
+from tests.unit.refused import refuses_all
 from tests.unit.test_dmd2 import dmd_direction
 
 FIXED = [math.tan(t) / (1 + math.tan(t)) for t in (1.5, 1.4, 1.0)]
@@ -60,7 +57,7 @@ def step_of(method, role, length):
 # ---------------------------------------------------------------- schedule
 
 
-@pytest.mark.parametrize(("first", "every"), [(0, 2), (3, 3), (7, 5), (7, 10)])
+@pytest.mark.parametrize(("first", "every"), [(0, 2), (7, 5)])
 def test_whose_turn_it_is(first, every):
     method = rcm(consistency_steps=first, student_every=every)
     roles = [method.trained_role(step) for step in range(first + 4 * every)]
@@ -72,7 +69,7 @@ def test_whose_turn_it_is(first, every):
             assert method.student_updates(step) == roles[:step].count("student")
 
 
-@pytest.mark.parametrize("every", [2, 3, 5, 10])
+@pytest.mark.parametrize("every", [2, 5])
 def test_each_role_sees_every_length_in_turn(every):
     method = rcm(consistency_steps=7, student_every=every)
     for role in ("student", "fake"):
@@ -93,12 +90,6 @@ def test_weights():
     assert closures(rcm(), 4)["fake_score"].weight == 1.0
 
 
-def test_roles():
-    method, settings = METHODS["rcm"]
-    assert method.roles_needed(settings()) == ("teacher", "student", "fake")
-    assert method.trained_roles == ("student", "fake")
-
-
 # ---------------------------------------------------------------- rollouts
 
 
@@ -109,8 +100,7 @@ def rollout_times(method, step, positions=range(4)):
     return torch.stack([call.t for call in method.roles["student"].calls])
 
 
-@pytest.mark.parametrize("role", ["student", "fake"])
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize(("role", "length"), [("student", 1), ("student", 3), ("fake", 4)])
 def test_rollouts(role, length):
     """Noise at first, then each estimate with fresh noise on it; a gradient through the student's last step alone."""
     method = rcm()
@@ -148,28 +138,21 @@ def test_random_times_are_drawn_from_p_d_and_never_rise():
         assert stats.kstest(drawn[:, k].numpy(), cdf).pvalue > 1e-3, "the least of k draws"
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_fixed_times(length):
-    method = rcm(rollout="fixed")
+@pytest.mark.parametrize("length", [1, 4])
+def test_fixed_times_begin_where_samples_do(length):
+    """With ``sigma_max=null``: at ``atan(sigma_max)`` DMD never trains the student, and a sample may be blurred."""
+    method = rcm(rollout="fixed", sigma_max=None)
     for role in ("student", "fake"):
         times = rollout_times(method, step_of(method, role, length))
         assert times.tolist() == [pytest.approx([time] * 4) for time in [1.0, *FIXED[: length - 1]]]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_samples_begin_where_rollouts_do(length):
-    """With ``sigma_max=null``: at ``atan(sigma_max)`` DMD never trains the student, and a sample may be blurred."""
-    method = rcm(rollout="fixed", sigma_max=None)
-    times = rollout_times(method, step_of(method, "student", length))
-    assert times[:, 0].tolist() == method.sampling_times(length)
+        assert times[:, 0].tolist() == method.sampling_times(length)
     assert rcm(rollout="fixed").sampling_times(length)[0] == pytest.approx(80 / 81)
 
 
 # ---------------------------------------------------------------- the student's losses
 
 
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("rollout", ["random", "fixed"])
+@pytest.mark.parametrize(("length", "rollout"), [(1, "fixed"), (3, "random")])
 def test_dmd_gradient_on_the_sample(length, rollout):
     theta = normal(4, *SHAPE, seed=9)
     method = rcm(Painter(theta), rollout=rollout)
@@ -189,7 +172,7 @@ def test_dmd_gradient_on_the_sample(length, rollout):
 def test_the_consistency_loss_is_that_of_scm():
     """With the weight of its own in what is observed, and the student's updates as warm-up."""
     roles = {"teacher": Net(20), "student": Net(21)}
-    for step, updates in ((2, 2), (3, 3), (6, 4), (9, 5)):
+    for step, updates in ((2, 2), (9, 5)):
         method = rcm(tangent_warmup=10)
         loss = closures(method, step)["scm"]
         value = loss.closure()
@@ -218,29 +201,14 @@ def test_each_loss_has_a_backward_of_its_own():
         assert close(both[name] - scm[name], dmd[name], 1e-9) and close(both[name] - dmd[name], scm[name], 1e-9)
 
 
-def test_a_step_draws_the_same_again_and_its_losses_do_not_share_noise():
-    first, again = rcm(), rcm()
-    step = step_of(first, "student", 1)
-    for method in (first, again):
-        for loss in closures(method, step).values():
-            loss.closure()
-    for a, b in zip(first.roles["student"].calls, again.roles["student"].calls, strict=True):
-        assert torch.equal(a.x, b.x) and torch.equal(a.t, b.t)
-    consistency, sample = first.roles["student"].calls[1], first.roles["student"].calls[2]
-    assert abs(torch.corrcoef(torch.stack([consistency.x.flatten(), sample.x.flatten()]))[0, 1]) < 0.25
-    score = first.roles["fake"].calls[0]
-    assert not torch.isin(score.t, consistency.t).any()
-
-
 # ---------------------------------------------------------------- the fake score's loss
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_fake_loss_is_the_weighted_error_of_x0(length):
+def test_fake_loss_is_the_weighted_error_of_x0():
     """In TrigFlow, where x0 is off by ``sin t`` times the error of F."""
     theta = normal(4, *SHAPE, seed=9)
     method = rcm(Painter(theta))
-    loss = closures(method, step_of(method, "fake", length))["fake_score"].closure()
+    loss = closures(method, step_of(method, "fake", 2))["fake_score"].closure()
     (call,) = method.roles["fake"].calls
     assert call.with_grad and torch.equal(call.text, text_of(make_batch())) and not method.roles["teacher"].calls
     sin = torch.sin(torch.atan2(call.t, 1 - call.t))
@@ -261,32 +229,12 @@ def test_batches_are_means():
         assert close(twice, whole) and close(one / 4 + 3 * three / 4, whole), name
 
 
-@pytest.mark.parametrize(("name", "step"), [("dmd", 3), ("fake_score", 4)])
-def test_times_of_the_score(name, step):
-    """Of the student's DMD loss and of the fake score's own, uniform before the shift."""
-    method, count = rcm(shift=4.0), 1500
-    method.roles["student"] = Painter(normal(count, *SHAPE, seed=1))
-    for role in ("teacher", "fake"):
-        method.roles[role] = Recorder()
-        method.roles[role].formula = lambda x, t, text: x
-    batch = Batch(
-        latents=torch.zeros(count, *SHAPE, dtype=torch.float64),
-        condition=text_condition(
-            torch.ones(count, *TEXT, dtype=torch.float64),
-            torch.zeros(*TEXT, dtype=torch.float64),
-            torch.zeros(*TEXT, dtype=torch.float64),
-        ),
-    )
-    {loss.name: loss for loss in method.losses(step, batch, random_at(step, range(count)))}[name].closure()
-    (call,) = method.roles["fake"].calls
-    assert stats.kstest(unshifted(call.t, 4.0).numpy(), "uniform").pvalue > 1e-3
-
-
 # ---------------------------------------------------------------- problems with a known answer
 
 
-@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
-@pytest.mark.parametrize("problem", analytic.PROBLEMS, ids=lambda problem: type(problem).__name__)
+@pytest.mark.parametrize(
+    ("problem", "tangent"), list(zip(analytic.PROBLEMS, ("lu_song", "rcm"), strict=True)), ids=["Gaussian", "Mixture"]
+)
 def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
     """DMD's with the exact fake score, which is the teacher: the student's samples are data."""
     student = ExactStudent(problem)
@@ -300,40 +248,27 @@ def test_both_gradients_vanish_at_the_flow_map(problem, tangent):
     assert largest["scm"] < 1e-8 and largest["dmd"] < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("problem", "tolerance"),
-    [(TO_LEARN[0], 0.05), pytest.param(TO_LEARN[1], 0.2, marks=pytest.mark.slow)],
-    ids=["Gaussian", "Mixture"],
-)
-def test_a_student_converges_to_the_flow_map(problem, tolerance):
+@pytest.mark.slow
+def test_a_student_converges_to_the_flow_map():
     """The fake score begins as the teacher, too."""
+    problem = TO_LEARN[0]
     student, fake = SmallNet(problem, width=32), SmallNet(problem, width=32, seed=1)
     assert flow_map_error(problem, student) > 0.6
     settings = RcmSettings(guidance_scale=1.0, tangent_warmup=0, consistency_steps=300, student_every=2)
     train(build_method(settings, {"teacher": problem, "student": student, "fake": fake}), problem, 600, 1e-2)
-    assert flow_map_error(problem, student) < tolerance
+    assert flow_map_error(problem, student) < 0.05
 
 
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"consistency_steps": -1}, r"method\.consistency_steps=-1 must be at least 0"),
-        ({"student_every": 1}, r"method\.student_every=1 leaves no step to the fake score; use 2 or more"),
-        ({"consistency_weight": 0.0}, r"method\.consistency_weight=0\.0 must be above 0, or null"),
-        ({"rollout": "none"}, r"method\.rollout=none is unknown; use random or fixed"),
-        ({"tangent": "none"}, r"method\.tangent=none is unknown; use lu_song or rcm"),
-    ],
-)
-def test_refused_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        RcmSettings(**settings)
+def test_refused_settings():
+    refuses_all(RcmSettings, {"consistency_steps": -1}, {"student_every": 1}, {"consistency_weight": 0.0})
+    refuses_all(RcmSettings, {"rollout": "none"}, {"tangent": "none"})
 
 
-@pytest.mark.parametrize("steps", [1, 7, 30, 61, 1000])
-@pytest.mark.parametrize(("alone", "every", "mids"), [(0, 2, 1), (10, 5, 3), (100, 3, 0), (25, 4, 2)])
+@pytest.mark.parametrize("steps", [1, 30, 61])
+@pytest.mark.parametrize(("alone", "every", "mids"), [(0, 2, 1), (10, 5, 3), (100, 3, 0)])
 def test_representative_steps_have_the_mean_rollout_of_all(steps, alone, every, mids):
     """What a planner simulates of a role: the mean of a cost that grows evenly with a rollout's steps."""
     settings = RcmSettings(consistency_steps=alone, student_every=every, mid_times=[1.5, 1.4, 1.0][:mids])

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from distill.report import charts
 from distill.report.measures import HIGHER_IS_BETTER, Measure
 from distill.report.page import number
 from distill.report.row import ReportRow
-from distill.report.write import report_picture, student_beats_teacher, verdict, write_report
+from distill.report.write import student_beats_teacher, verdict, write_report
 from distill.run_facts import FILES
 
 CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
@@ -44,29 +45,39 @@ def make_rows() -> tuple[list[ReportRow], ReportRow]:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text of the cells that carry a measure."""
+    """Tags with their attributes, the text, and the cells that carry a measure."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict]] = []
         self.cells: dict[tuple[str, str], dict] = {}
-        self._cell: dict | None = None
-        self.feed(text)
+        self.text = ""
+        self._cell: dict = {"text": ""}
+        self.source = (folder / "report.html").read_text(encoding="utf-8")
+        self.feed(self.source)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self.tags.append((tag, attributes))
-        if tag == "td" and "data-measure" in attributes:
+        if tag == "td":
             self._cell = attributes | {"text": ""}
-            self.cells[attributes["data-row"], attributes["data-measure"]] = self._cell
+            if "data-measure" in attributes:
+                self.cells[attributes["data-row"], attributes["data-measure"]] = self._cell
 
     def handle_endtag(self, tag):
         if tag == "td":
-            self._cell = None
+            self._cell = {"text": ""}
 
     def handle_data(self, data):
-        if self._cell is not None:
-            self._cell["text"] += data
+        self.text += data
+        self._cell["text"] += data
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def classes(self) -> set[str]:
+        return {word for _, attributes in self.tags for word in (attributes.get("class") or "").split()}
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +96,8 @@ def run(tmp_path_factory):
     rows, reference = make_rows()
     facts = {"mesh": {"dp_shard": 1, "cp": 2}, "resume command": "torchrun train.py 'a=<b>'", "seconds": 12.5}
     write_report(folder, title="A & B", rows=rows, reference=reference, captions=CAPTIONS, config_summary=facts)
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    return folder, text, Page(text), json.loads((folder / "report.json").read_text(encoding="utf-8"))
-
-
-def test_the_page_says_where_a_step_s_time_goes(run):
-    _, text, _, _ = run
-    for role in ("student", "fake"):
-        assert f"<dt>a step of the {role} (median)</dt><dd>a_loss/backward 74%, data 25%</dd>" in text.replace(
-            "75%", "74%"
-        )
+    page = Page(folder)
+    return folder, page.source, page, json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def test_page_loads_nothing_and_runs_nothing(run):
@@ -107,14 +110,6 @@ def test_page_loads_nothing_and_runs_nothing(run):
             link = tag == "a" and name == "href" and attributes[name] in FILES  # a link loads nothing by itself
             assert link or attributes.get(name, "#").startswith(("#", "data:image/")), (tag, attributes)
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
-
-
-def test_page_has_unique_ids_and_all_they_point_to(run):
-    _, text, page, _ = run
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    used = {a["xlink:href"][1:] for _, a in page.tags if "xlink:href" in a} | set(re.findall(r"url\(#([^)]*)\)", text))
-    assert used and used <= set(ids)
 
 
 def test_page_has_every_row_with_its_pictures(run):
@@ -144,29 +139,12 @@ def test_numbers_of_page_and_json_agree(run):
     assert data["verdict"] in text
 
 
-def test_cells_are_marked(run):
-    _, _, page, _ = run
-    assert page.cells["student, 1 steps", "distance/area"]["text"].startswith("▲")
-    assert "wins" in page.cells["student, 1 steps", "distance/area"]["class"]
-    assert page.cells["student, 4 steps", "distance/area"]["text"][0].isdigit()  # neither better nor does it count
-    assert "best" in page.cells["teacher, 50 steps", "distance/area"]["class"].split()
-    assert "best" not in page.cells["held-out renders", "distance/area"]["class"].split()
-
-
-def test_rows_come_in_reading_order(run):
-    steps = [(row["role"], row["steps"]) for row in run[3]["rows"]]
-    teacher = [("teacher", n) for n in (50, 4, 2, 1)]
-    assert steps == [("heldout", None), *teacher, ("student", 4), ("student", 2), ("student", 1)]
-
-
-def test_page_tells_of_torn_lines_and_facts(run):
+def test_torn_lines_are_counted_and_facts_are_escaped(run):
     _, text, _, data = run
     assert data["metrics"] == {"records": 60, "unreadable_lines": 1, "repeated_steps": 0}
-    assert "1 line of metrics.jsonl that could not be read" in text
-    assert "torchrun train.py &#x27;a=&lt;b&gt;&#x27;" in text and "0.50" in text
+    assert "torchrun train.py &#x27;a=&lt;b&gt;&#x27;" in text
     for key in ("student/loss", "fake/loss", "student/grad_norm", "fake/grad_norm"):
         assert f'aria-label="{key} by step"' in text
-    assert "not finite (1)" in text
 
 
 def test_comparisons_count_where_the_teacher_loses_something():
@@ -180,9 +158,7 @@ def test_comparisons_count_where_the_teacher_loses_something():
     area = next(c for c in found if c.measure == "distance/area")
     assert area.standard_errors_worse == pytest.approx((2.0 - 0.1) / math.hypot(0.01, 0.01))
     assert area.student_margin == pytest.approx((2.0 - 0.3) / math.hypot(0.01, 0.01))
-    text = verdict(rows, found)
-    assert "on 12 of the 12 measures" in text and "6 of 6 at 1 step," in text and "none counts at 4 steps" in text
-    assert "4 network evaluations a clip where the teacher with 50 takes 100" in text
+    assert "12 of the 12" in verdict(rows, found)
 
 
 def test_a_tie_or_a_missing_value_is_no_win():
@@ -196,21 +172,17 @@ def test_a_tie_or_a_missing_value_is_no_win():
     assert found[1, "colour_accuracy"].counts and not found[1, "colour_accuracy"].student_better
     assert not found[1, "colour_accuracy"].student_reaches_full
     assert not found[2, "distance/area"].counts and not found[2, "distance/area"].student_better
-    text = verdict(rows, list(found.values()))
-    assert "does not beat it on colour accuracy at 1 step and area distance at 1 step." in text
+    assert "12 of the 12" not in verdict(rows, list(found.values()))
 
 
 def test_verdict_when_there_is_nothing_to_say():
     rows, _ = make_rows()
-    easy = [r for r in rows if r.steps in (4, 50)]
-    assert "Nothing to win" in verdict(easy, student_beats_teacher(easy))
-    lonely = [r for r in rows if r.role == "teacher"]
-    assert student_beats_teacher(lonely) == []
-    assert "Nothing to compare" in verdict(lonely, [])
-    # Both in 4 steps, and nothing to tell what the teacher loses by taking so few.
-    alike = [r for r in rows if r.steps == 4]
-    assert {r.role for r in alike} == {"teacher", "student"} and student_beats_teacher(alike) == []
-    assert verdict(alike, []).endswith("the same number of steps, and the teacher at more.")
+    for chosen in (
+        [r for r in rows if r.steps in (4, 50)],
+        [r for r in rows if r.role == "teacher"],
+        [r for r in rows if r.steps == 4],  # nothing tells what the teacher loses by taking so few
+    ):
+        assert not any(c.counts for c in student_beats_teacher(chosen)) and verdict(chosen, [])
 
 
 def test_without_measures_there_are_curves_and_frames(tmp_path):
@@ -218,44 +190,21 @@ def test_without_measures_there_are_curves_and_frames(tmp_path):
     rows.append(ReportRow("student, 4 steps", "student", 4, None, clips(1, 9, 120), 4))
     reference = ReportRow("clips of the folder", "heldout", None, None, clips(2, 9, 120), 0)
     write_report(tmp_path, title="t", rows=rows, reference=reference, captions=CAPTIONS, config_summary={}, fps=16)
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "no measures of its own" in text and "<h2>Measures</h2>" not in text
-    assert "There are no losses in metrics.jsonl." in text
-    assert "data:image/jpeg;base64," in text
+    page = Page(tmp_path)
+    assert not page.cells and "data:image/jpeg;base64," in page.source
     assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["measures"] is None
 
 
-def test_not_finite_values_are_null_in_json_and_named_in_html(tmp_path):
-    rows, reference = make_rows()
-    rows[0].measures["distance/area"] = Measure(math.nan, math.nan)
-    write_report(
-        tmp_path, title="t", rows=rows, reference=reference, captions=CAPTIONS, config_summary={"n": np.int64(3)}
-    )
-    data = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    student = next(r for r in data["rows"] if r["name"] == "student, 1 steps")
-    assert student["measures"]["distance/area"]["value"] is None and data["run"]["n"] == 3
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "not measurable" in page.cells["student, 1 steps", "distance/area"]["text"]
-
-
 def test_rows_that_do_not_fit_are_refused(tmp_path):
-    rows, reference = make_rows()
-
-    def refused(row, match):
-        with pytest.raises(ValueError, match=match):
+    _, reference = make_rows()
+    for row in (
+        ReportRow("x", "critic", 1, None, clips(0), 1),
+        ReportRow("x", "student", 1, None, clips(0)[:1], 1),
+        ReportRow("x", "student", 1, {"novelty": Measure(1, 1)}, clips(0), 1),
+    ):
+        with pytest.raises(ValueError):
             write_report(tmp_path, title="", rows=[row], reference=reference, captions=CAPTIONS, config_summary={})
-
-    refused(ReportRow("x", "critic", 1, None, clips(0), 1), "role")
-    refused(ReportRow("x", "student", 1, None, clips(0)[:1], 1), "1 clips for 2 captions")
-    refused(ReportRow("x", "student", 1, {"novelty": Measure(1, 1)}, clips(0), 1), "novelty")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_report_picture(tmp_path):
-    rows, _ = make_rows()
-    picture = report_picture(tmp_path / "picture.png", rows, CAPTIONS, title="t")
-    assert (tmp_path / "picture.png").is_file()
-    assert 700 < picture.width <= 1500 and picture.height > 7 * 48
 
 
 def test_read_metrics_leaves_out_what_is_no_record(tmp_path):
@@ -279,10 +228,8 @@ def test_curves_have_gaps_where_values_are_not_finite():
     np.testing.assert_array_equal(values, [1, math.nan, 3, math.nan, math.nan, 5])
     average = charts.moving_average(values, 3)
     np.testing.assert_allclose(average, [1, math.nan, 2, math.nan, math.nan, 5])
-    svg = charts.curve_svg("fake/loss", steps, values)
-    assert "not finite (3)" in svg and svg.startswith("<svg")
-    assert charts.curve_svg("fake/loss", steps[:0], values[:0]).startswith("<svg")
-    assert charts.curve_svg("fake/loss", steps[1:2], values[1:2]).startswith("<svg")
+    for part in (slice(0, 6), slice(0, 0), slice(1, 2)):
+        assert charts.curve_svg("fake/loss", steps[part], values[part]).startswith("<svg")
 
 
 def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():
@@ -300,43 +247,20 @@ def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():
     steps, values = found["fake/loss/t0.25"]
     np.testing.assert_array_equal(steps, [1, 3, 4, 5, 6, 7])
     np.testing.assert_array_equal(values, [0.4, math.nan, math.nan, math.nan, math.nan, 0.3])
-    assert "not finite (4)" in charts.curve_svg("fake/loss/t0.25", steps, values)
     assert "fake/loss/t0.9375" not in found, "a curve without a point is not drawn"
     np.testing.assert_array_equal(found["fake/grad_norm"][1], [math.nan])  # a null elsewhere is a broken value
     healthy = charts.curves(records[:2] + records[-1:])
-    svg = charts.curve_svg("fake/loss/t0.25", *healthy["fake/loss/t0.25"])
-    assert len(healthy["fake/loss/t0.25"][0]) == 2 and "not finite" not in svg
+    assert len(healthy["fake/loss/t0.25"][0]) == 2
 
 
-@pytest.mark.parametrize("values", [[1e308, -1e308, 1e308], [5e-324, 1e308], [1e300] * 3, [0.0], [-1e-320, 1.0]])
+@pytest.mark.parametrize("values", [[1e308, -1e308, 1e308], [5e-324, 1e308], [-1e-320, 1.0]])
 def test_values_at_the_ends_of_what_a_float_holds_are_drawn(values):
-    values = np.array(values)
-    assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1), values).startswith("<svg")
-    assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1) * 2.0**49, values).startswith("<svg")
-
-
-def test_rates_and_speed_have_their_curves():
-    records = [{"step": i, "student/lr": 1e-3 / i, "perf/tokens_per_second": 100.0 * i} for i in range(1, 41)]
-    found = charts.curves(records)
-    assert list(found) == ["student/lr", "perf/tokens_per_second"]
-    rate, speed = (charts.curve_svg(key, *found[key]) for key in found)
-    assert "student: learning rate" in rate and "log scale" not in rate and "mean of" not in rate
-    assert "video tokens per second" in speed
-
-
-def test_one_huge_loss_leaves_the_mean_of_later_ones_alone():
-    values = np.full(60, 0.1)
-    values[10] = 1e25
-    np.testing.assert_allclose(charts.moving_average(values, 5)[15:], 0.1)
+    assert charts.curve_svg("student/loss", np.arange(1.0, len(values) + 1) * 2.0**49, np.array(values))
 
 
 def test_moving_average_is_the_plain_mean_of_the_window():
     values = np.random.default_rng(0).normal(size=50)
     expected = [values[max(0, i - 6) : i + 1].mean() for i in range(50)]
     np.testing.assert_allclose(charts.moving_average(values, 7), expected)
-
-
-def test_curve_is_the_same_every_time():
-    steps, values = np.arange(1.0, 40), np.linspace(3, 0.01, 39)
-    assert charts.curve_svg("student/loss", steps, values) == charts.curve_svg("student/loss", steps, values)
-    assert "log scale" in charts.curve_svg("student/loss", steps, values)
+    values[10] = 1e25
+    np.testing.assert_allclose(charts.moving_average(values, 7)[20:], expected[20:], err_msg="one huge loss is over")

@@ -1,10 +1,8 @@
 """What a report's page tells of the run: what went wrong, how it was started, its settings and files, all escaped."""
 
 import json
-import math
 import shutil
 import tempfile
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -16,32 +14,10 @@ from distill.report.measures import Measure
 from distill.report.row import ReportRow
 from distill.report.write import write_report
 from tests.unit import damaged_lines
+from tests.unit.test_report import Page
 
 EVIL = "\"><script>alert(1)</script><img src=http://x.example/y onerror=alert(1)> & 'q'"
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-class Page(HTMLParser):
-    """Tags with attributes; the texts by the id or class of the elements around them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict]] = []
-        self.text = ""
-        self.feed((folder / "report.html").read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
-
-    def all(self, tag: str) -> list[dict]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-    @property
-    def classes(self) -> set[str]:
-        return {word for _, attributes in self.tags for word in (attributes.get("class") or "").split()}
 
 
 def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:
@@ -76,41 +52,21 @@ def healthy(steps: int = 10) -> list[dict]:
 
 def test_a_healthy_run_is_shown_as_a_success(tmp_path):
     page = write(tmp_path, healthy())
-    assert "Something went wrong" not in page.text and "troubles" not in page.classes
-    assert {"verdict", "won"} <= page.classes and "on 1 of the 1 measures" in page.text
+    assert "troubles" not in page.classes and {"verdict", "won"} <= page.classes
+    assert not {"starts", "settings"} & page.classes, "a run of an older version has neither"
     assert json.loads((tmp_path / "report.json").read_text())["troubles"] == []
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"student/loss": None}, "The last loss of the student is not finite (1 of its 10 logged losses is not)."),
-        ({"student/loss": math.nan}, "The last loss of the student is not finite"),
-        ({"student/skipped": 3.0}, "3 of 10 updates of the student were skipped because its gradient norm was not fin"),
-        ({"student/grad_norm": 1e9}, "The gradient norm of the student ended at 1e+09; it began at 2"),
-        ({"student/grad_norm": None}, "1 of the 10 logged gradient norms of the student is not finite."),
-    ],
-)
-def test_a_run_that_went_wrong_says_so_above_its_verdict(tmp_path, caplog, change, said):
+@pytest.mark.parametrize("change", [{"student/loss": None}, {"student/skipped": 3.0}, {"student/grad_norm": 1e9}])
+def test_a_run_that_went_wrong_says_so_above_its_verdict(tmp_path, caplog, change):
     records = healthy()
     records[-1] |= change
-    page = write(tmp_path, records, updates={"student": 10}, settings={"optim": {"clip": 10.0}})
-    assert said in page.text and page.text.index(said) < page.text.index("At the same number of steps")
-    assert page.text.index("Something went wrong in this run.") < page.text.index(said)
+    better = "student/loss" not in change
+    page = write(tmp_path, records, better=better, updates={"student": 10}, settings={"optim": {"clip": 10.0}})
+    (said,) = json.loads((tmp_path / "report.json").read_text())["troubles"]
+    assert said in page.text and said in caplog.text, "who reads only the log sees it too"
     assert "won" not in page.classes and "troubles" in page.classes, "no green above a broken run"
-    assert said in " ".join(json.loads((tmp_path / "report.json").read_text())["troubles"])
-    assert said in caplog.text, "who reads only the log sees it too"
-
-
-def test_a_run_without_metrics_says_so(tmp_path):
-    page = write(tmp_path)
-    assert "No loss is logged in metrics.jsonl" in page.text and "won" not in page.classes
-
-
-def test_a_lost_comparison_stays_red_beside_troubles(tmp_path):
-    records = healthy()
-    records[3]["student/loss"] = None
-    assert {"lost", "troubles"} <= write(tmp_path, records, better=False).classes
+    assert better or "lost" in page.classes
 
 
 # ---------------------------------------------------------------- starts, settings, files
@@ -126,35 +82,14 @@ def start(step: int, **more) -> str:
 
 
 def test_the_page_tells_how_the_run_was_started(tmp_path):
-    (tmp_path / "starts.jsonl").write_text(start(0) + start(3) + start(7))
+    lines = (start(0) + start(3) + start(7)).encode()
+    (tmp_path / "starts.jsonl").write_bytes(b'\xff\n[1]\n"x"\n{"command": 3}\n' + lines + b'{"started": "20')
     page = write(tmp_path, healthy(), config_summary={"steps": 10, "versions": "torch 1", "minutes of training": 2.5})
-    for said in ("torchrun train.py steps=7", "0123456789abcdef with uncommitted changes", "2026-11-22 17:00:00+01:00",
-                 "node7", "8 x NVIDIA H20, 8 processes", "torch 2.13.0, python 3.11", "3 starts, from steps 0, 3, 7",
-                 "10 steps, 8 x NVIDIA H20, written 20", "minutes of training2.5"):  # fmt: skip
+    for said in ("torchrun train.py steps=7", "0123456789abcdef", "node7", "8 x NVIDIA H20", "torch 2.13.0"):
         assert said in page.text, said
-    assert "0123456789ab with uncommitted changes" in page.text, "shorter in the table of all starts"
     assert "torch 1," not in page.text, "versions are told once"
     data = json.loads((tmp_path / "report.json").read_text())
     assert [s["from_step"] for s in data["starts"]] == [0, 3, 7] and data["starts"][0]["clean"] is True
-
-
-def test_a_run_of_an_older_version_and_damaged_starts_have_a_page(tmp_path):
-    assert "starts" not in write(tmp_path, healthy()).text
-    (tmp_path / "starts.jsonl").write_bytes(
-        b'\xff\n[1]\n"x"\n{"command": 3}\n' + start(2).encode() + b'{"started": "20'
-    )
-    page = write(tmp_path, healthy())
-    assert "5 lines of starts.jsonl that could not be read" in page.text and "steps=2" in page.text
-
-
-def test_all_settings_are_folded_away_with_the_changed_ones_first(tmp_path):
-    given_settings = {"steps": 60, "seed": 0, "optim": {"student": {"lr": 0.5, "betas": [0.0, 0.99]}, "clip": None}}
-    defaults = {"steps": "???", "seed": 0, "optim": {"student": {"lr": 1e-5, "betas": [0.0, 0.99]}, "clip": 10.0}}
-    page = write(tmp_path, healthy(), settings=given_settings, defaults=defaults)
-    assert "All 5 settings; 3 differ from the defaults" in page.text
-    assert "steps60none; must be givenoptim.student.lr0.51e-05optim.clipnull10.0seed0" in page.text.replace("\n", "")
-    assert sum(attributes.get("class") == "differs" for attributes in page.all("tr")) == 3
-    assert "settings" not in write(tmp_path, healthy()).classes
 
 
 def test_links_are_relative_and_lead_somewhere(tmp_path):
@@ -221,14 +156,7 @@ def check_any_folder(metrics: bytes, starts: bytes, norms: bytes, measures: byte
 four = st.tuples(*[damaged_lines.files] * 4)
 
 
-@settings(max_examples=6, derandomize=True, deadline=None, database=None)
+@settings(max_examples=3, derandomize=True, deadline=None, database=None)
 @given(four)
 def test_a_report_is_written_whatever_the_files_hold(contents):
-    check_any_folder(*contents)
-
-
-@pytest.mark.slow
-@settings(max_examples=25, derandomize=True, deadline=None, database=None)
-@given(four)
-def test_a_report_is_written_whatever_many_folders_hold(contents):
     check_any_folder(*contents)

@@ -8,7 +8,7 @@ import pytest
 
 from distill.config import compose_config
 from distill.run_folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting
-from fsdp_cp.errors import UserError
+from tests.unit.refused import refused
 
 
 class Killed(BaseException):
@@ -42,7 +42,6 @@ def test_killed_while_files_are_moved_aside_it_is_still_a_runs_folder(tmp_path, 
 @pytest.mark.parametrize(
     ("resume", "restarts", "job", "expected"),
     [
-        ("never", "0", "mine", "never"),
         ("never", "1", "mine", "auto"),
         ("never", "1", "an older", "never"),  # killed before it had a start of its own: the earlier run is moved aside
         ("auto", "1", "mine", "auto"),
@@ -64,9 +63,14 @@ def test_never_is_meant_for_a_jobs_first_start(tmp_path, monkeypatch, resume, re
     assert resume_setting(config, tmp_path) == resume
 
 
-@pytest.mark.parametrize("content", [b"my precious lock\n", b"process 7 on host\nand more\n", b"\xff\xfe"])
-@pytest.mark.parametrize("linked", [False, True])
-@pytest.mark.parametrize("setting", ["run_dir", "sweep_dir"])
+@pytest.mark.parametrize(
+    ("content", "linked", "setting"),
+    [
+        (b"my precious lock\n", False, "run_dir"),
+        (b"process 7 on host\nand more\n", True, "sweep_dir"),
+        (b"\xff\xfe", True, "run_dir"),
+    ],
+)
 def test_a_lock_of_somebody_else_is_not_written_to(tmp_path, content, linked, setting):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -74,28 +78,30 @@ def test_a_lock_of_somebody_else_is_not_written_to(tmp_path, content, linked, se
     theirs.write_bytes(content)
     if linked:
         (folder / ".lock").symlink_to(theirs)
-    with pytest.raises(UserError, match=rf"^{setting}=.*has a \.lock that neither"), held_run_dir(folder, setting):
+    with refused(f"{setting}={folder}"), held_run_dir(folder, setting):
         pass
     assert theirs.read_bytes() == content
 
 
-def test_a_lock_of_an_earlier_run_is(tmp_path):
+def test_a_lock_is_taken_once_at_a_time(tmp_path):
+    """Each time a lock of an earlier run is there, and once that of a run that was killed before it wrote its name."""
     for _ in range(2):
         with held_run_dir(tmp_path):
-            pass
-    (tmp_path / ".lock").write_text("")  # killed before it had said who it is
-    with held_run_dir(tmp_path):
-        assert (tmp_path / ".lock").read_text().startswith("process ")
+            with refused("run_dir"), held_run_dir(tmp_path):
+                raise AssertionError("two runs have one folder")
+            assert (tmp_path / ".lock").read_text().startswith("process ")
+        (tmp_path / ".lock").write_text("")
 
 
 def test_a_link_to_nowhere_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "run").symlink_to("nowhere")
-    with pytest.raises(UserError, match="is a link to nowhere, which is not there"):
+    with refused("run_dir"):
         refuse_foreign(tmp_path / "run")
+    assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("content", ["", "theirs", "[1]", '{"theirs": 1}'])
+@pytest.mark.parametrize("content", ["", "[1]", '{"theirs": 1}'])
 def test_a_record_of_starts_is_known_by_what_it_says(tmp_path, content):
     (tmp_path / STARTS).write_text(content)
-    with pytest.raises(UserError, match="is no run's folder"):
+    with refused("run_dir"):
         refuse_foreign(tmp_path)

@@ -6,10 +6,10 @@ from diffusers import UniPCMultistepScheduler, WanPipeline
 
 from distill.methods.sampling import euler_sample, guided_sample, unipc_sample
 from distill.schedules import euler_times
-from fsdp_cp.errors import UserError
 from models.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
-from tests.unit.method_roles import SHAPE, TEXT, Gaussian, Net, dmd2, flow_matching, make_batch, normal, random_at
+from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
+from tests.unit.refused import refused
 
 # ---------------------------------------------------------------- against diffusers
 
@@ -38,7 +38,7 @@ def pipeline(tmp_path_factory):
     return WanPipeline.from_pretrained(build_tiny_pipeline(tmp_path_factory.mktemp("pipeline")))
 
 
-@pytest.mark.parametrize(("steps", "shift", "scale"), [(1, 3.0, 3.0), (7, 3.0, 3.0), (12, 5.0, 1.0), (20, 5.0, 5.0)])
+@pytest.mark.parametrize(("steps", "shift", "scale"), [(1, 3.0, 3.0), (12, 5.0, 1.0), (20, 5.0, 5.0)])
 def test_unipc_is_the_loop_of_diffusers_pipeline(pipeline, steps, shift, scale):
     noise = torch.randn(2, LATENT_CHANNELS, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     text = torch.randn(2, 6, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
@@ -82,24 +82,15 @@ def gaussian_errors(sampler, steps, *, shift=3.0, std=0.5):
     return ((out - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_unipc_converges_to_the_exact_flow_faster_than_euler(shift):
-    euler = [gaussian_errors("euler", steps, shift=shift) for steps in (50, 100, 200)]
-    unipc = [gaussian_errors("unipc", steps, shift=shift) for steps in (50, 100, 200)]
+def test_unipc_converges_to_the_exact_flow_faster_than_euler():
+    euler = [gaussian_errors("euler", steps) for steps in (50, 100, 200)]
+    unipc = [gaussian_errors("unipc", steps) for steps in (50, 100, 200)]
     for n in range(3):
         assert unipc[n] < euler[n] / 8
     for n in range(2):
         assert 1.8 < euler[n] / euler[n + 1] < 2.2, "first order"
         assert unipc[n] / unipc[n + 1] > 2.3, "better than first order"
     assert unipc[2] < 3e-4, "below what truncated times allow"
-
-
-def test_the_network_is_called_at_the_times_of_the_shifted_grid():
-    role, batch = Net(1), make_batch()
-    unipc_sample(role, normal(4, *SHAPE, seed=4), batch.condition, steps=5, shift=3.0, scale=2.0)
-    grid = [1 - i * 0.999 / 5 for i in range(5)]
-    for call, u in zip(role.calls, grid, strict=True):
-        assert (call.t - 3 * u / (1 + 2 * u)).abs().max() < 2e-6 and len(call.x) == 8
 
 
 # ---------------------------------------------------------------- as methods use them
@@ -122,7 +113,7 @@ def test_methods_sample_with_the_sampler_of_their_settings(sampler):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(("make", "setting"), [(dmd2, "teacher_sampler"), (flow_matching, "sampler")])
-def test_an_unknown_sampler_is_refused_by_name(make, setting):
-    with pytest.raises(UserError, match=rf"method\.{setting}=ddim is unknown; use euler or unipc"):
-        make(**{setting: "ddim"})
+def test_an_unknown_sampler_is_refused_by_name():
+    for make, setting in ((dmd2, "teacher_sampler"), (flow_matching, "sampler")):
+        with refused(f"method.{setting}=ddim"):
+            make(**{setting: "ddim"})

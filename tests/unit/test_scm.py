@@ -5,14 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from scipy import stats
 
-from distill.config import compose_config
-from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
-from distill.methods.scm import ScmSettings, consistency_tangent, normalise_tangent
+from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from models.condition import text_condition
 from tests.unit import analytic
@@ -30,6 +26,7 @@ from tests.unit.method_roles import (
     text_of,
     wide,
 )
+from tests.unit.refused import refused, refuses_all
 
 PROBLEM_NAMES = [type(problem).__name__ for problem in PROBLEMS]
 
@@ -109,10 +106,16 @@ class Formula(torch.nn.Module):
         return self.net.formula(x, t, text)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
 @pytest.mark.parametrize(
-    ("warmup", "step", "r"), [(0, 3, 1.0), (10, 0, 0.0), (10, 3, 0.3), (10, 10, 1.0), (10, 99, 1.0)]
+    ("warmup", "step", "r", "tangent", "scale"),
+    [
+        (0, 3, 1.0, "lu_song", 2.5),
+        (10, 0, 0.0, "lu_song", 1.0),
+        (10, 3, 0.3, "lu_song", 2.5),
+        (10, 3, 0.3, "rcm", 2.5),
+        (10, 10, 1.0, "rcm", 1.0),
+        (10, 99, 1.0, "rcm", 2.5),
+    ],
 )
 def test_loss_and_gradient_equal_the_dense_reference(scale, tangent, warmup, step, r):
     method = scm(guidance_scale=scale, tangent=tangent, tangent_warmup=warmup)
@@ -171,54 +174,6 @@ def test_times_and_noise():
     assert abs(torch.corrcoef(torch.stack([noise[:, 0, 0, 0, 0], t]))[0, 1]) < 0.1
 
 
-def test_a_step_draws_the_same_again():
-    assert torch.equal(run(scm(), 3), run(scm(), 3)) and not torch.equal(run(scm(), 3), run(scm(), 4))
-
-
-def test_batches_are_means():
-    """Samples drawn twice, or in parts, give the same loss and gradients: nothing is summed or shared."""
-    method = scm()
-    whole, gradient = run(method), gradients(method.roles["student"])
-    twice = run(method, positions=[0, 1, 2, 3, 0, 1, 2, 3])
-    assert close(twice, whole)
-    for name, value in gradients(method.roles["student"]).items():
-        assert close(value, gradient[name], 1e-10)
-    parts = []
-    for part in ([0], [1, 2, 3]):
-        share = len(part) / 4
-        value = run(method, positions=part)
-        parts.append((share * value, {k: share * g for k, g in gradients(method.roles["student"]).items()}))
-    assert close(parts[0][0] + parts[1][0], whole)
-    for name in gradient:
-        assert close(parts[0][1][name] + parts[1][1][name], gradient[name], 1e-10)
-
-
-# ---------------------------------------------------------------- the tangent
-
-
-@pytest.mark.parametrize("size", [1, 30, 400])
-def test_normalised_tangents_have_the_root_of_n_as_norm(size):
-    g = normal(3, 1, 1, 1, size, seed=2) * wide(torch.tensor([1e-6, 1.0, 1e6], dtype=torch.float64))
-    norms = g.flatten(1).norm(dim=1)
-    ours = normalise_tangent(g)
-    torch.testing.assert_close(ours.flatten(1).norm(dim=1), size**0.5 * norms / (norms + 0.1))
-    assert torch.cosine_similarity(ours.flatten(1), g.flatten(1)).min() > 1 - 1e-12
-
-
-def test_warm_up_of_the_tangent():
-    prediction, teacher, derivative, x = (normal(2, *SHAPE, seed=seed) for seed in range(4))
-    t = torch.tensor([0.3, 1.2], dtype=torch.float64)
-
-    def tangent(form, r):
-        return consistency_tangent(prediction, teacher, derivative, x, t, r, form=form)
-
-    torch.testing.assert_close(tangent("lu_song", 1.0), tangent("rcm", 1.0))
-    torch.testing.assert_close(tangent("lu_song", 0.0), -(wide(torch.cos(t)) ** 2) * (prediction - teacher))
-    torch.testing.assert_close(tangent("rcm", 0.0), -wide(torch.cos(t)) * (prediction - teacher) - derivative)
-    halfway = (tangent("lu_song", 0.0) + tangent("lu_song", 1.0)) / 2
-    torch.testing.assert_close(tangent("lu_song", 0.5), halfway)
-
-
 # ---------------------------------------------------------------- problems with a known answer
 
 
@@ -229,8 +184,9 @@ def on(problem, student, positions=32, **settings):
     return method, analytic.make_batch(problem, positions), random_at(0, range(positions))
 
 
-@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=PROBLEM_NAMES)
+@pytest.mark.parametrize(
+    ("problem", "tangent"), list(zip(PROBLEMS, ("rcm", "lu_song"), strict=True)), ids=PROBLEM_NAMES
+)
 def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
     student = ExactStudent(problem)
     method, batch, random = on(problem, student, tangent=tangent)
@@ -246,29 +202,15 @@ def test_the_gradient_vanishes_at_the_flow_map(problem, tangent):
     assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
 
 
-@pytest.mark.parametrize("tangent", ["lu_song", "rcm"])
-def test_the_gradient_does_not_vanish_at_the_teacher(tangent):
-    """Nor before the warm-up ends, at the flow map."""
-    problem = PROBLEMS[1]
-    student = ExactStudent(problem)
-    method, batch, random = on(problem, student, tangent=tangent, tangent_warmup=10)
-    (loss,) = method.losses(5, batch, random)
-    loss.closure().backward()
-    assert max(p.grad.abs().max() for p in student.parameters()) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("problem", "tolerance"),
-    [(TO_LEARN[0], 0.05), pytest.param(TO_LEARN[1], 0.15, marks=pytest.mark.slow)],
-    ids=PROBLEM_NAMES,
-)
-def test_a_student_converges_to_the_flow_map(problem, tolerance):
+@pytest.mark.slow
+def test_a_student_converges_to_the_flow_map():
     """From the teacher's own prediction, which is off by most of the data's deviation."""
+    problem = TO_LEARN[1]
     student = SmallNet(problem, width=32)
     assert flow_map_error(problem, student) > 0.6
     method, *_ = on(problem, student)
     train(method, problem, 500, 1e-2)
-    assert flow_map_error(problem, student) < tolerance
+    assert flow_map_error(problem, student) < 0.15
 
 
 def test_samples_of_the_exact_student_are_the_flow_maps():
@@ -292,35 +234,20 @@ def test_samples_of_the_exact_student_are_the_flow_maps():
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"time_std": 0.0}, r"method\.time_std=0\.0 must be above 0"),
-        ({"jvp_step": -1e-4}, r"method\.jvp_step=-0\.0001 must be above 0"),
-        ({"sigma_max": 0.0}, r"method\.sigma_max=0\.0 must be above 0"),
-        ({"tangent_warmup": -1}, r"method\.tangent_warmup=-1 must be at least 0"),
-        ({"tangent": "tangent"}, r"method\.tangent=tangent is unknown; use lu_song or rcm"),
-        ({"jvp": "forward"}, r"method\.jvp=forward is unknown; use exact or finite_difference"),
-        ({"mid_times": [1.5, 1.5]}, r"method\.mid_times=\[1\.5, 1\.5\] must descend from below 1\.5583, where"),
-        ({"mid_times": [1.4, 0.0]}, r"method\.mid_times=\[1\.4, 0\.0\] must descend .* stay above 0"),
-        ({"sigma_max": 10.0}, r"mid_times=\[1\.5, 1\.4, 1\.0\] must descend from below 1\.4711, where"),
-        (
-            {"sigma_max": None, "mid_times": [1.6]},
-            r"mid_times=\[1\.6\] must descend from below 1\.5708, where samples begin",
-        ),
-        ({"shift": 0.0}, r"method\.shift=0\.0 must be above 0"),
-    ],
-)
-def test_refused_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        ScmSettings(**settings)
+def test_refused_settings():
+    refuses_all(ScmSettings, {"time_std": 0.0}, {"jvp_step": -1e-4}, {"sigma_max": 0.0}, {"tangent_warmup": -1})
+    refuses_all(ScmSettings, {"tangent": "tangent"}, {"jvp": "forward"}, {"shift": 0.0})
+    refuses_all(ScmSettings, {"mid_times": [1.5, 1.5]}, {"mid_times": [1.4, 0.0]})
+    refuses_all(ScmSettings, {"sigma_max": None, "mid_times": [1.6]})
+    with refused("mid_times"):  # 1.5 is above where samples begin
+        ScmSettings(sigma_max=10.0)
 
 
 def student(**settings):
     return SimpleNamespace(**{"compile": False, "precision": "fp32", "fp8": "none", **settings})
 
 
-@pytest.mark.parametrize("name", ["scm", "rcm"])
+@pytest.mark.parametrize("name", ["scm", "rcm", "meanflow"])
 def test_refused_combinations(name):
     method, kind = METHODS[name]
 
@@ -329,22 +256,8 @@ def test_refused_combinations(name):
 
     for accepted in (("exact", {}), ("exact", {"precision": "bf16", "compile": True}), ("finite_difference", {})):
         check(accepted[0], **accepted[1])
-    with pytest.raises(UserError, match=r"finite_difference with student\.precision=bf16: .* use .*precision=fp32 or"):
+    with refused("student.precision"):
         check("finite_difference", precision="bf16")
-
-
-@pytest.mark.parametrize("name", ["scm", "rcm"])
-def test_the_groups_of_the_configuration(name):
-    compose_config([])  # registers the schemas
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = compose("config", overrides=["~experiment", f"method={name}", f"optim={name}"])
-    assert OmegaConf.to_object(composed.method) == METHODS[name][1]()
-    assert composed.optim.student.lr == 2e-6
-
-
-def test_a_recipe_is_checked():
-    with pytest.raises(UserError, match=r"finite_difference with student\.precision=bf16"):
-        compose_config(["experiment=wan2_1_t2v_1_3b_rcm", "method.jvp=finite_difference"])
 
 
 def test_the_students_times():
@@ -354,6 +267,6 @@ def test_the_students_times():
     assert [len(method.sampling_times(n)) for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
     assert method.sampling_times(2) == times[:2]
     for steps in (0, 5):
-        with pytest.raises(UserError, match="sample with 1 to 4 steps"):
+        with pytest.raises(UserError):
             method.sampling_times(steps)
     assert method.evaluations("student", 3) == 3 and method.evaluations("teacher", 3) == 6

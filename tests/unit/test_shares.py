@@ -11,14 +11,13 @@ from distill.data.shares import ReadAhead, Shares, first_of_each
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [(["a"], (0,)), (["a", "a", "a"], (0,)), (["a", "b", "a", "b"], (0, 1)), (["0 h", "0 h", "1 h", "1 h"], (0, 2))],
+    [(["a", "a", "a"], (0,)), (["a", "b", "a", "b"], (0, 1)), (["0 h", "0 h", "1 h", "1 h"], (0, 2))],
 )
 def test_one_rank_of_each_node(nodes, first):
     assert first_of_each(nodes) == first
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 23])
-@pytest.mark.parametrize("ranks", [(0,), (0, 1, 2), (1, 3)])
+@pytest.mark.parametrize(("count", "ranks"), [(0, (0,)), (5, (0, 1, 2)), (23, (1, 3))])
 def test_every_item_has_one_rank(monkeypatch, count, ranks):
     own = []
     for number in range(4):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from distill.config import compose_config
-from distill.planning.suggest import MARGIN, Axes, Outcome, in_words, ranked, search
+from distill.planning.suggest import Axes, Outcome, ranked, search
 
 CHECKPOINTING = ("none", "selective", "full")
 
@@ -42,7 +42,7 @@ def world(seed):
     return evaluate
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_best_of_mesh_and_checkpointing_is_found(seed):
     evaluate, varied = world(seed), axes(micro_batches=(), strategy=False)
     every = evaluate(
@@ -98,41 +98,5 @@ def test_one_sample_a_forward_comes_before_the_hosts_memory():
     assert Axes.of(compose_config([*given, "plan=suggest"]), given).crowded == ()
 
 
-def test_what_one_way_of_checkpointing_is_refused_for_another_is_tried():
-    """``keep_operators`` go with ``selective`` alone."""
-
-    def evaluate(candidates):
-        return [
-            Outcome(words=each, refused="with keep_operators")
-            if "student.activation_checkpointing=selective" not in each
-            else Outcome(words=each, device_gib=1, memory_gib=9, seconds_per_step=1)
-            for each in candidates
-        ]
-
-    found = search(axes(cp=(1, 3), micro_batches=(), strategy=False), evaluate)
-    assert [outcome.fits for outcome in found] == [True, True], "and of the refusals nothing is said"
-
-
 def _all_fit(candidates):
     return [Outcome(words=words, device_gib=1, memory_gib=9, seconds_per_step=1) for words in candidates]
-
-
-def test_what_is_printed():
-    margin = 100 * (1 - MARGIN)
-    outcomes = [
-        Outcome(words=("mesh.cp=1",), device_gib=140, memory_gib=100, peak_phase="student/dmd/backward",
-                largest="student activations 90.0 GiB"),
-        Outcome(words=("mesh.cp=2",), device_gib=margin + 1, memory_gib=100, seconds_per_step=1, largest="x"),
-        Outcome(words=("mesh.cp=4",), device_gib=margin - 1, memory_gib=100, seconds_per_step=4, mfu=0.5),
-        Outcome(words=("mesh.cp=8",), device_gib=50, memory_gib=100, seconds_per_step=3, mfu=0.6, host_gib=7),
-        Outcome(words=("mesh.cp=16",), refused="mesh.cp=16 does not divide"),
-    ]  # fmt: skip
-    lines = in_words(outcomes, ["experiment=e x", "world=8"])
-    assert lines[0].startswith("2 of 5 fit")
-    assert "3 s a step" in lines[1] and "50.0 of 100 GiB and 7.0 of the host's" in lines[1]
-    assert lines[2].strip() == "'experiment=e x' mesh.cp=8" and "4 s a step" in lines[3]
-    assert lines[-3:] == [
-        f"  mesh.cp=2: {margin + 1:.1f} GiB in between phases, most of it x",
-        "  mesh.cp=1: 140.0 GiB in student/dmd/backward, most of it student activations 90.0 GiB",
-        "  mesh.cp=16: mesh.cp=16 does not divide",
-    ]

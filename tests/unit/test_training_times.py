@@ -11,8 +11,8 @@ from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.meanflow import MeanFlowSettings
 from distill.schedules import euler_times
-from fsdp_cp.rng import StepRandom, stream
 from models.condition import text_condition
+from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40
 NEAR, FLOOR = 0.05, 0.01
@@ -22,7 +22,10 @@ FLOOR_TEACHER = 0.001
 NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003
 """Of both ends of an interval; of two uniform draws, 2 to 8 % are as near as that."""
 SHAPE = (1, 1, 1, 1)
-RECIPES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+RECIPES = [
+    pytest.param(path.stem, marks=() if path.stem.startswith("quickstart") else pytest.mark.slow)
+    for path in sorted((CONFIGS / "experiment").glob("*.yaml"))
+]
 
 
 class Recorder(nn.Module):
@@ -44,16 +47,6 @@ class Recorder(nn.Module):
         return (x * self.scale).flatten(1)
 
 
-class Draws(StepRandom):
-    """Of all samples at once: a stream for each would take most of the test's time."""
-
-    def normal(self, purpose, shape, dtype=torch.float32):
-        return torch.randn(COUNT, *shape, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
-
-    def uniform(self, purpose, dtype=torch.float32):
-        return torch.rand(COUNT, generator=stream(self.seed, purpose, self.step, 0), dtype=dtype)
-
-
 def training_times(settings):
     """``t`` and, where the student has a second time, ``r`` of its updates, over the latter half of a long run."""
     kind = METHODS[settings.name][0]
@@ -70,7 +63,7 @@ def training_times(settings):
     while done < STEPS:
         step += 1
         if method.trained_role(step) == "student":
-            for loss in method.losses(step, batch, Draws(seed=0, step=step, positions=range(1))):
+            for loss in method.losses(step, batch, BatchRandom(seed=0, step=step, positions=range(COUNT))):
                 loss.closure()
             done += 1
     t, r = zip(*student.trained_at, strict=True)
@@ -106,7 +99,9 @@ def check_all(name, settings):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_call_of_a_recipes_sampler_is_trained(recipe):
-    check_all(recipe, compose_config([f"experiment={recipe}"]).method)
+    config = compose_config([f"experiment={recipe}"])
+    assert config.run_dir == f"runs/{recipe}" and config.steps > 0
+    check_all(recipe, config.method)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -9,40 +9,25 @@ from distill.config.errors import CONFIGS
 from distill.config.usage import information, usage
 from distill.data import DATA
 from distill.methods import METHODS
-from fsdp_cp.errors import UserError
+from tests.unit.refused import refused
 
-LINES, COLUMNS = 100, 120
-
-
-@pytest.fixture(scope="module")
-def in_full():
-    return information(["--help", "all"])
+LINES, COLUMNS = 140, 120
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_help_of_a_method_fits_two_screens(method):
+@pytest.mark.parametrize("method", ["dmd2", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dmd2")])
+def test_the_help_of_a_method_fits_three_screens(method):
     text = information(["--help", f"method={method}"])
     lines = text.splitlines()
     assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
-    assert f"method.* of method={method}:" in lines
     own = [line.split("=")[0].strip() for line in lines if line.startswith("  method.")]
     assert own == [f"method.{name}" for name in vars(METHODS[method][1]()) if name != "name"], "each once, no other's"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[], ["experiment=wan2_1_t2v_14b_rcm"], ["data=video_folder_720p"], ["data=captions", "sample.report_clips=0"]],
-)
-def test_the_help_of_a_run_fits_two_screens(words):
-    lines = information(["--help", *words]).splitlines()
-    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
-
-
-def test_what_roles_share_stands_there_once():
-    text = information(["--help", "experiment=wan2_1_t2v_1_3b_rcm"])
-    for setting in ("strategy", "gradient_buffers", "architecture", "weight_decay", "additions_lr", "gather_stream"):
-        assert len(re.findall(rf"\b{setting}=", text)) == 1, setting
-    assert "activation_checkpointing=full (teacher: none)" in text and "lr=2e-06 (fake: 4e-07)" in text
+def test_the_short_help_has_whole_meanings():
+    in_full, flat = information(["--help", "all"]), " ".join(information(["--help"]).split())
+    meanings = re.findall(r"^  ((?:mesh\.|method\.gan)\w+)=\S+ +(\S.*)$", in_full, re.M)
+    assert len(meanings) > 8 and max(len(meaning) for _, meaning in meanings) > 120
+    assert not [key for key, meaning in meanings if meaning not in flat]
 
 
 def test_every_setting_is_in_the_short_help_of_its_run_too():
@@ -57,7 +42,8 @@ def test_every_setting_is_in_the_short_help_of_its_run_too():
             assert last in names, key
 
 
-def test_the_long_help_has_every_setting_and_what_it_means(in_full):
+def test_the_long_help_has_every_choice_and_every_setting_with_its_meaning():
+    in_full = information(["--help", "all"])
     sections = dict(re.findall(r"^(\w+Settings|Config)[^\n]*:\n((?:  [^\n]*\n?)+)", in_full, re.M))
     owners = [settings for _, settings in METHODS.values()] + list(DATA.values())
     for key, settings in SETTINGS.items():
@@ -66,9 +52,6 @@ def test_the_long_help_has_every_setting_and_what_it_means(in_full):
                 continue
             section = sections[setting.owner.__name__ if setting.owner in owners else "Config"]
             assert re.search(rf"^  {re.escape(key)}(=.*)?  +\S", section, re.M), f"{key} has no meaning"
-
-
-def test_every_choice_of_every_group_is_named(in_full):
     for text in (in_full, information(["--help"])):
         flat = " ".join(text.split())
         for group in ("experiment", "model", "method", "data", "cluster", "mesh", "optim"):
@@ -78,13 +61,11 @@ def test_every_choice_of_every_group_is_named(in_full):
 
 def test_values_are_those_that_were_asked_for():
     text = information(["--help", "experiment=wan2_1_t2v_14b_dmd2", "cluster=h200x8"])
-    assert "Values are those of experiment=wan2_1_t2v_14b_dmd2 cluster=h200x8." in text
     assert "  micro_batch_size=2 " in text and "  mesh.cp=8 " in text
-    assert "experiment=quickstart_rcm method=rcm" in information(["method=rcm", "--help"])
 
 
 def test_a_mistake_beside_help_is_a_line():
-    with pytest.raises(UserError, match="there is no method=foo"):
+    with refused("method=foo"):
         information(["--help", "method=foo"])
-    with pytest.raises(UserError, match="'all' is not key=value"):
+    with refused("all"):
         information(["all", "--help"])

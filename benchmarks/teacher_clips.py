@@ -1,0 +1,41 @@
+"""The clips that are stored with the quickstart's teacher: ``python -m benchmarks.teacher_clips``.
+
+Samples the teacher as the quickstart's report does and writes ``assets/quickstart_teacher/clips_50steps.safetensors``.
+Run it again after a change of the teacher, its guidance or its sampler; until then a report samples the teacher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+
+import torch
+
+from benchmarks.steps import open_trainer
+from distill.evaluate import SAMPLE_SEED
+from distill.sampling import decode, generate, sample_captions
+from distill.stored_clips import stored_file, write_clips
+from fsdp_cp.launch import process_group
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return exit code 0."""
+    argparse.ArgumentParser(prog="python -m benchmarks.teacher_clips", description=__doc__.splitlines()[0]).parse_args(
+        argv
+    )
+    device = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder, process_group(device):
+        trainer = open_trainer(["experiment=quickstart", "mesh.cp=1", f"run_dir={folder}"], device)
+        config, data, steps = trainer.config, trainer.data, max(trainer.config.sample.teacher_steps)
+        captions = sample_captions(data, config.sample.report_clips)
+        how = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
+        latents = generate(trainer.method, "teacher", **how, data=data, mesh=trainer.mesh, device=device, batch=32)
+        file = stored_file(config, steps)
+        write_clips(file, decode(data, latents), config, data, **how)
+    print(f"wrote {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Every family, and every way to condition it, equals plain diffusers networks in one process; also uneven tokens."""
+
+import pytest
+import torch
+
+from distill.methods.meanflow import MeanFlow, MeanFlowSettings
+from fsdp_cp.mesh import build_mesh
+from fsdp_cp.sharding.settings import ShardSettings
+from models.condition import Condition
+from models.load import build_role
+from models.lora.settings import LoraSettings
+from models.role_plan import plan_role
+from tests.oracles import plain_run, tiny_hunyuan, tiny_ltx, tiny_wan
+from tests.oracles.difference import compare
+from tests.oracles.plain_run import oracle_trace
+from tests.oracles.runs import METHODS, Setup, random_clips
+from tests.oracles.sharded_run import trace_on_ranks
+
+slow, long = pytest.mark.slow, pytest.mark.long
+TI2V = tiny_wan.ARCHITECTURE | {"in_channels": 48, "out_channels": 48, "num_layers": 2}
+TI2V_LATENTS = (48, 3, 6, 10)  # 45 tokens
+FRAME = (48, 1, 6, 10)
+WRITE = {
+    "wan-image": lambda folder: tiny_wan.write_checkpoints(folder, tiny_wan.IMAGE),
+    "wan-ti2v": lambda folder: tiny_wan.write_checkpoints(folder, TI2V),
+    "ltx": tiny_ltx.write_checkpoints,
+    "hunyuan": tiny_hunyuan.write_checkpoints,
+}
+_LTX = {"architecture": tiny_ltx.ARCHITECTURE, "family": "ltx", "latent_shape": tiny_ltx.LATENT_SHAPE}
+_LTX_FRAME = {"first_frame": (tiny_ltx.LATENT_SHAPE[0], 1, *tiny_ltx.LATENT_SHAPE[2:])}
+_HUNYUAN = {
+    "architecture": tiny_hunyuan.ARCHITECTURE, "family": "hunyuan15", "latent_shape": tiny_hunyuan.LATENT_SHAPE,
+}  # fmt: skip
+_TI2V = {"architecture": TI2V, "latent_shape": TI2V_LATENTS}
+SETUPS = {
+    "wan-image": {"architecture": tiny_wan.IMAGE, "condition_shapes": tiny_wan.IMAGE_SHAPES},
+    "wan-ti2v": _TI2V | {"condition_shapes": {"text": (5, 10), "first_frame": FRAME}},
+    "wan-ti2v, text": _TI2V,
+    "ltx, text": _LTX | {"condition_shapes": tiny_ltx.CONDITION_SHAPES},
+    "ltx": _LTX | {"condition_shapes": tiny_ltx.CONDITION_SHAPES | _LTX_FRAME},
+    "hunyuan, text": _HUNYUAN | {"condition_shapes": tiny_hunyuan.CONDITION_SHAPES},
+    "hunyuan": _HUNYUAN | {"condition_shapes": tiny_hunyuan.CONDITION_SHAPES | tiny_hunyuan.IMAGE_SHAPES},
+}
+"""Networks and conditions; all but those of text alone have an image or a first frame."""
+SPLIT = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
+TWO = {"cp": 2, "micro_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    class Folders(dict):
+        def __missing__(self, name):
+            self[name] = tmp_path_factory.mktemp(name)
+            WRITE[name](self[name])
+            return self[name]
+
+    return Folders()
+
+
+def _check(pools, folders, family, method, sizes, steps=2):
+    folder = folders[family.partition(",")[0]]
+    setup = Setup(**SETUPS[family] | sizes, steps=steps, method=METHODS[method])
+    trace = trace_on_ranks(setup, folder, pools[setup.world_size])
+    difference = compare(trace, oracle_trace(setup, folder))
+    assert difference.largest < 1e-5, difference
+    if "image_embeds" in setup.condition_shapes:
+        image = [g for name, g in trace.gradients[0].items() if "add_k_proj" in name or "image_embedder" in name]
+        assert image and all(g.norm() > 0 for g in image), "the image has no part in it"
+    return trace
+
+
+@pytest.mark.parametrize("family", WRITE)
+def test_two_steps(pools, folders, family):
+    _check(pools, folders, family, "flow_matching", TWO)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "sizes"),
+    [
+        *(pytest.param(family, "dmd2", SPLIT, marks=slow) for family in SETUPS if family != "hunyuan, text"),
+        *(pytest.param(family, "rcm", TWO, marks=slow) for family in ("wan-image", "wan-ti2v", "ltx", "hunyuan")),
+        # A second time, in addition to the times of tokens.
+        *(pytest.param(family, "meanflow", TWO, marks=slow) for family in ("wan-ti2v", "ltx", "hunyuan")),
+        *(pytest.param(family, "dmd2", {"cp": 4, "micro_batch_size": 4}, marks=slow) for family in ("ltx", "hunyuan")),
+        pytest.param("hunyuan", "dmd2, GAN", TWO, marks=slow),
+        # Replicas refuse parameters that get no gradient; checkpointing runs blocks again.
+        pytest.param("hunyuan, text", "dmd2", {"dp_replicate": 2, "cp": 2, "micro_batch_size": 2}, marks=slow),
+        pytest.param("hunyuan", "dmd2", TWO | {"activation_checkpointing": True}, marks=slow),
+        pytest.param("hunyuan, text", "dmd2", TWO | {"changes": {"all": {"compile": True}}}, marks=long),
+    ],
+    ids=str,
+)
+def test_each_role(pools, folders, family, method, sizes):
+    """DMD2 trains both roles in two steps, rCM in four."""
+    _check(pools, folders, family, method, sizes, steps=4 if method == "rcm" else 2)
+
+
+@slow
+def test_adapters_of_hunyuan(pools, folders):
+    """On every linear layer of the blocks, except those after the last block's text attention."""
+    lora = {role: LoraSettings(rank=3, alpha=6) for role in ("student", "fake")}
+    trace = _check(pools, folders, "hunyuan, text", "dmd2", TWO | {"lora": lora})
+    assert trace.gradients[0] and not any(".2.ff_context." in name for name in trace.gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("wan-image", ("image_mask", "image_latents", "image_embeds")),
+        ("wan-ti2v", ("first_frame",)),
+        ("ltx", ("text_mask", "first_frame", "spacing")),
+        ("hunyuan", ("text_mask", "glyph_mask", "first_frame", "image_embeds")),
+    ],
+)
+def test_the_comparison_sees_the_condition(folders, monkeypatch, family, names):
+    """Another image, a text without its mask, coordinates of another frame rate do not pass."""
+    setup = Setup(**SETUPS[family], steps=1, method=METHODS["flow_matching"])
+    truth = oracle_trace(setup, folders[family])
+    for name in names:
+        with monkeypatch.context() as patch:
+            if name == "spacing":
+                patch.setattr(tiny_ltx, "SPACING", (8 / 25, 32.0, 32.0, 0.0))
+            else:
+                data = random_clips(setup)
+                tensor = data.tensors[name]
+                data.tensors[name] = torch.ones_like(tensor) if tensor.dtype == torch.bool else -tensor
+                patch.setattr(plain_run, "random_clips", lambda _, data=data: data)
+            assert compare(oracle_trace(setup, folders[family]), truth).gradient > 1e-3, name
+
+
+def _way_to_the_frame(folder):
+    """Return how far ``x - t v`` is from the given frame, for a role that computes in bf16, at three times."""
+    plan = plan_role("student", checkpoint=str(folder / "student"), sharding=ShardSettings(precision="bf16"))
+    role = build_role(
+        plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=False, latent_shape=TI2V_LATENTS,
+        condition_shapes=SETUPS["wan-ti2v"]["condition_shapes"],
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    x, frame, text = (torch.randn(3, *shape, generator=generator) for shape in (TI2V_LATENTS, FRAME, (5, 10)))
+    t = torch.tensor([1.0, 0.5, 1e-3])
+    v = role.velocity(x, t, Condition({"text": text, "first_frame": frame}))
+    return (x - t.view(-1, 1, 1, 1, 1) * v)[:, :, :1].sub(frame).abs().max(), v.dtype
+
+
+@slow
+def test_the_frame_is_met_in_fp32_where_the_network_computes_in_bf16(pools, folders):
+    """Rounded to bf16, the state at t = 1e-3 would lead 4 units past it."""
+    for error, dtype in pools[2].run(_way_to_the_frame, folders["wan-ti2v"]):
+        assert dtype == torch.float32 and error < 1e-6
+
+
+def _velocities(folder):
+    """Return velocities of a student with a second time in fp32 and bf16, and how many parameters have a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = tiny_ltx.CONDITION_SHAPES
+    x, text = (torch.randn(1, *shape, generator=generator) for shape in (tiny_ltx.LATENT_SHAPE, shapes["text"]))
+    mask = torch.tensor([[True, True, False, False, False]])
+    condition = Condition({"text": text, "text_mask": mask, "latent_spacing": torch.tensor([tiny_ltx.SPACING])})
+    plan = plan_role(
+        "student", checkpoint=str(folder / "student"), family="ltx",
+        additions=MeanFlow.additions(MeanFlowSettings())["student"],
+    )  # fmt: skip
+    found = []
+    for precision in ("fp32", "bf16"):
+        role = build_role(
+            plan, mesh=build_mesh(cp=2, heads=4), device=torch.device("cpu"), trainable=True, precision=precision,
+            latent_shape=tiny_ltx.LATENT_SHAPE, condition_shapes=shapes,
+        )  # fmt: skip
+        velocity = role.velocity(x, torch.tensor([0.5]), condition, torch.tensor([0.2]))
+        velocity.square().mean().backward()
+        found.append((velocity.detach(), sum(p.grad is not None for p in role.network.parameters())))
+    return found
+
+
+@slow
+def test_bf16_of_ltx_with_a_second_time(pools, folders):
+    """An addition in fp32 to the embedding of the time, which the later layers take in bf16."""
+    (exact, trained), (rounded, too) = pools[2].run(_velocities, folders["ltx"])[0]
+    assert trained == too and 0 < (exact - rounded).norm() / exact.norm() < 0.02

@@ -1,0 +1,400 @@
+"""Each model family from mp4 files to clips: diffusers' own pipeline makes of the export what our sampler makes."""
+
+import json
+import shutil
+from functools import partial
+
+import av
+import pytest
+import torch
+from diffusers import (
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15ImageToVideoPipeline,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+    LTXImageToVideoPipeline,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from PIL import Image
+
+from distill import sample
+from models import export
+from models.lora.settings import LoraSettings
+from tests.e2e.families import Case, distil, off, same_weights, weights
+from tests.e2e.launch import losses, train
+from tests.tiny_hunyuan_pipeline import CHANNELS, build_tiny_hunyuan_pipeline
+from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
+from tests.tiny_pipeline import build_tiny_pipeline
+from train import main
+
+pytestmark = pytest.mark.slow
+
+PUBLISHED = [1.0, 0.9375, 0.8333, 0.625]
+WAN = Case(latents=(16, 5, 4, 6), height=32, width=48, more=(f"method.step_list={PUBLISHED}",))
+ODE = "method.student_sampler=ode"
+FRAMES = ("data.image=first_frame", "sample.images=[{clips}/clip_0.mp4,{clips}/clip_1.mp4]")
+TI2V = Case(latents=(48, 5, 2, 4), height=32, width=64, more=(ODE,))
+LTX = Case(
+    latents=(8, 3, 2, 3), height=64, width=96, family="ltx", fps=12.0, more=(ODE, "data.max_text_tokens=128"),
+    captions=("a red square, drifting", "a long & windy road"),
+)  # fmt: skip
+HUNYUAN = Case(
+    latents=(CHANNELS, 3, 3, 5), height=48, width=80, family="hunyuan15", fps=12.0, num_frames=9,
+    more=(ODE, "data.max_text_tokens=40"), captions=("a red square, drifting", 'a sign that says "OPEN"'),
+)  # fmt: skip
+BOUNDARY = 0.875
+A14B = Case(latents=(16, 5, 4, 6), height=32, width=48, more=(ODE, "method.guidance_scale_2=1.5", "seed=7"))
+EXPERTS = ("transformer", "transformer_2")
+
+
+def test_wan(tmp_path):
+    """The student re-noises. Samples on the way show the teacher once."""
+    run = distil(tmp_path, WAN, build_tiny_pipeline, "sample.every=1", "sample.teacher_steps=[2]")
+    assert {path.name for path in (run.folder / "samples").iterdir()} == {
+        *(f"teacher_2steps_{i}.mp4" for i in (0, 1)),
+        *(f"step_0000000{step}_student_4steps_{i}.mp4" for step in (1, 2) for i in (0, 1)),
+        "step_00000001.png", "step_00000002.png",
+    }  # fmt: skip
+    pipeline = run.theirs(WanPipeline, transformer=WanTransformer3DModel.from_pretrained(run.student))
+
+    def generate(latents, **changes):
+        torch.manual_seed(3)
+        call = WAN.call() | {"guidance_scale": 1.0} | changes
+        return pipeline(list(WAN.captions), latents=latents, **call)[0]
+
+    noise = WAN.noise()
+    theirs, frames = generate(noise), torch.from_numpy(generate(noise, output_type="np"))
+    fitted = pipeline.scheduler.sigmas[:-1].tolist()
+    # rCM's times fit no scheduler of diffusers. Its student's first input is less than noise.
+    rcm = [80 / 81, 0.934, 0.853, 0.609]
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    pipeline.scheduler.set_timesteps = partial(pipeline.scheduler.set_timesteps, sigmas=rcm)
+    other = generate(rcm[0] * noise)
+    method, pixels, _, _, (exact, listed, ours_other) = run.ours(times=(fitted, PUBLISHED, rcm))
+    assert off(exact, theirs) < 1e-5
+    assert off(ours_other, other) < 1e-5
+    assert torch.equal(method, listed) and off(listed, theirs) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert off(ours_other, theirs) > 1e-2, "the checks can tell times apart"
+    assert frames.shape == pixels.shape == (2, 17, 32, 48, 3)
+
+
+def test_adapters_in_every_format(tmp_path):
+    """Adapters loaded with either keys, and merged, generate the same in a plain pipeline as in our sampler."""
+    run = distil(tmp_path, WAN, build_tiny_pipeline, "student.lora.rank=4", "fake.lora.rank=4")
+
+    def generate(merged=None, adapters=None):
+        network = WanTransformer3DModel.from_pretrained(
+            merged or run.pipeline, subfolder=None if merged else "transformer"
+        )
+        pipeline = run.theirs(WanPipeline, transformer=network)
+        if adapters is not None:
+            pipeline.load_lora_weights(adapters)
+        torch.manual_seed(3)
+        return pipeline(list(WAN.captions), latents=WAN.noise(), guidance_scale=1.0, **WAN.call())[0]
+
+    for kind in ("wan-lora", "diffusers-lora", "merged"):
+        assert export.main([str(run.folder), str(tmp_path / kind), "--format", kind]) == 0
+    adapters = run.folder / "export" / "student_lora"
+    saved = adapters / "pytorch_lora_weights.safetensors"
+    ours = run.ours(checkpoint=str(run.pipeline), lora=LoraSettings(), saved=saved)[0]
+    exact = generate(run.student)
+    assert off(exact, ours) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert off(generate(tmp_path / "merged"), exact) < 1e-4
+    for folder in (adapters, tmp_path / "diffusers-lora", tmp_path / "wan-lora"):
+        assert off(generate(adapters=folder), exact) < 1e-4, folder
+    assert off(generate(), exact) > 1e-2, "the adapters do something"
+
+
+def check_commands(run, image):
+    """The export command repeats the run's export; the sample command adds to the run's cache and writes a clip."""
+    out = run.folder.parent / "out"
+    assert export.main([str(run.folder), str(out), "--weights", "raw"]) == 0 and same_weights(out, run.student)
+    before = {path: path.stat().st_mtime_ns for path in (run.folder / "cache").rglob("*.safetensors")}
+    clips = run.folder.parent / "sampled"
+    words = [str(run.folder), "--steps", "2", "--caption", "mine", "--out", str(clips)]
+    assert sample.main([*words, *(["--image", str(image)] if image else [])]) == 0
+    with av.open(str(clips / "0.mp4")) as container:
+        assert sum(1 for _ in container.decode(video=0)) == run.case.num_frames
+    after = {path: path.stat().st_mtime_ns for path in (run.folder / "cache").rglob("*.safetensors")}
+    assert {path: after[path] for path in before} == before, "nothing is encoded twice"
+    assert {path.parent.name for path in after.keys() - before.keys()} <= {"text", "glyphs"}
+
+
+def test_wan_image_to_video(tmp_path):
+    case = Case(latents=WAN.latents, height=32, width=48, more=(ODE,))
+    run = distil(tmp_path, case, build_tiny_pipeline, *FRAMES, image=True)
+    files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
+    latents, _, _, shapes, _ = run.ours(files)
+    assert shapes == {
+        "latents": (16, 5, 4, 6), "text": (512, 32), "image_latents": (16, 5, 4, 6), "image_mask": (4, 5, 4, 6),
+        "image_embeds": (5, 20),
+    }  # fmt: skip
+    pipeline = run.theirs(WanImageToVideoPipeline, transformer=WanTransformer3DModel.from_pretrained(run.student))
+    theirs = torch.cat([
+        pipeline(image=case.picture(file), prompt=caption, guidance_scale=1.0, latents=start[None], **case.call())[0]
+        for file, caption, start in zip(files, case.captions, case.noise(), strict=True)
+    ])  # fmt: skip
+    assert off(latents, theirs) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert off(run.ours(files[::-1])[0], theirs) > 3e-3, "the check can tell images apart"
+    check_commands(run, files[0])
+
+
+def test_wan_from_a_frame_or_from_text(tmp_path):
+    """Wan 2.2's TI2V: one student for both."""
+    run = distil(tmp_path, TI2V, build_tiny_pipeline, *FRAMES, frame=True)
+    files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
+    latents, _, _, shapes, _ = run.ours(files)
+    assert shapes == {"latents": TI2V.latents, "text": (512, 32), "first_frame": (48, 1, 2, 4)}
+
+    def theirs(kind, images=None):
+        pipeline = run.theirs(kind, transformer=WanTransformer3DModel.from_pretrained(run.student))
+        assert pipeline.config.expand_timesteps
+        made = []
+        for i, (caption, start) in enumerate(zip(TI2V.captions, TI2V.noise(), strict=True)):
+            image = {"image": TI2V.first_frame(images[i])[None].add(1).div(2)} if images else {}
+            made += pipeline(prompt=caption, guidance_scale=1.0, latents=start[None], **TI2V.call(), **image)[0]
+        return torch.stack(made)
+
+    of_images = theirs(WanImageToVideoPipeline, files)
+    assert off(latents[:, :, 0], of_images[:, :, 0]) < 1e-4, "the frames that were given"
+    matched = off(latents[:, :, 1:], of_images[:, :, 1:])
+    assert matched < 5e-4, "the scheduler meets the times to 1e-5"
+    assert off(run.ours(files[::-1])[0][:, :, 1:], of_images[:, :, 1:]) > 4 * matched, "the check can tell images apart"
+    of_text, _, _, shapes, _ = run.ours(text_alone=True)
+    assert "first_frame" not in shapes and off(of_text, theirs(WanPipeline)) < 5e-4
+    assert off(of_text[:, :, 1:], latents[:, :, 1:]) > 4 * matched, "a frame makes a difference"
+    check_commands(run, files[0])
+
+
+def test_ltx_from_a_frame_or_from_text(tmp_path):
+    run = distil(tmp_path, LTX, build_tiny_ltx_pipeline, *FRAMES)
+    assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
+    files = tuple(str(run.clips / f"clip_{i}.mp4") for i in (0, 1))
+    noise = LTX.noise()
+    of_text = run.theirs(LTXPipeline, transformer=LTXVideoTransformer3DModel.from_pretrained(run.student))
+
+    def theirs(pipeline, start, **changes):
+        call = LTX.call() | {"frame_rate": LTX.fps, "guidance_scale": 1.0, "prompt": list(LTX.captions)} | changes
+        packed = pipeline(latents=pipeline._pack_latents(start), **call)[0]
+        return pipeline._unpack_latents(packed, 3, 2, 3) if packed.ndim == 3 else packed
+
+    latents, pixels, _, _, _ = run.ours(text_alone=True)
+    assert off(latents, theirs(of_text, noise)) < 1e-5
+    for change in ({"prompt": list(LTX.captions[::-1])}, {"frame_rate": 24.0}):
+        assert off(latents, theirs(of_text, noise, **change)) > 3e-4, f"the check can tell {change}"
+    frames = torch.from_numpy(theirs(of_text, noise, output_type="np"))
+    assert frames.shape == pixels.shape == (2, 17, 64, 96, 3)
+    assert (frames * 255 - pixels.float()).abs().max() < 1.01
+
+    latents, _, condition, shapes, _ = run.ours(files)
+    assert shapes["first_frame"] == (8, 1, 2, 3) and shapes["text_mask"] == (128,)
+    frame = condition["first_frame"]
+    assert (latents[:, :, :1] - frame).abs().max() < 1e-5, "the frame that was given"
+    of_images = LTXImageToVideoPipeline.from_pipe(of_text)
+    of_images.set_progress_bar_config(disable=True)
+    start = noise.clone()
+    start[:, :, :1] = frame  # as the pipeline makes it of the image
+    found = theirs(of_images, start)
+    assert off(latents, found) < 1e-4
+    assert off(run.ours(files[::-1])[0][:, :, 1:], found[:, :, 1:]) > 1e-3, "the check can tell images apart"
+    image = of_images.video_processor.preprocess(LTX.picture(files[0]), height=LTX.height, width=LTX.width)
+    mode = of_images.vae.encode(image[:, :, None]).latent_dist.mode()
+    encoded = of_images._normalize_latents(mode, of_images.vae.latents_mean, of_images.vae.latents_std)
+    assert off(frame[:1], encoded) < 0.02, "their pipeline rounds pixels to 8 bits"
+    check_commands(run, files[0])
+
+
+def _of_hunyuan(run, kind):
+    network = HunyuanVideo15Transformer3DModel.from_pretrained(run.student)
+    return run.theirs(kind, transformer=network, guider=ClassifierFreeGuidance(guidance_scale=1.0))
+
+
+def test_hunyuan(tmp_path):
+    run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline)
+    noise, captions, call = HUNYUAN.noise(), list(HUNYUAN.captions), HUNYUAN.call()
+    latents, pixels, condition, _, _ = run.ours()
+    assert {name: tuple(x.shape[1:]) for name, x in condition.items()} == {
+        "text": (40, 32), "text_mask": (40,), "glyphs": (256, 24), "glyph_mask": (256,)
+    }  # fmt: skip
+    assert condition["glyph_mask"].sum(1).tolist() == [0, 14]
+    assert not same_weights(run.student, run.pipeline / "transformer"), "the student was trained"
+    pipeline = _of_hunyuan(run, HunyuanVideo15Pipeline)
+    assert off(latents, pipeline(prompt=captions, latents=noise, **call)[0]) < 1e-5
+    for other in (captions[::-1], [caption.replace('"', "'") for caption in captions]):
+        assert off(latents, pipeline(prompt=other, latents=noise, **call)[0]) > 3e-4, other
+    decoded = pipeline(prompt=captions[1], latents=noise[1:], **call | {"output_type": "np"})[0]
+    frames = torch.from_numpy(decoded)[0]
+    assert frames.shape == pixels[1].shape == (9, 48, 80, 3)
+    assert (frames * 255 - pixels[1].float()).abs().max() < 1.01
+    check_commands(run, None)
+
+
+def test_hunyuan_image_to_video(tmp_path):
+    run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline, *FRAMES, image=True)
+    files = []
+    for i in range(2):  # 8-bit images, of which both sides read the same pixels
+        files.append(str(tmp_path / f"{i}.png"))
+        HUNYUAN.picture(run.clips / f"clip_{i}.mp4").save(files[-1])
+    latents, _, condition, _, _ = run.ours(tuple(files))
+    assert condition["first_frame"].shape == (2, CHANNELS, 1, 3, 5) and condition["image_embeds"].shape == (2, 9, 20)
+    pipeline = _of_hunyuan(run, HunyuanVideo15ImageToVideoPipeline)
+    call = {key: value for key, value in HUNYUAN.call().items() if key not in ("height", "width")}
+    for i, file in enumerate(files):  # the pipeline takes one image, and finds the size of 48 x 80 itself
+        image, caption, start = Image.open(file), HUNYUAN.captions[i], HUNYUAN.noise()[i : i + 1]
+        features = pipeline._get_image_embeds(pipeline.image_encoder, pipeline.feature_extractor, image, "cpu")
+        assert torch.allclose(condition["image_embeds"][i], features[0], atol=1e-5)
+        theirs = pipeline(image=image, prompt=caption, latents=start, **call)[0]
+        assert off(latents[i], theirs[0]) < 1e-5
+        other = pipeline(image=Image.open(files[1 - i]), prompt=caption, latents=start, **call)[0]
+        assert off(other, theirs) > 1e-3, "the check can tell images apart"
+
+
+def test_two_experts_from_images(tmp_path):
+    """Wan 2.2's A14B: resumed on another mesh, exported, and sampled by a plain pipeline of both experts."""
+    words = ("data.image=first_frame", "checkpoint.every=2", "checkpoint.keep=0")
+    run = distil(tmp_path, A14B, build_tiny_pipeline, *words, image=True, boundary=BOUNDARY)
+    line = (*A14B.words(run.pipeline, run.clips), *words, f"run_dir={run.folder}")
+    train(2, *line, "mesh.dp_shard=2", "mesh.cp=1", "steps=6")
+    assert [r["step"] for r in losses(run.folder)] == [1, 2, 3, 4, 5, 6]
+    state = json.loads((run.folder / "checkpoints" / "step_00000006" / "state.json").read_text())
+    assert state["boundaries"] == {"student": [BOUNDARY], "fake": [BOUNDARY]}
+    assert sum(state["updates"].values()) == 6 and all(state["updates"].values()), "each expert has its turn"
+    assert not any(same_weights(run.student / name, run.pipeline / name) for name in EXPERTS), "both were trained"
+
+    latents = run.ours()[0]
+
+    def generate(experts, boundary=BOUNDARY):
+        networks = {name: WanTransformer3DModel.from_pretrained(experts / name) for name in EXPERTS}
+        pipeline = run.theirs(WanImageToVideoPipeline, **networks, boundary_ratio=boundary)
+        made = []
+        for i, caption in enumerate(A14B.captions):
+            image = A14B.picture(run.clips / ["clip_1.mp4", "clip_0.mp4"][i])
+            made += pipeline(
+                prompt=caption, image=image, guidance_scale=1.0, guidance_scale_2=1.0,
+                latents=A14B.noise()[i : i + 1], **A14B.call(),
+            )[0]  # fmt: skip
+        return torch.stack(made)
+
+    assert off(latents, generate(run.student)) < 1e-3, "the scheduler meets the times to 1e-5"
+    assert off(latents, generate(run.student, boundary=0.7)) > 3e-3, "the check can tell the experts apart"
+    assert off(latents, generate(run.pipeline)) > 3e-3, "and the training"
+
+    assert export.main([str(run.folder), str(tmp_path / "both"), "--weights", "raw"]) == 0
+    for name, expert in zip(EXPERTS, ("high", "low"), strict=True):
+        alone = tmp_path / name
+        assert export.main([str(run.folder), str(alone), "--weights", "raw", "--expert", expert]) == 0
+        assert same_weights(tmp_path / "both" / name, run.student / name) and same_weights(alone, run.student / name)
+    assert json.loads((tmp_path / "both" / "model_index.json").read_text())["boundary_ratio"] == BOUNDARY
+
+
+def test_adapters_of_two_experts(tmp_path, capfd):
+    """Merged in the export, and loaded by diffusers from a file for each expert: the same clips."""
+    words = ("student.lora.rank=4", "fake.lora.rank=4", "optim.student.lr_scale={{*.lora_*: 10.0}}", "steps=6")
+    run = distil(tmp_path, A14B, build_tiny_pipeline, *words, boundary=BOUNDARY)
+    files = {
+        name: run.folder / "export" / f"student_lora_{e}" for name, e in zip(EXPERTS, ("high", "low"), strict=True)
+    }
+    assert not (run.folder / "export" / "student_lora").exists()
+
+    def generate(pipeline):
+        call = A14B.call() | {"guidance_scale": 1.0, "guidance_scale_2": 1.0}
+        return pipeline(A14B.captions[0], latents=A14B.noise()[:1], **call)[0]
+
+    merged = {name: WanTransformer3DModel.from_pretrained(run.student / name) for name in EXPERTS}
+    whole = generate(run.theirs(WanPipeline, **merged))
+    plain = run.theirs(WanPipeline)
+    untrained = generate(plain)
+    for name, folder in files.items():
+        plain.load_lora_weights(folder, load_into_transformer_2=name == EXPERTS[1])
+    assert off(generate(plain), whole) < 1e-4 and off(untrained, whole) > 1e-3
+
+    # A file of adapters is of one expert; an export never replaces an expert of its own base.
+    command = [str(run.folder), str(tmp_path / "lora"), "--weights", "raw", "--format", "diffusers-lora"]
+    assert export.main(command) == 2 and "--expert" in capfd.readouterr().err
+    assert export.main([*command, "--expert", "low"]) == 0 and same_weights(tmp_path / "lora", files[EXPERTS[1]])
+    pipeline = tmp_path / "copy"
+    shutil.copytree(run.pipeline, pipeline)
+    for name in EXPERTS:
+        shutil.rmtree(pipeline / name)
+        command = [str(run.folder), str(pipeline / name), "--weights", "raw", "--format", "merged", "--expert", "low"]
+        assert export.main(command) == 0, "the run's own base is another folder"
+        before = {path: path.read_bytes() for path in (pipeline / name).iterdir()}
+        assert export.main([*command, "--base", str(pipeline)]) == 2
+        assert {path: path.read_bytes() for path in (pipeline / name).iterdir()} == before
+
+
+def test_one_expert_trained_alone(tmp_path, capfd):
+    """The other is exported as its checkpoint has it; a checkpoint holds the trained one."""
+    run = distil(tmp_path, A14B, build_tiny_pipeline, "student.experts=low", "steps=4", boundary=BOUNDARY)
+    assert same_weights(run.student / EXPERTS[0], run.pipeline / EXPERTS[0])
+    assert not same_weights(run.student / EXPERTS[1], run.pipeline / EXPERTS[1])
+    state = json.loads((run.folder / "checkpoints" / "step_00000004" / "state.json").read_text())
+    assert sorted(state["updates"]) == ["fake.high", "fake.low", "student.low"]
+    command = [str(run.folder), str(tmp_path / "one"), "--weights", "raw"]
+    assert export.main(command) == 2
+    assert export.main([*command, "--expert", "low"]) == 0
+    assert same_weights(tmp_path / "one", run.student / EXPERTS[1])
+    line = [*A14B.words(run.pipeline, run.clips), f"run_dir={run.folder}", "device=cpu", "dry_run=true", "mesh.cp=1"]
+    assert main([*line, "steps=4"]) == 2
+    assert "student.experts" in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_adapters_of_hunyuan_are_loaded_by_diffusers(tmp_path):
+    run = distil(tmp_path, HUNYUAN, build_tiny_hunyuan_pipeline, *(f"{r}.lora.rank=2" for r in ("student", "fake")))
+    pipeline = run.theirs(HunyuanVideo15Pipeline, guider=ClassifierFreeGuidance(guidance_scale=1.0))
+    call = {"prompt": list(HUNYUAN.captions), "latents": HUNYUAN.noise()} | HUNYUAN.call()
+    untrained = pipeline(**call)[0]
+    pipeline.transformer.load_lora_adapter(weights(run.folder / "export" / "student_lora"), prefix="transformer")
+    merged = _of_hunyuan(run, HunyuanVideo15Pipeline)(**call)[0]
+    assert off(pipeline(**call)[0], merged) < 1e-5 < 1e-4 < off(untrained, merged)
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """Pipeline folders by name, and clips."""
+    base = tmp_path_factory.mktemp("pipelines")
+    return {
+        "t2v": build_tiny_pipeline(base / "t2v"),
+        "i2v": build_tiny_pipeline(base / "i2v", image=True),
+        "ti2v": build_tiny_pipeline(base / "ti2v", frame=True),
+        "a14b": build_tiny_pipeline(base / "a14b", boundary=BOUNDARY),
+        "ltx": build_tiny_ltx_pipeline(base / "ltx"),
+        "clips": WAN.clips(base / "clips"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "name"),
+    [
+        ("i2v", ["data.image=null", "sample.images=[]"], "data.image"),
+        ("i2v", ["data.image=last_frame"], "data.image"),
+        ("i2v", ["data.max_text_tokens=64"], "data.max_text_tokens"),
+        ("i2v", ["sample.images=[{clips}/clip_0.mp4]"], "sample.images"),
+        ("i2v", ["data=captions", "data.path={clips}/metadata.csv"], "data=video_folder"),
+        ("i2v", ["teacher.checkpoint={t2v}"], "teacher.checkpoint"),
+        ("i2v", ["data.encoders={t2v}"], "data.encoders"),
+        ("ti2v", ["data.num_frames=1"], "data.num_frames"),
+        ("ti2v", ["data.height=48"], "data.height"),
+        ("ti2v", ["teacher.checkpoint={i2v}"], "teacher.checkpoint"),
+        ("ltx", ["teacher.family=wan"], "family=wan"),
+        ("ltx", ["data.encoders={t2v}"], "teacher.checkpoint"),
+        ("ltx", ["data.num_frames=15"], "data.num_frames"),
+        ("a14b", ["method.rollout=full"], "method.rollout"),
+        ("a14b", ["method.step_list=[1.0,0.9]", "sample.student_steps=[2]"], "method.step_list"),
+        ("a14b", ["teacher.checkpoint={a14b}/transformer"], "teacher.checkpoint"),
+        ("a14b", ["teacher.boundary=0.5"], "teacher.boundary"),
+        ("a14b", [f"{role}.checkpoint={{t2v}}" for role in ("teacher", "student", "fake")], "guidance_scale_2"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit_is_refused(pipelines, tmp_path, capfd, model, changes, name):
+    case = {"i2v": WAN, "ti2v": TI2V, "ltx": LTX, "a14b": A14B}[model]
+    words = case.words(pipelines[model], pipelines["clips"])
+    words += [change.format(**pipelines) for change in ((*FRAMES,) if "i2v" in model else ()) + tuple(changes)]
+    assert main([*words, "mesh.cp=1", f"run_dir={tmp_path}/run", "device=cpu", "dry_run=true"]) == 2
+    assert name in capfd.readouterr().err.splitlines()[-1] and not (tmp_path / "run").exists()

@@ -1,0 +1,197 @@
+"""Adapters as others write them: the network with them is what diffusers makes of the same file."""
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from safetensors.torch import save_file
+
+from fsdp_cp import build_mesh
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import process_group
+from models.condition import text_condition
+from models.families.wan import Wan
+from models.load import build_role
+from models.lora.files import FORMATS, file_tensors
+from models.lora.merge import Merged
+from models.lora.saved import find_adapters
+from models.lora.settings import LoraSettings
+from models.role_plan import plan_role
+from tests.unit.test_checkpoint_files import SMALL
+
+LATENTS, TEXT = (2, 1, 4, 4), (3, 6)
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    WanTransformer3DModel(**SMALL).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with process_group(torch.device("cpu")):
+        yield build_mesh(heads=2)
+
+
+def pairs(base, rank=lambda i: RANK):
+    """A and B of each linear layer of the blocks."""
+    generator = torch.Generator().manual_seed(1)
+    network = WanTransformer3DModel.from_pretrained(base)
+    linear = [(n, m) for n, m in network.named_modules() if isinstance(m, torch.nn.Linear) and n.startswith("blocks.")]
+    return {
+        name: (
+            torch.randn(rank(i), layer.in_features, generator=generator),
+            0.2 * torch.randn(layer.out_features, rank(i), generator=generator),
+        )
+        for i, (name, layer) in enumerate(linear)
+    }
+
+
+def original(base):
+    return {Wan().original_name(name): pair for name, pair in pairs(base).items()}
+
+
+def named(template, found):
+    return {template.format(n, w): m for n, ab in found.items() for w, m in zip("AB", ab, strict=True)}
+
+
+def diffusers(base):
+    """Other ranks in other layers."""
+    return named("transformer.{}.lora_{}.weight", pairs(base, rank=lambda i: 1 + i % RANK))
+
+
+def kohya(base):
+    tensors = {}
+    for name, (a, b) in original(base).items():
+        unit = f"lora_unet_{name.replace('.', '_')}"
+        tensors |= {f"{unit}.lora_down.weight": a, f"{unit}.lora_up.weight": b, f"{unit}.alpha": torch.tensor(2.0)}
+    return tensors
+
+
+def diffsynth(base):
+    return named("pipe.dit.{}.lora_{}.default.weight", original(base))
+
+
+def diffsynth_bare(base):
+    return named("{}.lora_{}.default.weight", original(base))
+
+
+def distilled(base):
+    """As the published adapters of few steps: biases of some layers, and differences of norms, which are zero."""
+    tensors = {}
+    for i, (name, (a, b)) in enumerate(original(base).items()):
+        unit = f"diffusion_model.{name}"
+        tensors |= {f"{unit}.lora_down.weight": a, f"{unit}.lora_up.weight": b}
+        if i % 2:
+            tensors |= {f"{unit}.diff_b": 0.3 * torch.ones(len(b))}
+    return tensors | {"diffusion_model.blocks.0.norm3.diff": torch.zeros(24)}
+
+
+def head(base):
+    """The difference of a whole layer, which is as many ranks as the layer gives features."""
+    return distilled(base) | {
+        "diffusion_model.head.head.diff": 0.1 * torch.ones(8, 24),
+        "diffusion_model.head.head.diff_b": torch.ones(8),
+    }
+
+
+def says(velocity):
+    generator = torch.Generator().manual_seed(3)
+    x, text = torch.randn(1, *LATENTS, generator=generator), torch.randn(1, *TEXT, generator=generator)
+    with torch.no_grad():
+        return velocity(x, torch.tensor([0.7]), text)
+
+
+def by_diffusers(base, file):
+    """What the network says with ``file`` by diffusers; with none, alone."""
+    network = WanTransformer3DModel.from_pretrained(base)
+    if file is not None:
+        parts = {"tokenizer": None, "text_encoder": None, "vae": None, "scheduler": FlowMatchEulerDiscreteScheduler()}
+        WanPipeline(**parts, transformer=network).load_lora_weights(
+            file.parent, weight_name=file.name, low_cpu_mem_usage=False
+        )
+    return says(lambda x, t, text: network(x, 1000 * t, text, return_dict=False)[0])
+
+
+def write(folder, tensors, name="my_style-step00001000.safetensors"):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
+    return folder / name
+
+
+def planned(base, checkpoint, **settings):
+    found = find_adapters(str(checkpoint))
+    return plan_role("student", checkpoint=str(base), lora=LoraSettings(**settings), saved=found)
+
+
+@pytest.mark.parametrize("make", [diffusers, kohya, diffsynth, diffsynth_bare, distilled, head])
+def test_a_role_says_what_diffusers_says(base, mesh, tmp_path, make):
+    tensors = make(base)
+    file = oracle = write(tmp_path / "adapters", tensors)
+    if ".default." in next(iter(tensors)):  # diffusers does not know DiffSynth's names
+        renamed = named("diffusion_model.{}.lora_{}.weight", original(base))
+        oracle = write(tmp_path / "renamed", renamed)
+    truth = by_diffusers(base, oracle)
+    assert not torch.allclose(truth, by_diffusers(base, None), rtol=1e-2, atol=1e-2), "nothing to compare"
+    rank = 8 if "diffusion_model.head.head.diff" in tensors else RANK
+    plan = planned(base, file.parent, rank=rank, alpha=2.0 * rank)
+    role = build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), precision="fp32", trainable=True,
+        latent_shape=LATENTS, condition_shapes={"text": TEXT},
+    )  # fmt: skip
+    torch.testing.assert_close(
+        says(lambda x, t, s: role.velocity(x, t, text_condition(s))), truth, rtol=1e-4, atol=1e-5
+    )
+    own = {name: weight.full_tensor() for name, weight in role.weights().items()}
+    scale = role.adapters["scale"]
+    for kind in FORMATS:  # and back
+        written = file_tensors(kind, own, own.__getitem__, family=Wan(), scale=scale, dtype=torch.float32)
+        torch.testing.assert_close(by_diffusers(base, write(tmp_path / kind, written)), truth, rtol=1e-4, atol=1e-5)
+    network = WanTransformer3DModel.from_pretrained(base)
+    weights = network.state_dict()
+    merged = Merged(weights.__getitem__, own.__getitem__, list(weights), list(own), scale)
+    network.load_state_dict({name: merged(name) for name in weights})
+    out = says(lambda x, t, text: network(x, 1000 * t, text, return_dict=False)[0])
+    torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_the_path_of_a_file_is_its_folder(base, tmp_path):
+    file = write(tmp_path / "adapters", kohya(base))
+    assert find_adapters(str(file)) == find_adapters(str(file.parent)) == file
+    write(file.parent, diffusers(base), "other.safetensors")
+    assert find_adapters(str(file)) == file
+    with pytest.raises(UserError, match="other"):
+        find_adapters(str(file.parent))
+    assert find_adapters(str(base)) is None and find_adapters(str(base / "config.json")) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"diffusion_model.blocks.1.norm3.diff": torch.ones(24)},
+        {"diffusion_model.blocks.1.self_attn.norm_q.diff": torch.ones(24)},
+        {"diffusion_model.blocks.0.self_attn.q.dora_scale": torch.ones(24)},
+        {"diffusion_model.time_projection.1.diff_b": torch.ones(144)},
+        {"diffusion_model.blocks.0.self_attn.q.hada_w1_a": torch.ones(4, 24)},
+    ],
+    ids=lambda change: next(iter(change)).rpartition(".")[2],
+)
+def test_what_diffusers_would_leave_out_is_refused_by_name(base, tmp_path, change):
+    path = write(tmp_path / "adapters", distilled(base) | change)
+    with pytest.raises(UserError) as caught:
+        planned(base, path)
+    message = str(caught.value)
+    assert message.startswith("student.checkpoint") and "\n" not in message
+    assert next(iter(change)).removeprefix("diffusion_model.") in message
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match="git-lfs"):
+        planned(base, path.parent)
+
+
+def test_kohyas_names_of_some_layers_are_refused_by_format(base, tmp_path):
+    some = {name: tensor for name, tensor in kohya(base).items() if "ffn" not in name}
+    with pytest.raises(UserError, match="lora_unet_"):
+        planned(base, write(tmp_path / "adapters", some))

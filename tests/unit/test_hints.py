@@ -1,0 +1,46 @@
+"""Refusals point to the setting, the name or the command that was meant."""
+
+import logging
+
+import pytest
+
+from distill.config import compose_config
+from distill.config.usage import information
+from distill.setup import plan_run
+from fsdp_cp.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("word", "named", "not_named"),
+    [
+        ("mesh.dp=2", "mesh.dp_shard", "mesh.cp"),
+        ("cluster=h20", "h20x4 or h20x8 or h20x8x4", "h200"),
+        ("data.num_frames=21,41", "distill.sweep", "train.py"),
+        ("data.num_frames=many", "data.num_frames", "distill.sweep"),
+    ],
+)
+def test_a_refusal_names_what_was_meant(word, named, not_named):
+    with pytest.raises(UserError) as caught:
+        compose_config([word])
+    (line,) = str(caught.value).splitlines()
+    assert named in line and not_named not in line
+
+
+def test_help_all_has_a_second_spelling():
+    assert information(["--help=all"]) == information(["--help", "all"])
+
+
+@pytest.mark.parametrize(("device", "announced"), [("cuda", False), ("cpu", True)])
+def test_a_dry_run_for_gpus_announces_no_kernel_of_the_cpu(caplog, device, announced):
+    from fsdp_cp.attention import kernels
+
+    kernels._explain.cache_clear()
+    config = compose_config([f"device={device}", "dry_run=true", "world=2"])
+    with caplog.at_level(logging.INFO):
+        plan_run(config)
+    assert ("cpu_flash" in caplog.text) == announced
+
+
+def test_an_unknown_kernel_is_refused_in_a_dry_run_for_gpus():
+    with pytest.raises(UserError, match="attention.backend"):
+        plan_run(compose_config(["device=cuda", "dry_run=true", "world=2", "attention.backend=flash9"]))

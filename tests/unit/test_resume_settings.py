@@ -1,0 +1,180 @@
+"""Which of all settings a resume refuses, logs or ignores; and the files that tell a run from others."""
+
+import copy
+import json
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from distill.config import SETTINGS, Config
+from distill.data import DATA
+from distill.methods import METHODS
+from distill.resume_checks import BY_CONTENT, check_resume, find_sources
+from fsdp_cp.errors import UserError
+from models.lora.saved import find_adapters
+from models.lora.settings import LoraSettings
+from models.role_plan import plan_role
+from tests.tiny_pipeline import render_clips
+
+OF_A_START = {"run_dir", "dry_run", "plan", "world"}
+
+
+def _documented() -> set[str]:
+    """Settings of the first column of the table in docs/run.md."""
+    text = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+    rows = text.partition("| refused |")[2].partition("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`([\w.]+\.\w+|seed)`", row.split("|")[1])}
+
+
+def _leaves(settings, prefix=""):
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _other(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return [*value, "x"] if isinstance(value, list) else f"{value}x"
+
+
+def _changed(config, key):
+    config, (*groups, name) = copy.deepcopy(config), key.split(".")
+    owner = config
+    for group in groups:
+        owner = getattr(owner, group)
+    setattr(owner, name, _other(getattr(owner, name)))
+    return config
+
+
+def _sources(config, fingerprint="1", other=()):
+    return {key: {"value": None, "fingerprint": f"{fingerprint}{key in other}"} for key in BY_CONTENT}
+
+
+def _checkpoint(folder, config, **state):
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"step": 3, "samples": 0, "seed": config.seed, "method": config.method.name, "data": "", "seconds": 0.0}
+    known |= {"settings": asdict(config), "sources": _sources(config)}
+    known |= {"configs": {}, "updates": {}, "skipped": {}, "unlogged": {}}
+    (folder / "state.json").write_text(json.dumps(known | state))
+    return folder
+
+
+def _config(method="dmd2", data="moving_shapes"):
+    return Config(steps=5, batch_size=2, method=METHODS[method][1](name=method), data=DATA[data]())
+
+
+def test_every_setting_is_refused_as_documented_or_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
+    outcomes: dict[str, set[str]] = {}
+    configs = [_config(), *(_config(method=name) for name in METHODS), *(_config(data=name) for name in DATA)]
+    for i, config in enumerate(configs):
+        checkpoint = _checkpoint(tmp_path / str(i) / "step_00000003", config)
+        for key in _leaves(asdict(config)):
+            if i and not key.startswith(("method.", "data.")):
+                continue
+            caplog.clear()
+            sources = _sources(config, other=[key])
+            try:
+                found = check_resume(_changed(config, key), checkpoint, (), sources)
+                outcome = "logged" if f"resumed with {key}=" in caplog.text else "ignored"
+                assert found == sources
+            except UserError as error:
+                outcome = "refused"
+                assert key.removesuffix(".name") in str(error)
+            outcomes.setdefault(key, set()).add(outcome)
+    assert outcomes.keys() == {key for key, settings in SETTINGS.items() if not settings[0].group} - {"method", "data"}
+    assert {key for key, found in outcomes.items() if "refused" in found} == _documented()
+    assert {key for key, found in outcomes.items() if "ignored" in found} == OF_A_START
+
+
+def test_a_difference_is_accepted_by_name_and_recorded(tmp_path, caplog):
+    config = _config()
+    checkpoint = _checkpoint(tmp_path / "step_00000003", config)
+    now = _changed(config, "teacher.checkpoint")
+    sources = _sources(config, other=["teacher.checkpoint"])
+    now.checkpoint.accept = ["data.path"]
+    with pytest.raises(UserError, match=r"teacher\.checkpoint"):
+        check_resume(now, checkpoint, (), sources)
+    now.checkpoint.accept = ["teacher.checkpoint"]
+    found = check_resume(now, checkpoint, (), sources)["teacher.checkpoint"]
+    assert found["earlier"] == _sources(config)["teacher.checkpoint"] and found["since_step"] == 3
+    again = _checkpoint(tmp_path / "again" / "step_00000003", now, sources=sources | {"teacher.checkpoint": found})
+    now.checkpoint.accept = []
+    assert check_resume(now, again, (), sources) == sources, "the next start needs no acceptance"
+    # The same contents elsewhere; and a checkpoint that has no fingerprints.
+    assert check_resume(now, checkpoint, (), _sources(config)) == _sources(config)
+    caplog.clear()
+    check_resume(now, _checkpoint(tmp_path / "old" / "step_00000003", config, sources={}), (), sources)
+    assert len([line for line in caplog.messages if "fingerprints" in line]) == 1
+
+
+def test_what_cannot_be_accepted_is_refused_at_the_start():
+    for name in ("seed", "data.nothing", "teacher"):
+        config = _config()
+        config.checkpoint.accept = [name]
+        with pytest.raises(UserError, match=r"checkpoint\.accept"):
+            find_sources(config, ())
+
+
+def _flip(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda d: None, set()),
+        (lambda d: _flip(d / "pipe/transformer/diffusion_pytorch_model.safetensors"), {"teacher.checkpoint"}),
+        (lambda d: _flip(d / "lora/pytorch_lora_weights.safetensors"), {"student.checkpoint"}),
+        (lambda d: _flip(d / "pipe/vae/diffusion_pytorch_model.safetensors"), {"data.encoders"}),
+        (lambda d: _flip(d / "pipe/text_encoder/model.safetensors"), {"data.encoders"}),
+        (lambda d: (d / "clips/clip_0.mp4").open("ab").write(b"x"), {"data.path"}),
+        (lambda d: (d / "clips/metadata.csv").open("a").write("clip_1.mp4,again\n"), {"data.path"}),
+    ],
+    ids=["moved", "teacher", "adapters", "vae", "text", "clip", "table"],
+)
+def test_files_are_known_by_their_contents(folders, tmp_path, change, expected):
+    before = _files(folders)
+    shutil.copytree(folders, tmp_path / "copy")
+    change(tmp_path / "copy")
+    now = _files(tmp_path / "copy")
+    differing = {
+        key for key in BY_CONTENT if (before[key] or {}).get("fingerprint") != (now[key] or {}).get("fingerprint")
+    }
+    assert differing == expected
+    assert {key for key in BY_CONTENT if before[key] is None} == {"fake.checkpoint", "method.trajectories"}
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folders")
+    shutil.copytree(tiny, folder / "pipe")
+    render_clips(folder / "clips", 2)
+    (folder / "lora").mkdir()
+    layer = "transformer.blocks.0.attn1.to_q.lora_"
+    save_file(
+        {f"{layer}A.weight": torch.ones(2, 96), f"{layer}B.weight": torch.ones(96, 2)},
+        folder / "lora/pytorch_lora_weights.safetensors",
+    )
+    return folder
+
+
+def _files(folder):
+    config = _config(data="video_folder")
+    config.data = replace(config.data, path=str(folder / "clips"), encoders=str(folder / "pipe"))
+    config.teacher.checkpoint, config.student.checkpoint = str(folder / "pipe"), str(folder / "lora")
+    saved = find_adapters(config.student.checkpoint)
+    student = plan_role("student", checkpoint=config.teacher.checkpoint, lora=LoraSettings(), saved=saved)
+    return find_sources(config, [student])
