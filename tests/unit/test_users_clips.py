@@ -289,7 +289,7 @@ def write_patches(file, signal, transfer, more=""):
         rows = np.zeros((plane.height, plane.line_size // 2), "<u2")
         rows[:, : size * len(signal)] = np.repeat(values.round(), size)
         plane.update(rows.tobytes())
-    params = f"log-level=none:lossless=1:colorprim=bt2020:transfer={transfer}:colormatrix=bt2020nc{more}"
+    params = f"log-level=none:lossless=1:bframes=0:colorprim=bt2020:transfer={transfer}:colormatrix=bt2020nc{more}"
     with av.open(str(file), "w") as container:
         stream = container.add_stream("libx265", rate=8, options={"x265-params": params})
         stream.width, stream.height, stream.pix_fmt = frame.width, frame.height, "yuv420p10le"
