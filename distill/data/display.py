@@ -49,7 +49,7 @@ def is_mirrored(frame: av.VideoFrame) -> bool:
 
 
 def _directions(frame: av.VideoFrame) -> tuple[tuple[int, int, int, int], int]:
-    """Return the signs of a, b, c, d in x' = a x + c y, y' = b x + d y (x to the right, y down), and the determinant's."""
+    """Return the signs of a, b, c, d in x' = a x + c y, y' = b x + d y (y down), and of the determinant."""
     data = _side_data(frame).get("DISPLAYMATRIX")
     if data is None:
         return (1, 0, 0, 1), 1
