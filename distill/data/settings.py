@@ -32,7 +32,7 @@ class DataSettings:
     """Are there latents to train on, or captions alone?"""
     cheap_frames: ClassVar[bool] = False
     """Are clips so small that many are sampled at once?"""
-    free_on_resume: ClassVar[tuple[str, ...]] = ("cache",)
+    free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns")
     """Settings that do not change an item; a resumed run may have others."""
     name: str = ""
 
@@ -263,7 +263,7 @@ class VideoFolderSettings(DataSettings):
         from distill.data.video_folder import read_metadata
 
         path = Path(self.path).expanduser()
-        files = [(path / name, caption) for name, caption in read_metadata(path)]
+        files = [(path / row.file, row.caption) for row in read_metadata(path, self.columns)]
         return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
 
     def table_in_words(self) -> str:
@@ -288,7 +288,7 @@ class CaptionsSettings(VideoFolderSettings):
     """``data=captions``."""
 
     has_clips: ClassVar[bool] = False
-    free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "fps", "vae_precision", "vae_tiling")
+    free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns", "fps", "vae_precision", "vae_tiling")
     name: str = "captions"
     path: str | None = None
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
@@ -300,7 +300,7 @@ class CaptionsSettings(VideoFolderSettings):
     def _table(self) -> list[Any]:
         from distill.data.captions import read_captions
 
-        return read_captions(Path(self.path).expanduser())
+        return read_captions(Path(self.path).expanduser(), self.columns)
 
     def table_in_words(self) -> str:
         from distill.data.captions import read_captions
