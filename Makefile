@@ -50,6 +50,11 @@ test: $(STAMP)  ## the tests to run after each change: at most 5 minutes on two 
 test-all: $(STAMP)  ## make test, and all meshes, model families and strategies: what CI runs, at most 20 minutes
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
+.PHONY: test-triton
+test-triton: $(STAMP)  ## the fused derivative in Triton's interpreter; installs Triton (690 MB)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,triton]'
+	TRITON_INTERPRET=1 $(PYTEST) tests/distributed/test_triton_dual.py $(PYTEST_ARGS)
+
 .PHONY: test-long
 test-long: $(STAMP)  ## small runs of benchmarks/, a whole sweep, inductor: hours, not in CI
 	$(PYTEST) -m long $(PYTEST_ARGS)

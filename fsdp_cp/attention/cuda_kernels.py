@@ -158,11 +158,12 @@ class Cudnn(_CudaKernel):
         whole = k.shape[1] // 128 * 128
         if mask is not None or whole == k.shape[1]:
             return self._backward(grad_out, q, k, v, out, lse, mask, scale)
-        rest = torch.ones((k.shape[0], k.shape[1] - whole), dtype=torch.bool, device=k.device)
-        last = self._backward(grad_out, q, k[:, whole:], v[:, whole:], out, lse, rest, scale)
+        (k_whole, k_rest), (v_whole, v_rest) = (x.split([whole, x.shape[1] - whole], dim=1) for x in (k, v))
+        every = torch.ones(k_rest.shape[:2], dtype=torch.bool, device=k.device)
+        last = self._backward(grad_out, q, k_rest, v_rest, out, lse, every, scale)
         if not whole:
             return last
-        first = self._backward(grad_out, q, k[:, :whole], v[:, :whole], out, lse, None, scale)
+        first = self._backward(grad_out, q, k_whole, v_whole, out, lse, None, scale)
         return first[0] + last[0], torch.cat((first[1], last[1]), 1), torch.cat((first[2], last[2]), 1)
 
     def _backward(self, grad_out, q, k, v, out, lse, mask, scale):
