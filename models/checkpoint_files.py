@@ -174,7 +174,7 @@ def _weight_files(path: Path, where: str) -> list[Path]:
 
 
 _PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
-"""Of DistributedDataParallel, torch.compile and ComfyUI."""
+"""Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
 
 
 def _without_prefixes(names: Iterable[str]) -> dict[str, str]:

@@ -138,7 +138,7 @@ def _reserved(device: torch.device) -> float | None:
 
 
 def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple[float, float]]:
-    """Of each role's step, the share of attention in the seconds that kernels ran (on the CPU: operators), and those.
+    """Return, by role, attention's share of the seconds that kernels ran in a step, and these seconds.
 
     Kernels of two streams at once count twice.
     """

@@ -25,7 +25,7 @@ log = logging.getLogger("fsdp_cp.attention")
 AttendDual = Callable[..., Dual]
 """A function with the arguments and results of :func:`fsdp_cp.attention.reference.attention_dual`."""
 FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
-"""What the fused kernel takes on CUDA: half precision, and head sizes up to this one."""
+"""Dtypes that the fused kernel takes on CUDA, and its largest head size."""
 _TOLERANCE = 2e-2
 """Relative difference that the self-check allows: both implementations round probabilities to half precision."""
 

@@ -73,7 +73,7 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """Which layers a file has adapters for; it is read again for the weights."""
+    """Layers that the file has adapters for. It is read again for the weights."""
 
     file: Path
     family: Family

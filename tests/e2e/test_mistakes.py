@@ -104,7 +104,7 @@ MISTAKES = {
         ("python -m distill.data.word_table {things}/mine.safetensors", "mine.safetensors"),
     ],
 }
-# What looks like a mistake and is none: a setting, and its value in the run's configuration.
+# Settings that look like mistakes and are accepted, each with its value in the run's configuration.
 ACCEPTED = [
     ("\"run_dir={home}/it's (1) [2] {3} a=b, größe_数 #5 50% & ; | \\\\\"", "run_dir",
      "{home}/it's (1) [2] {3} a=b, größe_数 #5 50% & ; | \\"),

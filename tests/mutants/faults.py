@@ -15,7 +15,7 @@ class Fault:
     room: str
     """Part of the product that it is in."""
     harm: str
-    """What a user would suffer from it."""
+    """Consequence for a user."""
     old: str
     new: str
     killed_by: str
