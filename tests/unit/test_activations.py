@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from fsdp_cp import ShardSettings
 from fsdp_cp.errors import UserError
+from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.sharding.activations import (
     apply_activation_offload,
     apply_checkpointing,
@@ -271,10 +272,7 @@ class _BehindAConvolution(_Modulated):
         return super().forward(self.conv(x.transpose(1, 2)).transpose(1, 2), attended, modulation)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
-def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
-    """torch 2.13's own gradients are off by 4 to 9 % where the argument is transposed or the unit transposes."""
+def _errors_of_compiled_gradients(kind):
     torch.manual_seed(0)
     plain = kind()
     unit = copy.deepcopy(plain)
@@ -284,4 +282,15 @@ def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
     for module in (plain, unit):
         given = [x.detach().requires_grad_() for x in inputs]
         found.append(torch.autograd.grad(module(*given), [*given, *module.parameters()], cotangent))
-    assert all((a - b).norm() < 1e-5 * a.norm() for a, b in zip(*found, strict=True))
+    return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [_Modulated, _BehindAConvolution])
+def test_a_compiled_unit_s_gradients_are_right_for_a_transposed_sequence(kind):
+    """torch 2.13's own gradients are off by 4 to 9 % where the argument is transposed or the unit transposes.
+
+    In a process of its own: inductor imports setuptools, which fails where other tests have imported distutils.
+    """
+    (errors,) = run_ranks(1, _errors_of_compiled_gradients, kind)
+    assert max(errors) < 1e-5
