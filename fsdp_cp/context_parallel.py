@@ -95,11 +95,7 @@ class _Forwards:
 
     def split(self, x: Tensor, dim: int, name: str, where: str) -> Tensor:
         """Return the rank's own tokens of ``x``, noted under ``name``."""
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(
-                f"the context-parallel plan of {where!r} splits {name!r} along dim={dim}, but it has the shape"
-                f" {tuple(x.shape)}"
-            )
+        _check_dim(x, dim, where)
         self.note(name, x.shape[dim], where)
         return split_tokens(x, self.mesh, dim)
 
@@ -140,16 +136,17 @@ class _Forwards:
     def gather(self, x: Tensor, gather: Any, where: str) -> Tensor:
         """Return the sequence of which ``x`` is the rank's own."""
         dim = gather.gather_dim
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(
-                f"the context-parallel plan gathers the output of {where!r} along dim={dim}, but it has the shape"
-                f" {tuple(x.shape)}"
-            )
+        _check_dim(x, dim, where)
         full = gather_tokens(x, self.mesh, self.total_of(gather, x.shape[dim], where), dim)
         running = self._running()
         if running is not None and running.gathered is None:
             running.gathered = where
         return full
+
+
+def _check_dim(x: Tensor, dim: int, where: str) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"the context-parallel plan of {where!r} has dim={dim} for a tensor of shape {tuple(x.shape)}")
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -177,19 +174,14 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
             return None
         if isinstance(value, Tensor) and not isinstance(splits, tuple):
             return apply_split(value, splits, key)
-        if not isinstance(value, (list, tuple)) or not all(x is None or isinstance(x, Tensor) for x in value):
-            found = type(value).__name__
-            if isinstance(value, (list, tuple)):
-                found += f" of {', '.join(type(x).__name__ for x in value)}"
-            wanted = "a tuple of tensors" if isinstance(splits, tuple) else "a tensor, or a tuple of tensors"
-            raise ValueError(
-                f"the context-parallel plan splits the argument {key!r} of {name!r}, which is a {found}; it must be"
-                f" {wanted}, or None"
+        is_tuple = isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
+        if not is_tuple or (isinstance(splits, tuple) and len(splits) != len(value)):
+            wanted = (
+                f"a tuple of {len(splits)} tensors" if isinstance(splits, tuple) else "a tensor, a tuple of tensors"
             )
-        if isinstance(splits, tuple) and len(splits) != len(value):
             raise ValueError(
-                f"the argument {key!r} of {name!r} has {len(value)} values, but its context-parallel plan has"
-                f" {len(splits)} splits"
+                f"the context-parallel plan splits the argument {key!r} of {name!r}, which must be {wanted} or None,"
+                f" got a {type(value).__name__}"
             )
         each = splits if isinstance(splits, tuple) else (splits,) * len(value)
         own = [
