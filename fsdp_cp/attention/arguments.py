@@ -34,7 +34,7 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype or x.device != q.device:
-            raise UserError(f"{where}q and {name} must agree in dtype and device, got {_shown(q)} and {_shown(x)}")
+            raise UserError(f"{where}{name} must be {q.dtype} on {q.device}, as {where}q is, got {_shown(x)}")
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]) or q.shape[2] % k.shape[2]:
         raise UserError(
             f"{where}q {tuple(q.shape)}, {where}k {tuple(k.shape)} and {where}v {tuple(v.shape)} must agree in batch"
