@@ -131,7 +131,11 @@ def sweep(arguments: Sequence[str]) -> None:
             raise Stopped(f"{stopped}; {counted(left, 'point')} left, the same command resumes the sweep") from None
         finally:
             save()
-            write_picture(folder / PICTURE, [*rows.values()], title=f"{folder.name}, {counted(options.world, 'rank')}")
+            write_picture(
+                folder / PICTURE,
+                [*rows.values()],
+                title=f"{folder.name}, {counted(options.world, 'rank')}; cross: out of memory",
+            )
     print(f"written to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
     if all(row["status"] == REFUSED for row in rows.values()):
         raise UserError(f"all points were refused; {TABLE} has the reasons")
