@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from distill.evaluate import write_scheduler
-from distill.planning.own import compare_with_plan
 from distill.training_state import TrainingState
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -37,7 +36,6 @@ def finish(trainer: TrainingState) -> None:
             f" ({trainer.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr and"
             " begin again with checkpoint.resume=never, or from an earlier checkpoint"
         )
-    compare_with_plan(trainer.config, trainer.run_dir, trainer.device, trainer.peak_memory())
     if trainer.config.export.at_end:
         _export(trainer)
     if trainer.config.sample.at_end:

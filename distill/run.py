@@ -8,7 +8,6 @@ from distill.config import Config
 from distill.dry_run import dry_run
 from distill.mesh_check import check_meshes
 from distill.planning.command import plan_command
-from distill.planning.own import announce_plan
 from distill.planning.suggest import suggest_command
 from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk
@@ -58,7 +57,6 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
         on_all_ranks(lambda: check_disk(config, plan, steps, resume) if rank() == 0 else None)
         with held_run_dir(plan.run_dir):
             refuse_overtaken(there, checkpoints)
-            announce_plan(config, plan.run_dir, overrides, device)
             where = {"device": device, "run_dir": plan.run_dir}
             data = config.data.build(
                 seed=config.seed, captions=config.sample.captions, images=config.sample.images, **where

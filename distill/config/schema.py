@@ -241,8 +241,6 @@ class PlanningSettings:
     """GPU that is planned for, a file of configs/hardware: ``h20``, ``h100``, ...; null for memory alone."""
     model: str | None = None
     """Published network of roles that have no checkpoint, ``wan2_1_t2v_14b`` for example; brought by ``model=``."""
-    before_run: bool | None = None
-    """Plan each run before it loads anything, and say whether it fits; null for runs on GPUs alone."""
 
 
 @dataclass(kw_only=True)

@@ -218,14 +218,6 @@ def test_every_command_has_help():
     assert sorted(failed) == sorted(WITHOUT_HELP), failed
 
 
-@pytest.mark.long
-def test_a_run_that_plans_itself_writes_its_plan(tmp_path):
-    train(2, *SMALL, *NO_END, "mesh.cp=2", "steps=2", "planning.before_run=true", f"run_dir={tmp_path}/run")
-    assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
-    (plan,) = (tmp_path / "run").rglob("plan.json")
-    assert json.loads(plan.read_text())["phases"]
-
-
 @pytest.mark.slow
 def test_the_fake_score_has_an_average(tmp_path):
     """The fake score trains at steps 2 and 4: its first update is before ``start``, the second halves. Resumed."""

@@ -6,8 +6,8 @@ from torch.distributed.tensor import Shard
 
 import models.fill
 from distill.config import compose_config
-from distill.planning.coding import encoder_settings
 from distill.planning.command import as_planned, planned_shapes
+from distill.planning.encoders import encoder_settings
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape

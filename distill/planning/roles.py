@@ -1,4 +1,4 @@
-"""The planner's roles: what each allocates is told apart from what the others do."""
+"""The planner's roles: networks on fake tensors, whose allocations are counted by role and kind."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from models.role import Role
 from models.role_plan import RolePlan, sharing
 
 Shapes = tuple[LatentShape, Mapping[str, Shape]]
+"""Shapes of a sample's latents and of its condition."""
 KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
-"""Of what a rank holds for a role, in the order in which tables have them."""
+"""Kinds of device memory, in the order of the tables."""
 HOST = "host"
-"""The kind of what is in host memory under ``offload=cpu`` and ``activation_offload``; no part of a device's bytes."""
+"""Kind of host memory (``offload=cpu``, ``activation_offload``), which does not count as device memory."""
 _SHARDING_KINDS = {
     "gathered": "gathered",
     "staging": "gathered",
@@ -41,19 +42,18 @@ _SHARDING_KINDS = {
 
 
 class WatchedRole(Role):
-    """What its forwards allocate is this role's, also while another trains."""
+    """A role that labels the allocations of its forwards as its own, also while another role trains."""
 
     storages: AttributedStorages
     recomputed: float = 0.0
     queries: dict[str, int]
-    """As :attr:`Simulation.queries`; of all roles the same one."""
+    """:attr:`Simulation.queries`, shared by all roles."""
     holder: str
-    """The role under whose name its network counts."""
+    """Role under whose name the network counts."""
     held: tuple[Network, ...] = ()
-    """Its other experts, for as long as it lives: nothing else keeps their memory."""
+    """Other experts of the role. This reference alone keeps their memory."""
     idle: tuple[Network, ...] = ()
-    """Experts that it trains, and that are held and not run: all are of one size, so which one a step takes tells
-    nothing."""
+    """Trained experts that do not run: experts have one size, so a step's memory does not depend on its expert."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)
@@ -68,7 +68,7 @@ class WatchedRole(Role):
 
 
 class WatchedSharding(ShardingMemory):
-    """FSDP2's allocations for one network, told to ``storages``; gradients of a shared one are whose step it is."""
+    """FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
 
     def __init__(self, role: WatchedRole, storages: AttributedStorages):
         super().__init__(role.network)
@@ -82,14 +82,15 @@ class WatchedSharding(ShardingMemory):
 
     def _add(self, kind: str, tensor: Tensor | None) -> None:
         pool = pool_at(self.role.network)
-        if tensor is not None and not (pool is not None and pool.owns(local_shard(tensor))):
-            # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
-            moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
-            whose = self.role.holder
-            if self.role.networks[0].adapters and _SHARDING_KINDS[kind] != "gathered":
-                assert isinstance(self.storages.label, tuple)
-                whose = self.storages.label[0]
-            self.storages.relabel(tensor, (whose, HOST if moved else _SHARDING_KINDS[kind]))
+        if tensor is None or (pool is not None and pool.owns(local_shard(tensor))):
+            return
+        # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
+        moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
+        kind, holder = _SHARDING_KINDS[kind], self.role.holder
+        if self.role.networks[0].adapters and kind != "gathered":
+            assert isinstance(self.storages.label, tuple)
+            holder = self.storages.label[0]
+        self.storages.relabel(tensor, (holder, HOST if moved else kind))
 
 
 def is_offloaded(role: Role) -> bool:
@@ -104,14 +105,14 @@ def build_watched(
     tensors: AbstractContextManager,
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
-    """The roles, with memory for their weights and nothing in it; they fill ``queries``."""
+    """Build the roles, with memory for their weights but without values; their forwards fill ``queries``."""
     latent_shape, condition_shapes = shapes
     trained = plan.method.trained_roles
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
-        # Without memory first: among fake tensors a network that is on meta cannot be copied.
         trained_of = [trained_with(group, i, trained) for i in range(group[0].experts)]
-        order = sorted(range(group[0].experts), key=lambda i: -len(trained_of[i]))  # first one that steps train
+        order = sorted(range(group[0].experts), key=lambda i: -len(trained_of[i]))  # the first one runs
+        # On meta first: a network there cannot be copied among fake tensors.
         network, *idle = (
             build_network(
                 [plan.expert(i) for plan in group],
@@ -124,21 +125,22 @@ def build_watched(
             )
             for i in order
         )
-        holder = _holder(group)
+        # A shared base counts under the role that trains no adapters, if there is one.
+        holder = next((each.name for each in group if each.lora is None), group[0].name)
         for each in group:
             role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
             role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
             roles[each.name] = role
-        held = HOST if group[0].sharding.offload == "cpu" else "parameters"
         with tensors, storages:
             for one in (network, *idle):
-                _allocate(one, holder, held, storages)
+                _allocate(one, holder, group, storages)
     return {each.name: roles[each.name] for each in plan.roles}
 
 
-def _allocate(network: Network, holder: str, held: str, storages: AttributedStorages) -> None:
-    """Memory for its weights, counted under the roles that have them."""
+def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:
+    """Allocate the weights, and label those of adapters with their role."""
+    held = HOST if group[0].sharding.offload == "cpu" else "parameters"
     with storages.labelled((holder, "parameters")):
         with storages.labelled((holder, held)):
             materialise(network.module, "cpu")
@@ -148,8 +150,3 @@ def _allocate(network: Network, holder: str, held: str, storages: AttributedStor
         for buffer in network.module.buffers():
             storages.relabel(buffer, (holder, "parameters"))
         network.family.restore_buffers(network.module, torch.device("cpu"))
-
-
-def _holder(group: Sequence[RolePlan]) -> str:
-    """Under whose name the base counts that these roles share: the one that is nothing else, if there is one."""
-    return next((each.name for each in group if each.lora is None), group[0].name)
