@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -152,17 +152,7 @@ class MovingShapesSettings(DataSettings):
     def _data(self, seed: int) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
 
-        return MovingShapes(
-            encoders=self.encoders,
-            num_frames=self.num_frames,
-            height=self.height,
-            width=self.width,
-            fps=self.fps,
-            negative_prompt=self.negative_prompt,
-            num_clips=self.num_clips,
-            colour_shares=self.colour_shares,
-            seed=seed,
-        )
+        return MovingShapes(seed=seed, **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"})
 
 
 @dataclass(kw_only=True)
@@ -247,13 +237,12 @@ class VideoFolderSettings(DataSettings):
 
     def fingerprints(self) -> dict[str, str]:
         from distill.data.choose_encoders import choose_encoders
-        from distill.data.first_frame import image_encoder_of
         from models.checkpoint_files import fingerprint_of
 
         folder = choose_encoders(self.encoders)
         parts = [*(["vae"] if self.has_clips else []), *folder.text_parts()]
         if self.image is not None:
-            encoder = image_encoder_of(folder.inspect_image(f"data.encoders={self.encoders}"))
+            encoder = folder.inspect_image(f"data.encoders={self.encoders}").encoder
             parts += encoder.parts if encoder is not None else []
         table = hashlib.sha256(json.dumps(self._table()).encode()).hexdigest()[:32]
         return {"data.path": table, "data.encoders": fingerprint_of(folder.files(*parts))}
