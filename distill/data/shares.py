@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from fsdp_cp.launch import rank, share_of_cores
 from fsdp_cp.progress import progress
@@ -61,36 +60,20 @@ def first_of_each(nodes: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted({name: rank for rank, name in reversed(list(enumerate(nodes)))}.values()))
 
 
-class ReadAhead(Generic[T]):
-    """``read(i)`` of each item, in order, by threads ahead of whoever takes it. A context manager.
+def read_ahead(read: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
+    """Yield ``read(item)`` for each item in order, or raise what it raised; threads read the next items meanwhile.
 
     Decoding and resizing hold no interpreter lock, so threads do (frames need not travel between processes): this
-    rank's share of the cores, four at most, and as many items read ahead.
+    rank's share of the cores, four at most, and as many items ahead. Close the generator to stop the threads.
     """
-
-    def __init__(self, read: Callable[[int], T], items: Iterable[int]) -> None:
-        self._read, self._items = read, iter(items)
-        self._threads = min(_MOST_THREADS, share_of_cores())
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
-        self._waiting: deque[tuple[int, Future[T]]] = deque()
-
-    def __enter__(self) -> ReadAhead[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def take(self, item: int) -> T:
-        """``read(item)``, the next in order; raises what it raised."""
-        self._fill()
-        known, future = self._waiting.popleft()
-        assert known == item, "items are taken in their order"
-        result = future.result()
-        self._fill()  # the threads go on while the caller works on this one
-        return result
-
-    def _fill(self) -> None:
-        while len(self._waiting) < self._threads and (item := next(self._items, None)) is not None:
-            self._waiting.append((item, self._pool.submit(self._read, item)))
+    threads, waiting = min(_MOST_THREADS, share_of_cores()), deque[Future[T]]()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
+    try:
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
