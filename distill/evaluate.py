@@ -1,4 +1,4 @@
-"""What a run shows of itself: sample clips on the way, and at its end the report and the student's scheduler."""
+"""Sample clips during a run, and its report and the student's scheduler at the end."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from models.export_folder import export_scheduler
 log = logging.getLogger(__name__)
 
 SAMPLE_SEED = 12345
-"""Of the noise of all sample clips: they stay comparable between steps, runs and seeds."""
+"""Seed of the noise of all sample clips, which so stay comparable between steps, runs and seeds."""
 
 REFERENCE_CLIPS = 512
-"""Held-out renders that distances are measured against."""
+"""Number of held-out renders that distances are measured against."""
 
 SHOWN_CLIPS = 8
 """Clips of each row that the report shows; all of them are measured."""
@@ -54,7 +54,7 @@ SHOWN_CLIPS = 8
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Makes clips with the roles of a run; every method is called by all ranks, rank 0 writes."""
+    """Sampler of clips with a run's roles. All ranks must call every method; rank 0 writes."""
 
     config: Config
     mesh: Mesh
@@ -63,9 +63,9 @@ class Evaluator:
     method: Method
     run_dir: Path
     batch: int
-    """Clips per forward on a rank."""
+    """Number of clips per forward on a rank."""
     teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """Its sample clips by number of steps, as :meth:`clips` made them: it does not change, so they are made once."""
+    """The teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
     stored: dict[int, str] = field(default_factory=dict)
     """Phrases that say where clips of the teacher are stored, by number of steps; they were not sampled in this run."""
 
@@ -112,13 +112,13 @@ class Evaluator:
         return clips
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
-        """Clips of fixed captions and noise, student against teacher, as files in ``samples/`` and in the log.
+        """Write clips of fixed captions and noise, student and teacher, to ``samples/`` and to the loggers.
 
         ``step_00000100_student_4steps_I.mp4`` and, once a run, ``teacher_50steps_I.mp4`` for each clip;
         ``step_00000100.png`` with all of them.
 
         Args:
-            step: steps of training so far.
+            step: number of training steps so far.
             metrics: rank 0's log.
         """
         chosen = self.config.sample
@@ -172,10 +172,10 @@ class Evaluator:
         return reference_clips(self._heldout)
 
     def write_report(self, facts: dict[str, Any]) -> None:
-        """``report.html``, ``report.json`` and ``report.png``; measured from the pixels on moving shapes.
+        """Write ``report.html``, ``report.json`` and ``report.png``; moving shapes are measured from their pixels.
 
         Args:
-            facts: of the run, as the page shows them; ``steps`` among them is how many it has had.
+            facts: facts of the run that the page shows; ``steps`` is the number of steps trained.
         """
         heldout = self._heldout
         # Without measures, more clips than can be looked at would only cost time.
@@ -237,7 +237,7 @@ class Evaluator:
         barrier()
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
-        """An item of ``source`` for each of ``captions``, each as late as possible again."""
+        """Return an item of ``source`` for each caption. An item repeats only after all others of its caption."""
         waiting: dict[str, list[int]] = {}
         for position in reversed(range(len(captions))):
             waiting.setdefault(captions[position], []).append(position)
@@ -258,9 +258,9 @@ class Evaluator:
 
 
 def reference_clips(heldout: MovingShapes) -> np.ndarray:
-    """What clips are measured against: 512 held-out renders, uint8 ``(512, T, H, W, 3)``.
+    """Return the renders that clips are measured against: 512 held-out ones, uint8 ``(512, T, H, W, 3)``.
 
-    From the second half of the stream; the rows of held-out renders beside the networks' come from its beginning.
+    They come from the second half of the stream; the report's row of held-out renders comes from its beginning.
     """
     return heldout.clips(REFERENCE_CLIPS, first=len(heldout) // 2).numpy()
 
@@ -278,7 +278,7 @@ def write_scheduler(method: Method, folder: Path) -> None:
 
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """A full disk or a file in the way, after the training, as one line that says what is safe."""
+    """Turn a failed write after training into one line that says what is safe."""
     try:
         yield
     except OSError as error:

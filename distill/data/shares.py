@@ -1,4 +1,4 @@
-"""Items shared out over the ranks: who does which, in rounds that all ranks share, and files read ahead by threads."""
+"""Work on many items, shared over the ranks in rounds, and files that threads read ahead."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MOST_THREADS = 4  # a clip of 81 frames at 720p is 0.9 GB as the VAE takes it
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Which of ``ranks`` does which item: item i is that of ``ranks[i % len(ranks)]``. The same on every rank."""
+    """Assignment of items to ``ranks``, the same on every rank: ``ranks[i % len(ranks)]`` does item i."""
 
     ranks: tuple[int, ...]
 
     def own(self, count: int) -> range:
-        """Of ``count`` items those of this rank."""
+        """Return this rank's items of ``count``."""
         size = len(self.ranks)
         return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
 
     def run(self, count: int, work: Callable[[int], T], what: str, unit: str) -> list[T]:
-        """``work(i)`` for i below ``count``, each on its rank and in its order; all results on every rank.
+        """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank.
 
-        In rounds of a few: a failure reaches all ranks soon, and no rank waits in a collective while another works off
-        its whole share, which would pass the group's timeout. Rank 0 shows how far all ranks are, in ``unit``.
+        The ranks meet after every few items. So a failure reaches all ranks soon, and no rank waits in a collective for
+        another's whole share, which would exceed the group's timeout. Rank 0 shows the progress in ``unit``.
         """
         results: list[T] = []
         own, size = self.own(count), len(self.ranks) * _ROUND
@@ -51,12 +51,12 @@ class Shares:
 
 
 def node() -> str:
-    """What tells this rank's machine from others: torchrun's number of it, and its name."""
+    """Return an identifier of this rank's machine: torchrun's number of it, and its name."""
     return f"{os.environ.get('GROUP_RANK', '')} {socket.gethostname()}"
 
 
 def first_of_each(nodes: Sequence[str]) -> tuple[int, ...]:
-    """The lowest rank of each node, where ``nodes[i]`` is :func:`node` of rank i."""
+    """Return the lowest rank of each node, where ``nodes[i]`` is :func:`node` of rank i."""
     return tuple(sorted({name: rank for rank, name in reversed(list(enumerate(nodes)))}.values()))
 
 
