@@ -197,9 +197,7 @@ class Evaluator:
                         evaluations=self.method.evaluations(role, n),
                     )
                 )
-        source: ClipDataset = self.data if heldout is None else heldout
-        # A real clip for each caption; few clips may show several times.
-        real = decode(source, torch.stack([source[i]["latents"] for i in self._items(captions, source)]))
+        real = self._real_clips(captions, heldout)
         if real is not None:
             reference = ReportRow(
                 name="data" if heldout is None else "held-out renders",
@@ -235,6 +233,11 @@ class Evaluator:
                 )
         self.data.release()
         barrier()
+
+    def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray | None:
+        """Return a real clip for each of ``captions``, as :func:`decode` does; few clips may show several times."""
+        source: ClipDataset = self.data if heldout is None else heldout
+        return decode(source, torch.stack([source[i]["latents"] for i in self._items(captions, source)]))
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
         """Return an item of ``source`` for each caption. An item repeats only after all others of its caption."""

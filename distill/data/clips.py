@@ -62,8 +62,8 @@ class ClipFormat:
             if type(value) is not int or value > MAX_SIZE:
                 raise UserError(f"data.{name}={value} must be a whole number of at most {MAX_SIZE}")
         least, most = FPS
-        if not least <= self.fps <= most:  # nan too
-            raise UserError(f"data.fps={self.fps:g} must be from {least:g} to {most:g} frames per second; use 8")
+        if type(self.fps) not in (int, float) or not least <= self.fps <= most:  # nan too
+            raise UserError(f"data.fps={self.fps} must be from {least:g} to {most:g} frames per second; use 8")
 
 
 def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:

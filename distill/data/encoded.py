@@ -79,8 +79,8 @@ class EncodedData:
         """
         for what, text in (("data.negative_prompt", negative_prompt), *(("the caption", text) for text in captions)):
             _require_text(what, text)
+        clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=fps)
         self.path, self.columns, self.fps = Path(path), columns, float(fps)
-        clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=self.fps)
 
         given = [Path(file).expanduser() for file in images]
 
