@@ -70,6 +70,8 @@ MISTAKES = {
     "data": [
         ("data.num_frames=5", "data.num_frames"),
         ("data.height=18", "data.height"),
+        ("data.negative_prompt=blurry", "data.negative_prompt"),
+        ("'sample.captions=[a purple cow]'", "sample.captions"),
         ("data=video_folder", "data.path"),
         ("data=captions", "sample.report_clips"),
         ("sample.student_steps=[5]", "sample.student_steps"),
@@ -101,7 +103,6 @@ MISTAKES = {
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
         ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
-        ("python -m distill.data.word_table {things}/mine.safetensors", "mine.safetensors"),
     ],
 }
 # Settings that look like mistakes and are accepted, each with its value in the run's configuration.

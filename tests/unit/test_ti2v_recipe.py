@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 import models.fill
 from distill.config import compose_config
-from distill.data.first_frame import frame_in_place
+from distill.data.first_frame import inspect_image
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
 from distill.setup import plan_run
@@ -121,5 +121,5 @@ def test_an_index_that_says_neither_is_refused(pipeline, text):
     before = index.read_text()
     index.write_text(text)
     with refused("data.encoders=x"):
-        frame_in_place(pipeline, "data.encoders=x")
+        inspect_image(pipeline, "data.encoders=x")
     index.write_text(before)
