@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 
@@ -138,10 +137,12 @@ class StepProfiler:
 
     def _free_stem(self, steps: str) -> str:
         """Return ``steps_STEPS_rankR``, with a number if an earlier start of the run wrote files of that name."""
-        stem = f"steps_{steps}_rank{rank()}"
-        for name in (stem, *(f"{stem}_{number}" for number in count(2))):
-            if not any((self._folder / f"{name}{end}").exists() for end in (_TRACE, _MEMORY)):
-                return name
+        stem = name = f"steps_{steps}_rank{rank()}"
+        number = 1
+        while any((self._folder / f"{name}{end}").exists() for end in (_TRACE, _MEMORY)):
+            number += 1
+            name = f"{stem}_{number}"
+        return name
 
 
 def record_allocations(on: bool) -> None:

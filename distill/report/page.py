@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from distill.report import charts
 from distill.report.facts import measured_facts, start_facts
@@ -68,7 +67,7 @@ def page(
 
 def document(title: str, parts: Sequence[str]) -> str:
     """Return an HTML page of ``parts``, which are HTML, in the style of reports."""
-    return _templates().get_template("base.html.j2").render(title=title, parts=[Markup(part) for part in parts])
+    return _templates().get_template("base.html.j2").render(title=title, parts=parts)
 
 
 @cache
