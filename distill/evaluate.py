@@ -25,10 +25,10 @@ from distill.data.moving_shapes import MovingShapes
 from distill.methods import Method
 from distill.methods.few_step import FewStepMethod
 from distill.metrics import MetricsLog
+from distill.report.facts import default_settings
 from distill.report.media import contact_sheet, write_mp4
-from distill.report.row import ReportRow
+from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
-from distill.run_facts import default_settings
 from distill.sampling import decode, generate, sample_captions
 from distill.stored_clips import read_clips
 from fsdp_cp.errors import UserError

@@ -164,7 +164,7 @@ def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float,
     try:
         with progress(len(clips), "writing", "file") as advance:
             for i, clip in enumerate(clips):
-                write_mp4(folder / f"{i}.mp4", clip, fps, scale=None)
+                write_mp4(folder / f"{i}.mp4", clip, fps)
                 advance(1)
         contact_sheet(folder / "samples.png", [(label, clips)], captions=captions)
     except (OSError, av.FFmpegError) as error:

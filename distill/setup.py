@@ -71,7 +71,7 @@ def plan_run(
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = device_of(config)
-    check_profile(config, world=world_of(config), device=device)
+    check_profile(config, world=world_of(config))
     sharding = {name: _sharding(config, name, method, device) for name in needed}
     if runs_here and not config.dry_run:  # whose machine need not be the run's
         for name in needed:

@@ -23,16 +23,15 @@ from distill.data.order import MicroBatchSampler
 from distill.finish import finish
 from distill.gradients import Losses, accumulate_gradients
 from distill.hang_advice import reports_hangs, shorten_timeout
+from distill.json_lines import cut_back
 from distill.methods import Batch, build_method
-from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
+from distill.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.optimizers import learning_rate
 from distill.profiling import StepProfiler
 from distill.sampling import sampling_batch
 from distill.saved_state import restore, same_command, saved_state, saved_tensors
 from distill.setup import RunPlan
-from distill.speed import speed
 from distill.state_checks import refuse_broken_weights
-from distill.step_line import StepLine
 from distill.training_state import TrainingState
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
@@ -129,11 +128,11 @@ class Trainer(TrainingState):
         line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
         while self.step < self.config.steps:
-            with profiler.of(self.step + 1) as profiled:
+            with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
             shorten_timeout(self)
             advance()
-            self.unlogged |= metrics | profiled
+            self.unlogged |= metrics
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
                 self.unlogged |= self._memory()
                 if self.log is not None:

@@ -163,8 +163,6 @@ class LogSettings:
     """Steps between lines of ``metrics.jsonl``."""
     norms_every: int = 0
     """Steps between lines of ``norms.jsonl``: each weight's and gradient's norm, by role; 0 for none."""
-    groups: bool = False
-    """Print at the start how each role is sharded: units, dtypes, bytes."""
     mesh_check: bool = False
     """Before training, compute the first step of each trained role on this mesh and on another one, with all ranks on
     its ``cp`` axis (``dp_shard`` where this mesh is that one); log and report show both losses and gradient norms."""
@@ -185,7 +183,7 @@ class ProfileSettings:
     ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])
     """Ranks that are profiled, as ``[0,8]``, or ``all``: a trace each in ``RUN_DIR/profile``."""
     memory: bool = False
-    """Record what the CUDA allocator did in these steps, too."""
+    """Record what the CUDA allocator did in these steps, too; without effect on the CPU."""
 
 
 @dataclass(kw_only=True)

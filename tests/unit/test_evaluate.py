@@ -111,7 +111,7 @@ def test_the_report_of_a_run_has_its_settings_starts_and_updates(tmp_path):
     changed = {row["key"]: row["value"] for row in data["settings"] if row["differs"]}
     assert changed["sample.teacher_steps"] == [5, 2] and "seed" not in changed
     page = (tmp_path / "report.html").read_text()
-    assert "train.py &#x27;a=&lt;b&gt;&#x27;" in page
+    assert "train.py &#39;a=&lt;b&gt;&#39;" in page
 
 
 def test_samples_overwrite_nothing_but_their_own_names(tmp_path):
