@@ -138,7 +138,7 @@ class Evaluator:
                 files = [folder / f"{stem}_{i}.mp4" for i in range(len(clips))]
                 with _written(folder):
                     for file, clip in zip(files, clips, strict=True):
-                        write_mp4(file, clip, self.data.fps, scale=None)
+                        write_mp4(file, clip, self.data.fps)
                 videos[f"{role}_{n}steps"] = clips, files
         if rank() == 0:
             path = folder / f"step_{step:08d}.png"
