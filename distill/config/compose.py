@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -74,12 +74,8 @@ def compose_config(words: list[str]) -> Config:
                 # omegaconf (2.3) takes what follows a list's name for a number, and does not catch its own error
                 raise UserError(_below_a_list(words)) from error
         chosen = composed.hydra.runtime.choices
-        experiment, model = chosen.get("experiment"), chosen.get("model")
-        if model != "any" and chosen.get("recipe") in ("quickstart", "distillation"):
-            raise UserError(
-                f"model={model}: experiment={experiment} has the rates of a tiny network; start from the experiment of"
-                f" a model, such as experiment=wan2_1_t2v_1_3b_dmd2 model={model}"
-            )
+        experiment = chosen["experiment"]
+        _check_recipe(chosen, words)
         OmegaConf.set_struct(composed, False)
         composed.pop("hydra")
         unknown = next(_unknown_keys(composed, ""), None)
@@ -101,6 +97,17 @@ def compose_config(words: list[str]) -> Config:
             raise UserError(f"{group}.name={chosen.name} is not the {group} that was chosen; use {group}=NAME instead")
     check(config)
     return config
+
+
+def _check_recipe(chosen: Mapping[str, str], words: list[str]) -> None:
+    """Refuse an experiment's own recipe for a model that was typed: it may hold the rates of a tiny network."""
+    typed = {word.partition("=")[0] for word in words}
+    pair = f"{chosen['model']}_{chosen['method']}"
+    if "model" in typed and "recipe" not in typed and chosen["recipe"] != pair:
+        raise UserError(
+            f"experiment={chosen['experiment']} has a recipe of its own, {chosen['recipe']}, which is not for"
+            f" model={chosen['model']}; add recipe={pair}, or start from another experiment"
+        )
 
 
 def _below_a_list(words: list[str]) -> str:

@@ -18,7 +18,7 @@ from distill.config.kinds import Setting
 from distill.methods import INSTALLED
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("experiment", "model", "method", "data", "cluster", "adapters", "mesh", "optim")
+GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters", "mesh")
 """What is chosen by the name of a file."""
 _REMOVED = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 """Experiments of earlier versions that are now composed."""
@@ -69,6 +69,13 @@ def explain(
             return (
                 f"there is no experiment={name} any more; use {' '.join(instead)}, and run_dir=runs/{name} to go on"
                 " with its run"
+            )
+        if group == "recipe" and not any(_key(word) == "recipe" for word in words):
+            recipes = [path.stem for path in group_files("recipe") if not path.stem.startswith("quickstart")]
+            same = [f"recipe={recipe}" for recipe in recipes if recipe.endswith(f"_{_chosen_names(words)['method']}")]
+            return (
+                f"no numbers are published for this model and method (recipe={name}); take another pair's with"
+                f" {' or '.join(same)}"
             )
         # h20 is h20x4 or h20x8, not h200.
         longer = [each for each in _names(group) if re.match(rf"{re.escape(name)}(?!\d)", each)]
