@@ -84,6 +84,35 @@ def check_parallel(
     return worst
 
 
+def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of ``value - truth`` relative to that of ``truth``, which counts as at least ``floor``.
+
+    Infinite where shapes differ or a number is NaN, which a comparison would pass by.
+    """
+    if value.shape != truth.shape:
+        return float("inf")
+    difference, norm = (value - truth).norm().item(), max(truth.norm().item(), floor)
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and difference == difference else float("inf")
+
+
+def gradient_errors(values: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the relative error of each gradient, by name, with a floor of 1e-6 of the norm of all true gradients.
+
+    A missing gradient counts as 0.
+    """
+    whole = sum(truth.norm().item() ** 2 for truth in truths.values() if truth is not None) ** 0.5
+    errors = {}
+    for name in truths.keys() | values.keys():
+        value, truth = values.get(name), truths.get(name)
+        if (known := value if truth is None else truth) is not None:
+            zero = torch.zeros_like(known)
+            pair = (zero if value is None else value, zero if truth is None else truth)
+            errors[name] = relative_error(*pair, 1e-6 * whole)
+    return errors
+
+
 def _checked(model: Any, inputs: Any, cp: Any, tolerance: Any) -> tuple[int, ...]:
     if not callable(model):
         raise UserError(f"model is a {type(model).__name__}; use a module, or a function of the mesh that builds it")
