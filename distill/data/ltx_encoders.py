@@ -94,7 +94,7 @@ class LtxEncoderFolder(EncoderFolder):
         return {"text": pad_text(text, max_tokens), "text_mask": torch.arange(max_tokens) < text.shape[0]}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
-        """``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx_attention.py."""
+        """``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx.py."""
         shift = (self.temporal - 1) / clip.fps if self.later else 0.0
         return {"latent_spacing": torch.tensor([self.temporal / clip.fps, self.spatial, self.spatial, shift])}
 

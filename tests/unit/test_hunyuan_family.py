@@ -23,8 +23,7 @@ from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.fake_world import fake_tensors
 from models.condition import Condition
-from models.families.hunyuan import Hunyuan
-from models.families.hunyuan_forward import OwnForward, own_rotary_tables
+from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES

@@ -13,7 +13,7 @@ from distill.data.clips import ClipFormat
 from distill.data.first_frame import ImageInput
 from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
 from fsdp_cp.errors import UserError
-from models.families.ltx_attention import video_coordinates
+from models.families.ltx import video_coordinates
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 
