@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from distill.config import Config
-from distill.training_state import TrainingState
+from distill.trainer import Trainer
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.diagnostics import connection_advice, group_report, report_table
 from fsdp_cp.sequence import local_token_count
@@ -41,7 +41,7 @@ def batch_in_words(config: Config, micro_batch_size: int, dp_size: int) -> str:
     return f"batch {config.batch_size} = {micro_batches} of {micro_batch_size} on {ranks}{parts}"
 
 
-def announce(trainer: TrainingState) -> None:
+def announce(trainer: Trainer) -> None:
     """Log the size of every role, the mesh, the tokens of a rank, the accumulation and the steps. Rank 0 logs."""
     if rank() != 0:
         return

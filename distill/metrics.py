@@ -36,7 +36,7 @@ class MetricsLog:
         step: of the checkpoint that the run goes on from.
 
     Raises:
-        UserError: a file that cannot be written, or what Weights & Biases refuses without asking its server.
+        UserError: a file that cannot be written.
     """
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int = 0):
