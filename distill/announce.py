@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from distill.config import Config
-from distill.training_state import TrainingState
+from distill.trainer import Trainer
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding.shard import settings_of
@@ -17,7 +17,7 @@ from models.role import EXPERTS, Role
 log = logging.getLogger(__name__)
 
 
-def announce(trainer: TrainingState) -> None:
+def announce(trainer: Trainer) -> None:
     """Log the size of every role, the mesh, the tokens per rank, the accumulation and the steps, on rank 0."""
     if rank() != 0:
         return

@@ -35,7 +35,7 @@ class MetricsLog:
         step: step of the checkpoint that the run resumes.
 
     Raises:
-        UserError: a file that cannot be written, or a setting that Weights & Biases refuses without its server.
+        UserError: a file that cannot be written.
     """
 
     def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int = 0):

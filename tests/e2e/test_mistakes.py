@@ -63,7 +63,6 @@ MISTAKES = {
         ("PATH={things} train.py dry_run=false student.compile=true", "student.compile"),
         ("student.backward_prefetch=2 student.strategy=optim", "student.backward_prefetch"),
         ("student.master_dtype=bf16 precision=bf16", "student.ema"),
-        ("teacher.activation_checkpointing=full", "teacher.activation_checkpointing"),
         ("adapters=lora student.fp8=torchao", "student.fp8"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),
     ],

@@ -219,10 +219,8 @@ FAULTS = (
         name="resume_forgets_updates",
         room="resume: update counts",
         harm="after a resume warm-up, cosine and EMA schedule begin anew, and the next checkpoint has the wrong counts",
-        old=(
-            '    for name in ("updates", "skipped", "unlogged"):\n        setattr(trainer, name, dict(state[name]))\n'
-        ),
-        new=('    for name in ("skipped", "unlogged"):\n        setattr(trainer, name, dict(state[name]))\n'),
+        old='self.updates, self.skipped, self.unlogged = state["updates"], state["skipped"], state["unlogged"]',
+        new='self.skipped, self.unlogged = state["skipped"], state["unlogged"]',
         killed_by="distributed/test_resume.py::test_same_mesh_bit_by_bit[fp32]",
     ),
     Fault(
