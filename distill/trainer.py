@@ -26,8 +26,9 @@ from distill.data import ClipDataset
 from distill.data.order import Batching, MicroBatchSampler
 from distill.evaluate import Evaluator
 from distill.gradients import Losses, accumulate_gradients
+from distill.json_lines import cut_back
 from distill.methods import Batch, Method, build_method
-from distill.metrics import MEASURES, MetricsLog, NormsLog, StepLine, cut_back, speed
+from distill.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.optimizers import RoleOptimizer, learning_rate
 from distill.profiling import StepProfiler
 from distill.sampling import sampling_batch

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from distill.data.moving_shapes import CAPTION_WORDS
-from models.verification import write_example
+from models.verify import write_example
 from tests.e2e.launch import QUICK, ROOT, forked, losses, run_command, train
 from tests.outside.cogvideox import CogVideoX
 from train import main

@@ -16,7 +16,7 @@ from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from models.families.base import config_of
-from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
+from models.families.diffusers_family import DiffusersFamily, refuse
 from models.families.prediction import DiscretePrediction
 
 RANGES = {
@@ -87,7 +87,7 @@ class CogVideoX(DiffusersFamily):
 
     def check_values(self, config, setting):
         values = self.defaults() | dict(config)
-        refuse_values(values, RANGES, ("patch_size_t",), setting)
+        super().check_values(values, setting)
         for key, wanted in (
             ("use_learned_positional_embeddings", False), ("ofs_embed_dim", None), ("dropout", 0.0),
             ("out_channels", values["in_channels"]),
