@@ -22,6 +22,15 @@ GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapter
 """What is chosen by the name of a file."""
 _REMOVED = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 """Experiments of earlier versions that are now composed."""
+REMOVED = {
+    "checkpoint.verify": "sizes are always compared; docs/operations.md has a command that compares the sums",
+    "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
+    "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
+    "planning.before_run": "run plan=true before the run",
+    "student.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
+    "fake.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
+}
+"""Settings of earlier versions: their successor, or the reason."""
 _LONGEST = 200
 
 
@@ -107,6 +116,8 @@ def _wrong_value(word: str, words: Sequence[str], known: Mapping[str, list[Setti
     if key not in known:
         return no_such_setting(key, words, known)
     settings = known[key]
+    if key == "optim":  # it was a group of files
+        return f"{_short(word)}: {REMOVED[key]}"
     if len(settings) > 1:  # of several methods or data sets
         names = _chosen_names(words)
         settings = [setting for setting in settings if _is_chosen(key, [setting], names)] or settings
@@ -139,6 +150,8 @@ def recipes_of(group: str, name: str) -> list[str]:
 
 def no_such_setting(key: str, words: Sequence[str], known: Mapping[str, list[Setting]]) -> str:
     """``key`` is not a setting of the groups that ``words`` choose: which one may have been meant."""
+    if key in REMOVED and key not in known:
+        return f"{key} was removed; {REMOVED[key]}"
     names = _chosen_names(words)
     group, dot, _ = key.partition(".")
     if key in known and dot and group in names:  # of another method, or of another data set

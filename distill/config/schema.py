@@ -144,8 +144,6 @@ class CheckpointSettings:
     """Keep those whose step is a multiple of this for good, too; 0 for none."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in the host's memory; where that has no room, training waits."""
-    verify: bool = False
-    """Compare checksums when going on from one, which reads all of it; sizes are always compared."""
     at_end: bool = True
     """Save one after the last step; without it the run cannot be gone on with from there."""
     resume: str = "auto"

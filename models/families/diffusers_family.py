@@ -187,7 +187,10 @@ class DiffusersFamily(Family):
 
 
 def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
-    """Whether ``value`` has a type that ``hint`` allows; integers must lie between ``least`` and ``most``."""
+    """Whether ``value`` has a type that ``hint`` allows.
+
+    Integers must lie between ``least`` and ``most``. Floats must be above 0, or 0 where ``least`` is 0.
+    """
     kinds = members(hint)
     if value is None or isinstance(value, (bool, str)):
         return type(value) in kinds
@@ -195,7 +198,7 @@ def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
         return any(get_origin(kind) is tuple for kind in kinds) and all(_fits(each, int, 1, most) for each in value)
     if type(value) is int and int in kinds:
         return least <= value <= most
-    return float in kinds and isinstance(value, (int, float)) and 0 < value < math.inf
+    return float in kinds and isinstance(value, (int, float)) and (0 < value < math.inf or value == least == 0)
 
 
 def refuse(config: Mapping[str, Any], key: str, wanted: str, setting: str) -> None:

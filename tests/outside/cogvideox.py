@@ -19,14 +19,6 @@ from models.families.base import config_of
 from models.families.diffusers_family import DiffusersFamily, refuse
 from models.families.prediction import DiscretePrediction
 
-RANGES = {
-    "num_layers": (1, 512), "num_attention_heads": (1, 4096), "attention_head_dim": (16, 4096),
-    "in_channels": (1, 65536), "out_channels": (1, 65536), "time_embed_dim": (1, 2**20),
-    "text_embed_dim": (1, 2**20), "max_text_seq_length": (1, 2**16), "patch_size": (1, 64), "patch_size_t": (1, 64),
-    "sample_frames": (1, 2**16), "sample_height": (2, 2**16), "sample_width": (2, 2**16),
-    "temporal_compression_ratio": (1, 64),
-}  # fmt: skip
-
 
 def schedule(snr_shift_scale):
     """Return the levels and the prediction of published networks (diffusers' ``convert_cogvideox_to_diffusers.py``)."""
