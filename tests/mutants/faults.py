@@ -297,8 +297,8 @@ FAULTS = (
         name="lora_scale",
         room="LoRA: scale",
         harm="adapters act rank times weaker in training than in what is exported",
-        old="        lora_alpha=settings.rank * settings.scale,",
-        new="        lora_alpha=settings.scale,",
+        old="            lora_alpha=self.settings.rank * self.settings.scale,",
+        new="            lora_alpha=self.settings.scale,",
         killed_by="distributed/test_lora_parity.py::test_dmd2_with_a_shared_base[{'dp_shard': 2, 'cp': 2, 'micro_batch_size': 2}-{}]",  # noqa: E501
     ),
     Fault(
@@ -313,8 +313,8 @@ FAULTS = (
         name="merge_without_scale",
         room="LoRA: merge",
         harm="alpha other than the rank: the merged network is not the one that was trained",
-        old="        return weight.to(dtype) + self.scale * (self.own(b).to(dtype) @ self.own(a).to(dtype))\n",
-        new="        return weight.to(dtype) + (self.own(b).to(dtype) @ self.own(a).to(dtype))\n",
+        old="        return weight.to(dtype) + scale * difference\n",
+        new="        return weight.to(dtype) + difference\n",
         killed_by="distributed/test_lora_checkpoints.py::test_every_format_says_what_the_student_said[merged]",
     ),
     Fault(

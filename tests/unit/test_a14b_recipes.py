@@ -71,4 +71,4 @@ def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):
 
 def test_a_method_that_does_not_know_experts_is_refused():
     with pytest.raises(UserError, match="method=meanflow"):
-        planned("t2v", "world=32", "method=meanflow")
+        planned("t2v", "world=32", "method=meanflow", "recipe=wan2_1_t2v_1_3b_meanflow")

@@ -143,8 +143,8 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 
 def test_published_sizes_are_planned_without_weights():
     """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "plan=true", "world=8"]
-    config = as_planned(compose_config([*words, "data.max_text_tokens=1000"]))
+    words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "recipe=wan2_1_t2v_1_3b_dmd2", "plan=true"]
+    config = as_planned(compose_config([*words, "world=8", "data.max_text_tokens=1000"]))
     latent_shape, shapes = planned_shapes(config)
     assert latent_shape == (32, 21, 30, 52)
     assert shapes == {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (256, 1472), "glyph_mask": (256,)}

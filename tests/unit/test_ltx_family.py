@@ -100,7 +100,8 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 @pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_13b", 13.043, 8)])
 def test_published_sizes_are_planned_without_weights(name, billions, cp):
     """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "plan=true", "world=8", "data.max_text_tokens=128"]
+    words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "recipe=wan2_1_t2v_1_3b_dmd2"]
+    words += ["plan=true", "world=8", "data.max_text_tokens=128"]
     config = as_planned(compose_config(words))
     assert planned_shapes(config) == (
         (128, 11, 15, 26), {"text": (128, 4096), "text_mask": (128,), "latent_spacing": (4,)}
