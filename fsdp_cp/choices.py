@@ -55,8 +55,13 @@ def check_choices(settings: Any, where: str = "") -> None:
 
 
 def check_range(
-    settings: Any, *names: str, where: str = "", least: float | None = None, above: float | None = None,
-    most: float | None = None, below: float | None = None,
+    settings: Any,
+    *names: str,
+    where: str = "",
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> None:
     """Refuse numbers of ``settings``, a dataclass, outside of a range; ``None`` passes.
 

@@ -36,7 +36,10 @@ def check(config: Config) -> None:
         raise UserError(f"profile.steps={shown(config.profile.steps)} must be at most steps={config.steps}")
     # Samples are made at the end too: steps that the sampler refuses would be found after the training.
     if hasattr(config.method, "student_times"):
-        most, times = len(config.method.student_times()), "mid_times" if hasattr(config.method, "mid_times") else "step_list"
+        most, times = (
+            len(config.method.student_times()),
+            "mid_times" if hasattr(config.method, "mid_times") else "step_list",
+        )
         if max(config.sample.student_steps) > most:
             raise UserError(
                 f"sample.student_steps={shown(config.sample.student_steps)} must be at most {most}, the number of the"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from distill.config.command_line import in_grammar, split_word
 from distill.config.errors import (
     CONFIGS,
     GROUPS,
-    REMOVED,
     check_choice,
+    no_recipe,
     no_such_setting,
     recipes_of,
+    removed,
     search_path,
     short,
 )
@@ -36,7 +37,7 @@ from fsdp_cp.errors import UserError
 
 @cache
 def _register() -> None:
-    """Store the defaults of every dataclass as Hydra's configs ``schema``, ``method/NAME_schema``, ``data/NAME_schema``."""
+    """Store the defaults of every dataclass for Hydra: ``schema``, ``method/NAME_schema``, ``data/NAME_schema``."""
     store = ConfigStore.instance()
     store.store(name="schema", node=defaults(Config))
     for name, (_, settings) in METHODS.items():
@@ -68,13 +69,15 @@ def compose_config(words: list[str]) -> Config:
             overrides = [f"{group}={name}" for group, name in groups.items()]
             composed = compose("config", overrides=[*overrides, *search_path()], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(" ".join(str(error.__cause__ or error).split())) from error
+        recipe = re.search(r"Could not find 'recipe/([^']+)'", str(error))
+        raise UserError(no_recipe(recipe[1]) if recipe else " ".join(str(error).split())) from error
     chosen = composed.hydra.runtime.choices
-    experiment, model = chosen.get("experiment"), chosen.get("model")
-    if model != "any" and chosen.get("recipe") in ("quickstart", "distillation"):
+    experiment, pair = chosen["experiment"], f"{chosen['model']}_{chosen['method']}"
+    if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
+        # It may hold the rates of a tiny network.
         raise UserError(
-            f"model={model}: experiment={experiment} has the rates of a tiny network; start from the experiment of a"
-            f" model, such as experiment=wan2_1_t2v_1_3b_dmd2 model={model}"
+            f"experiment={experiment} has a recipe of its own, {chosen['recipe']}, which is not for"
+            f" model={chosen['model']}; add recipe={pair}, or start from another experiment"
         )
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
@@ -124,7 +127,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
         UserError: an unknown key; a value that cannot be read, or that stands for several values.
     """
     mapping = next((name for name, setting in known.items() if setting.is_mapping and key.startswith(f"{name}.")), key)
-    if mapping not in known:
+    if mapping not in known or removed(key) is not None:
         raise UserError(no_such_setting(key, known, SETTINGS))
     if key in ("method.name", "data.name"):
         raise UserError(f"{key}={value}: use {key.partition('.')[0]}={value}")
@@ -174,5 +177,5 @@ def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]
     return {
         name: _without_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
         for name, value in values.items()
-        if not any(fnmatchcase(f"{prefix}{name}", pattern) for pattern in REMOVED)
+        if f"{prefix}{name}" in SETTINGS or removed(f"{prefix}{name}") is None
     }

@@ -13,15 +13,17 @@ from distill.methods import INSTALLED
 from fsdp_cp.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("experiment", "model", "method", "data", "cluster", "adapters", "mesh", "optim")
+GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters", "mesh")
 """Config groups that a user chooses by the name of a file."""
 REMOVED = {
-    "mesh.own_groups": "ring and Ulysses always have process groups of their own on NCCL; leave it out",
-    "optim.*.implementation": "AdamW always runs as foreach; leave it out",
-    "method.gan_r1_sigma": "R1's noise always has a standard deviation of 0.1; leave it out",
-    "log.groups": "the log always has one line per role about its sharding; leave it out",
-    "planning.before_run": "use plan=true before the run",
-    "checkpoint.verify": "sizes are always compared; check the sums with sha256sum in the folder of the checkpoint",
+    "checkpoint.verify": "sizes are always compared; docs/operations.md has a command that compares the sums",
+    "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
+    "mesh.own_groups": "a ring or Ulysses axis that spans the world shares the default process group",
+    "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",
+    "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
+    "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",
+    "planning.before_run": "run plan=true before the run",
+    "*.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
 }
 """Successor of each removed setting, or the reason, by pattern of its key."""
 _REMOVED_EXPERIMENT = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
@@ -70,6 +72,27 @@ def check_choice(group: str, name: str) -> None:
     raise UserError(f"there is no {group}={short(name)}; use {' or '.join(near or names)}")
 
 
+def no_recipe(name: str) -> str:
+    """Return the message about a recipe ``MODEL_METHOD`` that does not exist."""
+    method = name.removeprefix(
+        next((model for model in map(_stem, group_files("model")) if name.startswith(model)), "")
+    )
+    others = [f"recipe={recipe}" for recipe in map(_stem, group_files("recipe")) if recipe.endswith(method)]
+    return (
+        f"no numbers are published for this model and method (recipe={name}); take those of another model with"
+        f" {' or '.join(word for word in others if 'quickstart' not in word)}"
+    )
+
+
+def removed(key: str) -> str | None:
+    """Return the successor of a removed setting, or the reason; ``None`` for another key."""
+    return next((reason for pattern, reason in REMOVED.items() if fnmatchcase(key, pattern)), None)
+
+
+def _stem(path: Path) -> str:
+    return path.stem
+
+
 def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str, Sequence[Setting]]) -> str:
     """Return the message about a setting ``key`` that the run does not have.
 
@@ -78,9 +101,8 @@ def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str,
         known: settings of the run.
         others: settings of all methods and data sets.
     """
-    for pattern, reason in REMOVED.items():
-        if fnmatchcase(key, pattern):
-            return f"{key} was removed: {reason}"
+    if (reason := removed(key)) is not None:
+        return f"{key} was removed: {reason}"
     group = key.partition(".")[0]
     if key in others:
         owners = sorted(f"{group}={setting.owner.name}" for setting in others[key])

@@ -98,7 +98,7 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Experts to train, of a student of two: the other keeps the weights of its checkpoint (docs/methods/experts.md)."""
+    """Experts to train, of a student of two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
 
 
 @dataclass(kw_only=True)

@@ -126,7 +126,7 @@ def _groups() -> Iterator[str]:
 
 
 def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
-    """Yield every setting of ``cls`` and of its groups, with the values of ``chosen``, or the defaults if it is None."""
+    """Yield every setting of ``cls`` and of its groups, with the values of ``chosen``, or the defaults."""
     for key, setting in settings_of(cls, prefix):
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
@@ -168,7 +168,9 @@ def _in_lines(rows: Iterable[_Row]) -> Iterator[str]:
             yield left.rstrip()
             left = ""
         lines = textwrap.wrap(row.meaning, _WIDTH - _KEY - 3, break_on_hyphens=False) or [""]
-        yield from (f"{head:<{_KEY + 3}}{line}".rstrip() for head, line in zip([left, *[""] * len(lines)], lines))
+        yield from (
+            f"{head:<{_KEY + 3}}{line}".rstrip() for head, line in zip([left, *[""] * len(lines)], lines, strict=False)
+        )
 
 
 def _in_paragraph(prefix: str, keys: Sequence[str]) -> Iterator[str]:
