@@ -155,7 +155,7 @@ class VideoFolderSettings(DataSettings):
     path: str | None = None
     """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
     ``caption``, or a ``.txt`` file next to each video."""
-    columns: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
+    columns: dict[str, str] | None = None
     """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""

@@ -95,7 +95,7 @@ class DiffusersFamily(Family):
         """
         known = list(self.defaults())
         for key in architecture:
-            if key not in known and not key.startswith("_"):
+            if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # diffusers writes these
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")

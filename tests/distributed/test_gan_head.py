@@ -26,7 +26,6 @@ METHOD = Dmd2Settings(
     gan_weight_student=0.5,
     gan_weight_head=0.5,
     gan_r1_weight=20.0,
-    gan_r1_sigma=0.3,
 )
 UNEVEN = (4, 3, 6, 10)  # 45 tokens, which neither 2 nor 4 ranks divide
 BOUND = 1e-6

@@ -80,7 +80,6 @@ MISTAKES = {
         ("method.gan_weight_student=1e-3 method.gan_blocks=[1,99]", "method.gan_blocks"),
         ("experiment=quickstart_rcm method.student_every=1", "method.student_every"),
         ("experiment=quickstart_scm method.jvp=finite_difference precision=bf16", "method.jvp"),
-        ("experiment=quickstart_meanflow method.student_sampler=renoise", "method.student_sampler"),
         ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
         ("experiment=quickstart_ode_regression", "method.trajectories"),
     ],
