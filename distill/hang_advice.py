@@ -11,10 +11,9 @@ from typing import TypeVar
 
 from distill.saved_state import same_command
 from distill.training_state import TrainingState
-from fsdp_cp import hangs
 from fsdp_cp.checkpoint import published_steps, step_folder
 from fsdp_cp.signals import StopSignal
-from fsdp_cp.timeouts import shorten
+from fsdp_cp.timeouts import report_hang, shorten, watch_for_hangs
 
 Run = TypeVar("Run", bound=TrainingState)
 
@@ -29,12 +28,12 @@ def reports_hangs(run: Callable[[Run, StopSignal], None]) -> Callable[[Run, Stop
         if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir.resolve() / "flight_recorder_"))
         try:
-            with hangs.watched() if on_nccl else nullcontext():
+            with watch_for_hangs() if on_nccl else nullcontext():
                 run(trainer, stop)
         except Exception as error:
             steps = trainer.config.steps
             step = f"in step {trainer.step + 1} of {steps}" if trainer.step < steps else "after the last step"
-            hangs.report(error, step=step, advice=_advice(trainer))
+            report_hang(error, step=step, advice=_advice(trainer))
             raise
 
     return reporting

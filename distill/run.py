@@ -49,7 +49,7 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
         on_all_ranks(lambda: config.data.table_in_words() if rank() == 0 else None)
         checkpoints = plan.run_dir / "checkpoints"
         resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)
-        resume_from = find_resume(resume, checkpoints, verify=config.checkpoint.verify)
+        resume_from = find_resume(resume, checkpoints)
         mesh = mesh_of_shape(plan.mesh, device_type=device.type)
         sources = on_all_ranks(lambda: find_sources(config, plan.roles) if rank() == 0 else None)[0]
         if resume_from is not None:

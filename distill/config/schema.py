@@ -28,8 +28,6 @@ class MeshSettings:
     """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is gcd(heads, cp), or cp / ring if set."""
     ring: int | Literal["auto"] = "auto"
     """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses is cp."""
-    own_groups: bool = False
-    """Process groups of their own for ring and ulysses where they span all ranks, apart from FSDP's."""
 
 
 @dataclass(kw_only=True)

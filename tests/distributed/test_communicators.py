@@ -61,7 +61,6 @@ def _connected(sizes):
     ("sizes", "count"),
     [
         ({"cp": 1}, 1),  # fsdp, dp and the world are the default group
-        ({"cp": 4, "own_groups": True}, 2),
         ({"cp": 4, "ring": 2}, 3),
         ({"cp": 2}, 4),  # the world, dp, cp, and ulysses, which has the same ranks
         ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and what shards inside of them
@@ -78,26 +77,22 @@ def test_every_group_has_one_collective(pools, sizes, count):
 # ---------------------------------------------------------------- groups of their own
 
 
-def _names(sizes, own_groups):
-    mesh = build_mesh(**sizes, own_groups=own_groups)
+def _names(sizes):
+    mesh = build_mesh(**sizes)
     default = dist.group.WORLD
     found = {name: getattr(mesh, name).get_group() is default for name in ("fsdp", "cp", "ring", "ulysses")}
     context, groups = mesh.context, (mesh.ring.get_group(), mesh.ulysses.get_group())
     assert (context.ring_group, context.ulysses_group) == tuple(group.group_name for group in groups)
-    return found, [group.size() for group in groups]
+    return {name for name, default in found.items() if default}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "apart"),
-    [({"cp": 4}, "ulysses"), ({"cp": 4, "ring": 4}, "ring"), ({"cp": 4, "ring": 2}, None)],
+    ("sizes", "shared"),
+    [({"cp": 4}, {"ulysses"}), ({"cp": 4, "ring": 4}, {"ring"}), ({"cp": 4, "ring": 2}, set())],
     ids=str,
 )
-def test_which_axes_have_the_default_group(pools, sizes, apart):
-    shared, alone = (pools[4].run(_names, sizes, own) for own in (False, True))
-    for (before, degrees), (after, same) in zip(shared, alone, strict=True):
-        assert degrees == same
-        assert after == (before if apart is None else before | {apart: False})
-        assert after["fsdp"] and (apart is None or before[apart])
+def test_which_axes_have_the_default_group(pools, sizes, shared):
+    assert pools[4].run(_names, sizes) == [{"fsdp", "cp"} | shared] * 4
 
 
 def test_only_nccl_has_such_a_stream(monkeypatch):

@@ -226,12 +226,14 @@ FAULTS = (
         killed_by="distributed/test_resume.py::test_same_mesh_bit_by_bit[fp32]",
     ),
     Fault(
-        name="publish_before_manifest",
+        name="publish_before_state",
         room="checkpoints: atomicity",
         harm="a run killed in between has a checkpoint with its name and without its state",
         old=(
-            "        files[STATE] = _write(unfinished / STATE, state)\n"
-            '        _write(unfinished / MANIFEST, json.dumps({"files": files}, indent=1))\n'
+            '        with (unfinished / STATE).open("w") as stream:\n'
+            "            stream.write(state)\n"
+            "            stream.flush()\n"
+            "            os.fsync(stream.fileno())\n"
             "        _sync(unfinished)\n"
             "        if target.exists():\n"
             "            leave(target)\n"
@@ -241,8 +243,7 @@ FAULTS = (
             "        if target.exists():\n"
             "            leave(target)\n"
             "        unfinished.rename(target)\n"
-            "        files[STATE] = _write(target / STATE, state)\n"
-            '        _write(target / MANIFEST, json.dumps({"files": files}, indent=1))\n'
+            "        (target / STATE).write_text(state)\n"
             "        _sync(target)\n"
         ),
         killed_by="distributed/test_checkpoints.py::test_a_checkpoint_is_published_whole_and_all_ranks_see_its_damage",
