@@ -9,7 +9,6 @@ import sys
 
 from distill.config import compose_config
 from distill.config.usage import information
-from distill.sweep.torchrun import wants_sweep
 from fsdp_cp.error_file import recorded
 from fsdp_cp.launch import end_process, exit_code
 from fsdp_cp.signals import StopSignal, end_with_torchrun
@@ -18,7 +17,7 @@ from fsdp_cp.signals import StopSignal, end_with_torchrun
 @recorded  # torchrun's summary ends with the traceback of what is no user's mistake
 def main(arguments: list[str]) -> int:
     """Exit code 0; 2 with one line for a user's mistake; 75 for a run that a signal stopped and that can go on."""
-    if wants_sweep(arguments):  # --multirun
+    if {"-m", "--multirun"} & set(arguments):
         from distill.sweep.command import main as sweep
 
         return sweep(arguments)

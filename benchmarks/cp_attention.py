@@ -110,7 +110,7 @@ def ours(world: int, heads: int) -> list[Contender]:
 
 def _build_ours(ring: int, ulysses: int) -> Attend:
     mesh = build_mesh(cp=ring * ulysses, ring=ring, ulysses=ulysses)
-    return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh)
+    return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh, total_tokens=mesh.cp_size * q.shape[1])
 
 
 def measure(
@@ -331,7 +331,7 @@ def jvp_peak(world: int, tokens: int) -> int:
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs[:3], inputs[3:], strict=True)]
         with LiveStorages() as live:
-            out = context_parallel_attention(*duals, mesh=mesh)
+            out = context_parallel_attention(*duals, mesh=mesh, total_tokens=tokens)
     del out
     return live.peak_bytes
 

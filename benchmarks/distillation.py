@@ -23,11 +23,12 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.arguments import add_students
+from benchmarks.diversity import diversity
 from distill.config import Config, compose_config, load_config
 from distill.evaluate import SAMPLE_SEED, reference_clips
 from distill.methods import METHODS, build_method
 from distill.methods.ode_regression import trajectory_evaluations
-from distill.report.measures import HIGHER_IS_BETTER, Measure, diversity, measure, worse_by
+from distill.report.measures import HIGHER_IS_BETTER, Measure, measure, worse_by
 from distill.report.media import contact_sheet
 from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError

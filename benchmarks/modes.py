@@ -27,7 +27,7 @@ from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in
 from distill.config import Config, compose_config, load_config
 from distill.data.moving_shapes import RGB
 from distill.data.word_table import COLOURS
-from distill.report.measures import colour_shares
+from distill.report.measures import detect
 from distill.sampling import sample_captions
 from fsdp_cp.errors import UserError
 
@@ -78,7 +78,8 @@ def measured(config: Config, role: str, folder: Path, steps: int, cache: Path, c
     """Shares of ``count`` clips of the network in ``folder``; from ``cache`` if it is there."""
     if not cache.exists():
         data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
-        found = colour_shares(clips_of(config, role, folder, steps, sample_captions(data, count)))
+        colors = [color for color, _ in detect(clips_of(config, role, folder, steps, sample_captions(data, count)))]
+        found = {color: colors.count(color) / len(colors) for color in (*COLOURS, None)}
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.write_text(json.dumps({colour or "": share for colour, share in found.items()}))
     return {colour or None: share for colour, share in json.loads(cache.read_text()).items()}

@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from distill.config import compose_config
-from distill.planning.command import as_planned, plan_command, planned_shapes
-from distill.planning.files import FILE
+from distill.planning.command import FILE, as_planned, plan_command, planned_shapes
 from distill.planning.prediction import GIB
 from distill.planning.prediction import predict as predict_from
 from distill.planning.simulation import Simulation, run_steps

@@ -39,7 +39,7 @@ from distill.optimizers import RoleOptimizer
 from distill.trainer import Trainer
 from fsdp_cp import Mesh, build_mesh, microbatch
 from fsdp_cp.local_ranks import RankPool
-from fsdp_cp.measure.sharding_memory import ShardingMemory, shard_bytes, storage_bytes
+from fsdp_cp.measure.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
 from models.condition import text_condition
@@ -90,7 +90,7 @@ class Training:
                 figures.kept = sum(memory.bytes[k] for k in ("full_gradients", "reduce_inputs", "shard_gradients"))
         grad_norm(self.role.parameters())
         if figures is not None:
-            figures.gradients = shard_bytes(network).gradients
+            figures.gradients = storage_bytes(p.grad for p in network.parameters())
         self.optimizer.step(self.settings.lr)
 
 
@@ -102,7 +102,7 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
     found = []
     for training in trainings:
         training.step()
-        figures = Figures(parameters=shard_bytes(training.role.network).parameters)
+        figures = Figures(parameters=storage_bytes(training.role.network.parameters()))
         peaks = []
         with ShardingMemory(training.role.network) as memory:
             for _ in range(2):  # the least: gloo's threads may hold a buffer longer than FSDP2 does

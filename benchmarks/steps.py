@@ -8,7 +8,7 @@ import torch
 
 from distill.config import compose_config
 from distill.data import ClipDataset
-from distill.planning.watched import Shapes
+from distill.planning.roles import Shapes
 from distill.setup import plan_run
 from distill.trainer import Trainer, build_trainer
 from fsdp_cp.mesh import mesh_of_shape

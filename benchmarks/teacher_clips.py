@@ -10,12 +10,15 @@ import argparse
 import sys
 import tempfile
 
+import diffusers
+import numpy as np
 import torch
+from safetensors.numpy import save_file
 
 from benchmarks.steps import open_trainer
 from distill.evaluate import SAMPLE_SEED
 from distill.sampling import decode, generate, sample_captions
-from distill.stored_clips import stored_file, write_clips
+from distill.stored_clips import definition, stored_file
 from fsdp_cp.launch import process_group
 
 
@@ -32,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         how = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
         latents = generate(trainer.method, "teacher", **how, data=data, mesh=trainer.mesh, device=device, batch=32)
         file = stored_file(config, steps)
-        write_clips(file, decode(data, latents), config, data, **how)
+        made_with = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
+        about = definition(config, data, **how) | {"made with": made_with}
+        save_file({"clips": np.ascontiguousarray(decode(data, latents))}, file, about)
     print(f"wrote {file}")
     return 0
 

@@ -21,9 +21,8 @@ from pathlib import Path
 
 from distill.config import compose_config
 from distill.planning.command import as_planned, planned_shapes
-from distill.planning.depth import simulate_any_depth
-from distill.planning.hardware import Hardware, load_hardware
-from distill.planning.prediction import Prediction, predict
+from distill.planning.extrapolation import simulate_any_depth
+from distill.planning.prediction import Hardware, Prediction, load_hardware, predict
 from distill.planning.simulation import StepCost
 from distill.setup import plan_run
 from fsdp_cp.mesh import MeshShape

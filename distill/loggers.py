@@ -1,4 +1,4 @@
-"""Where a run's metrics and clips are shown beside its own files: one small class a service, behind :class:`Logger`.
+"""Services that show a run's metrics and clips, in addition to its own files: one small class each.
 
 A further one is a class here and a line in :func:`open_services`; docs/extending.md shows it.
 """
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from distill import wandb_login
 from distill.config import LogSettings
 from distill.report.media import gif_bytes
 from fsdp_cp.errors import UserError
@@ -30,24 +29,24 @@ class Clips:
     """Sample clips of one step."""
 
     sheet: Image.Image
-    """All of them in one picture."""
+    """Picture of all clips."""
     videos: Mapping[str, tuple[np.ndarray, Sequence[Path]]]
-    """By what made them, the clips, uint8 ``(n, T, H, W, 3)``, and their mp4 files."""
+    """Clips, uint8 ``(n, T, H, W, 3)``, and their mp4 files, by the name of the network and its number of steps."""
     measures: Mapping[str, float]
-    """Of the clips, by name; may be empty."""
+    """Measures of the clips by name; may be empty."""
     fps: float
     """Frames per second."""
 
 
 class Logger(Protocol):
-    """What shows a run's numbers. On rank 0 alone; steps are 1-based."""
+    """Service that shows a run's numbers. On rank 0 alone; steps are 1-based."""
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """The metrics of a step; ``None`` where there is no value."""
+        """Log the metrics of a step; ``None`` where there is no value."""
         ...
 
     def show(self, step: int, clips: Clips) -> None:
-        """Sample clips."""
+        """Show sample clips."""
         ...
 
     def close(self) -> None:
@@ -56,38 +55,51 @@ class Logger(Protocol):
 
 
 def check_services(settings: LogSettings) -> None:
-    """Refuse a service that is not installed, and Weights & Biases where it would ask for a key or fail without one.
-
-    Nothing is sent anywhere: whether the server can be reached and takes the key shows when the run starts. Only rank 0
-    logs, so only there a key is needed.
+    """Refuse a service that is not installed.
 
     Args:
         settings: ``log.*``.
 
     Raises:
-        UserError: in one line, what to install or where a key goes.
+        UserError: in one line, what to install.
     """
     for service in ("wandb", "tensorboard"):
         if getattr(settings, service) and importlib.util.find_spec(service) is None:
             raise UserError(f"log.{service}=true needs {service}; pip install 'fsdp-cp[{service}]'")
-    if settings.wandb and rank() == 0 and not wandb_login.can_log():
+
+
+def log_in(settings: LogSettings) -> None:
+    """Let Weights & Biases find its key on rank 0, or ask for it on a terminal, before anything expensive.
+
+    Nothing is sent: the start of the run shows whether the server can be reached and takes the key.
+
+    Args:
+        settings: ``log.*``.
+
+    Raises:
+        UserError: no key, and no terminal to ask for one.
+    """
+    if not settings.wandb or rank() != 0:
+        return
+    import wandb
+
+    try:
+        wandb.login(verify=False)
+    except Exception as error:
         raise UserError(
-            "log.wandb=true, but Weights & Biases has no key here; run `wandb login`, set WANDB_API_KEY, or set"
-            " WANDB_MODE=offline to upload later"
-        )
+            f"log.wandb=true: {_one_line(error)}; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to"
+            " upload later"
+        ) from error
 
 
 def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int) -> list[Logger]:
-    """The services that ``settings`` ask for.
+    """Open the services that ``settings`` ask for.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: the run directory.
         settings: ``log.*``.
         config: the whole configuration, for services that show it.
-        step: of the checkpoint that the run goes on from.
-
-    Raises:
-        UserError: what Weights & Biases refuses without asking its server.
+        step: step of the checkpoint from which the run resumes.
     """
     services: list[Logger] = []
     if settings.wandb:
@@ -98,69 +110,59 @@ def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any
 
 
 class WeightsAndBiases:
-    """It never ends a run: where its server does not answer at the start, the run is logged offline, and where it fails
-    on the way, without it.
+    """Logger to Weights & Biases. Its failures never end a run.
+
+    A run whose server does not answer, or refuses, is logged offline. A run in which it fails later goes on without it.
 
     Args:
-        run_dir: the run's folder.
-        project: at Weights & Biases.
+        run_dir: the run directory.
+        project: name of the project at Weights & Biases.
         config: shown with the run.
-
-    Raises:
-        UserError: what it refuses without asking its server.
     """
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]):
-        self._run: Any = _start_wandb(run_dir, project, config)
+        # A resumed run continues its curves; one that started from scratch (resume=never) gets its own.
+        earlier = len(list((run_dir / "previous").glob("*")))
+        run_id = hashlib.sha256(f"{run_dir.resolve()} {earlier}".encode()).hexdigest()[:16]
+        self._start = {"project": project, "name": run_dir.name, "id": run_id, "dir": run_dir, "config": config}
+        self._run: Any = None
+        if not self._try(self._open, f"logging offline: `wandb sync {run_dir}/wandb/offline-run-*` uploads it"):
+            self._try(lambda: self._open(mode="offline"), "continuing without it")
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._send(lambda run: run.log({"step": step, **metrics}))
 
     def show(self, step: int, clips: Clips) -> None:
-        """The mp4 files as they are."""
+        """Send the mp4 files as they are."""
         self._send(lambda run: run.log(_for_wandb(step, clips)))
 
     def close(self) -> None:
         self._send(lambda run: run.finish())
 
+    def _open(self, **mode: str) -> None:
+        import wandb
+
+        if mode:
+            wandb.teardown()  # its service still holds the identity of the run that did not start
+        run = wandb.init(resume=None if mode else "allow", **mode, **self._start)
+        # By its own `step`: W&B would drop what a resumed run logs again.
+        run.define_metric("*", step_metric="step")
+        self._run = run
+
     def _send(self, send: Callable[[Any], object]) -> None:
-        """``send(run)``; what fails there must not end days of training, and is said once."""
-        if self._run is None:
-            return
-        try:
-            send(self._run)
-        except Exception as error:  # of a service process of its own, so of any kind
-            log.warning("Weights & Biases failed and is left out from here on: %s", _one_line(error))
+        run = self._run
+        if run is not None and not self._try(lambda: send(run), "continuing without it"):
             self._run = None
 
-
-def _start_wandb(run_dir: Path, project: str, config: Mapping[str, Any]) -> Any:
-    """The run at Weights & Biases; offline where its server does not answer."""
-    import wandb
-    from wandb.errors import AuthenticationError, UsageError
-
-    # A resumed run continues its curves; one that started afresh (resume=never) gets curves of its own.
-    earlier = len(list((run_dir / "previous").glob("*")))
-    run_id = hashlib.sha256(f"{run_dir.resolve()} {earlier}".encode()).hexdigest()[:16]
-    arguments = {"project": project, "name": run_dir.name, "id": run_id, "dir": run_dir, "config": config}
-    try:
-        run = wandb.init(resume="allow", **arguments)
-    except (UsageError, AuthenticationError) as error:
-        raise UserError(
-            f"log.wandb=true, but Weights & Biases refuses: {_one_line(error)}; see `wandb login` and log.project, or"
-            " set WANDB_MODE=offline"
-        ) from error
-    except Exception as error:  # CommError, a service that does not start, a proxy's answer: all mean no connection
-        log.warning(
-            "Weights & Biases cannot be reached (%s); logging offline: `wandb sync %s/wandb/offline-run-*` uploads it",
-            _one_line(error),
-            run_dir,
-        )
-        wandb.teardown()  # its service still holds the identity of the run that did not start
-        run = wandb.init(mode="offline", **arguments)
-    # By its own `step`: W&B would drop what a resumed run logs again.
-    run.define_metric("*", step_metric="step")
-    return run
+    @staticmethod
+    def _try(work: Callable[[], object], instead: str) -> bool:
+        """Call ``work``; after a failure warn and return ``False``: it must not end days of training."""
+        try:
+            work()
+        except Exception as error:  # of a service process of its own, so of any kind
+            log.warning("Weights & Biases failed (%s); %s", _one_line(error), instead)
+            return False
+        return True
 
 
 def _for_wandb(step: int, clips: Clips) -> dict[str, Any]:
@@ -174,11 +176,11 @@ def _for_wandb(step: int, clips: Clips) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Curves and, since it plays no mp4, clips as GIFs.
+    """Logger to TensorBoard: curves and, since it plays no mp4, clips as GIFs.
 
     Args:
-        run_dir: the run's folder.
-        step: of the checkpoint that the run goes on from; what is there after it is drawn no more.
+        run_dir: the run directory.
+        step: step of the checkpoint from which the run resumes; TensorBoard hides later values.
     """
 
     def __init__(self, run_dir: Path, step: int):
@@ -204,7 +206,7 @@ class TensorBoard:
 
 
 def _add_gif(writer: Any, tag: str, clip: np.ndarray, fps: float, step: int) -> None:
-    """A looping clip, uint8 ``(T, H, W, 3)``, among TensorBoard's images.
+    """Add a looping clip, uint8 ``(T, H, W, 3)``, to TensorBoard's images.
 
     ``SummaryWriter.add_video`` needs moviepy, and its ``add_image`` makes PNGs alone, so the event is written by hand:
     with tensorboard's own ``Summary`` and torch's private ``_get_file_writer`` (tensorboard 2.18 to 2.21, torch 2.11 to

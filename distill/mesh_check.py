@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: ClipDataset) -> dict[str, str]:
-    """Compute the first step of each trained role on the run's mesh and on another one, before the run.
+    """Compute the first step of each trained role on the run's mesh and on another one, before the run. A collective.
 
-    The other mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` where the run's own mesh is that one. Each mesh
-    gets networks of its own, which begin as the run's and are freed. A collective.
+    The other mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` if the run's own mesh is that one. Each mesh
+    gets its own networks, which start as the run's and are freed.
 
     Returns:
-        Loss and gradient norm by step, role and mesh, in words; empty where the run has one rank, or where its settings
-        do not fit the other mesh.
+        Loss and gradient norm by step, role and mesh, in words; empty for a run of one rank, and if its settings do not
+        fit the other mesh.
     """
     world = plan.mesh.world
     if world == 1:
@@ -38,13 +38,13 @@ def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: C
         plans = [(config, plan), (other, plan_run(other))]
     except UserError as error:
         if rank() == 0:
-            log.info("log.mesh_check: nothing to compare with on cp=%d: %s", cp, error)
+            log.info("log.mesh_check: cannot compare with cp=%d: %s", cp, error)
         return {}
     found = {}
-    for settings, each in plans:
-        shape = each.mesh
+    for settings, planned in plans:
+        shape = planned.mesh
         on_mesh = mesh_of_shape(shape, device_type=device.type)
-        trainer = build_trainer(settings, each, mesh=on_mesh, device=device, data=data)
+        trainer = build_trainer(settings, planned, mesh=on_mesh, device=device, data=data)
         for name, (loss, norm) in trainer.first_steps().items():
             found[f"{name}, dp_shard={shape.dp_shard} x cp={shape.cp}"] = f"loss {loss:.7g}, gradient norm {norm:.7g}"
     if rank() == 0:

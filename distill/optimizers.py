@@ -40,10 +40,9 @@ class Group(NamedTuple):
 
 
 def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: str) -> dict[Group, list[str]]:
-    """Which parameters share weight decay and learning rate.
+    """Return the names of the parameters that share weight decay and learning rate.
 
-    By name, not by anything that hangs on the tensors: names are the same before sharding and after it, and in a
-    checkpoint.
+    Groups are by name: names are the same before sharding and after it, and in a checkpoint.
 
     Args:
         names: of the role's parameters.
@@ -76,7 +75,7 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
 
 
 _PIECE = 2**25
-"""Elements that one call of ``foreach`` takes: it makes a temporary of as many, for all tensors of a call."""
+"""Elements that one call of torch's ``foreach`` kernel takes: it makes a temporary of as many."""
 
 
 class RoleOptimizer:
@@ -101,10 +100,8 @@ class RoleOptimizer:
         self.groups = parameter_groups(named, settings, f"optim.{role.name}")
         self._state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in named.items():
-            # The fused kernel counts steps on the parameters' device, the others on the CPU.
-            device = parameter.device if settings.implementation == "fused" else torch.device("cpu")
             self._state[name] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "step": torch.zeros((), dtype=torch.float32),  # on the CPU, as torch's foreach kernel takes it
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -125,11 +122,10 @@ class RoleOptimizer:
         weights = local_shards(named.values())
         grads = local_shards(parameter.grad for parameter in named.values() if parameter.grad is not None)
         means, squares = (local_shards(self._state[name][key] for name in named) for key in ("exp_avg", "exp_avg_sq"))
-        # Of an empty shard too: on all ranks it must have counted as many, for another mesh to go on from.
+        # Advance the step counter of empty shards too: a checkpoint must hold the same count on every rank to load on
+        # another mesh.
         steps = [self._state[name]["step"] for name in named]
-        implementation = self.settings.implementation
-        most = _PIECE if implementation == "foreach" else sum(weight.numel() for weight in weights)
-        for piece in in_pieces([weight.numel() for weight in weights], most):
+        for piece in in_pieces([weight.numel() for weight in weights], _PIECE):
             adamw(
                 weights[piece],
                 grads[piece],
@@ -137,8 +133,8 @@ class RoleOptimizer:
                 squares[piece],
                 [],
                 steps[piece],
-                foreach=implementation == "foreach",
-                fused=implementation == "fused",
+                foreach=True,
+                fused=False,
                 amsgrad=False,
                 # As floats: an integer 0 raises in torch 2.13.
                 beta1=float(self.settings.betas[0]),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from distill.announce import announce
 from distill.config import Config
 from distill.dry_run import dry_run
+from distill.finish import finish
+from distill.loggers import log_in
 from distill.mesh_check import check_meshes
 from distill.planning.command import plan_command
-from distill.planning.own import announce_plan
 from distill.planning.suggest import suggest_command
 from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk
-from distill.run_folder import command_line, held_run_dir, refuse_foreign, resume_setting, start_run
-from distill.run_status import recorded_end
+from distill.run_folder import command_line, held_run_dir, recorded_end, refuse_foreign, resume_setting, start_run
 from distill.setup import device_of, plan_run
 from distill.trainer import build_trainer
 from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken
@@ -42,6 +43,7 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
     refuse_foreign(plan.run_dir)
     if config.dry_run:
         return dry_run(config, plan)
+    log_in(config.log)
     offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
     choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
@@ -58,7 +60,6 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
         on_all_ranks(lambda: check_disk(config, plan, steps, resume) if rank() == 0 else None)
         with held_run_dir(plan.run_dir):
             refuse_overtaken(there, checkpoints)
-            announce_plan(config, plan.run_dir, overrides, device)
             where = {"device": device, "run_dir": plan.run_dir}
             data = config.data.build(
                 seed=config.seed, captions=config.sample.captions, images=config.sample.images, **where
@@ -73,5 +74,8 @@ def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
             if resume_from is not None:
                 trainer.resume(resume_from)
             start_run(config, plan.run_dir, resume_from=resume_from, step=trainer.step, command=command_line(overrides))
-            with recorded_end(plan.run_dir):
-                trainer.run(stop)
+            with recorded_end(plan.run_dir), trainer.reported_hangs():
+                announce(trainer)
+                trainer.train(stop)
+                finish(trainer)
+                trainer.close()

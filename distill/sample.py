@@ -9,7 +9,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ _MAX_CLIPS = 1024  # their latents and frames are in memory together
 
 
 def plan_student(config: Config, student: Path) -> RolePlan:
-    """The student as its run trained it, from a diffusers folder.
+    """Return the student as its run trained it, from a diffusers folder.
 
     Raises:
         UserError: no such folder, or one that is not this run's student.
@@ -64,37 +63,69 @@ def plan_student(config: Config, student: Path) -> RolePlan:
     return plan
 
 
-def sample(
-    config: Config,
-    *,
-    student: Path,
-    steps: int,
-    captions: list[str] | None,
-    images: Sequence[str],
-    count: int,
-    seed: int,
-    out: Path,
-) -> None:
-    """Write ``out/I.mp4`` and ``out/samples.png``. Called by all ranks.
-
-    Args:
-        config: the run's configuration.
-        student: a diffusers folder with the student's weights.
-        steps: sampling steps.
-        captions: what to show; ``None`` for ``count`` captions of the data set.
-        images: files, one for each of ``captions``, for an image-to-video student; empty for the data set's.
-        count: number of clips without ``captions``.
-        seed: of the noise.
-        out: the folder to write: a new or empty one, or an earlier sampling's, which is replaced when all is done.
+@paths_of_the_user()
+def checked_config(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of a finished run, with the device, captions and images of the command line.
 
     Raises:
-        UserError: what cannot be sampled, or ``out`` with other files in it; nothing in it has changed then.
+        UserError: no run, or arguments that do not fit it.
     """
+    run_dir = user_path(arguments.run_dir, "RUN_DIR")
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
+    config = load_config(run_dir / "config.yaml")
+    config.run_dir = str(run_dir)  # the run may have moved since
+    config.world, config.dry_run = None, False
+    config.sample.captions, config.sample.images = [], []  # the images of the training may be missing by now
+    # A student of GPUs may be looked at anywhere.
+    config.device = arguments.device or ("auto" if config.device == "cuda" else config.device)
+    check(config)
+    # A few-step student knows the times of its own list alone.
+    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
+    arguments.steps = max(config.sample.student_steps) if arguments.steps is None else arguments.steps
+    for name, value, least, greatest in (
+        ("--steps", arguments.steps, 1, most),
+        ("--seed", arguments.seed, 0, 2**63 - 1),
+        ("--count", arguments.count, 1, _MAX_CLIPS),
+    ):
+        if not least <= value <= greatest:
+            limit = "" if greatest == math.inf else f" and at most {greatest}"
+            raise UserError(f"{name} {value} must be at least {least}{limit}")
+    captions = list(arguments.caption or ())
+    if "" in captions:
+        raise UserError("--caption is empty (a shell variable that is not set?); give a caption, or leave it out")
+    config.sample.captions = captions
+    config.sample.images = [str(user_path(file, "--image")) for file in arguments.image or ()]
+    try:
+        check_images(config)
+    except UserError as error:
+        message = str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
+        raise UserError(message) from None
+    if arguments.student is None and not (run_dir / "export" / "student").is_dir():
+        raise UserError(
+            f"{run_dir} has no export/student: the run has not come to its end, or export.at_end=false; write one with"
+            f" python -m models.export {run_dir} OUT, and give --student OUT"
+        )
+    return config
+
+
+def sample(arguments: argparse.Namespace) -> None:
+    """Write ``OUT/I.mp4`` and ``OUT/samples.png``. Called by all ranks.
+
+    Raises:
+        UserError: arguments that cannot be sampled, or an OUT with other files in it; then nothing in OUT has changed.
+    """
+    config = checked_config(arguments)
+    run_dir, steps, seed = Path(config.run_dir), arguments.steps, arguments.seed
+    student = user_path(arguments.student, "--student") if arguments.student else run_dir / "export" / "student"
+    out = user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli"
+    captions, images = config.sample.captions, config.sample.images
     refuse_separate_worlds()
     device = choose_device(config.device)
     plan = plan_student(config, student)
     plan.tokens(*config.data.sample_shapes())  # before clips and captions are encoded
-    about = {"made by": "distill.sample", "student": str(student), "steps": steps, "captions": captions, "seed": seed}
+    about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}
+    about |= {"steps": steps, "seed": seed}
     if images:
         about["images"] = [str(Path(file).absolute()) for file in images]
     refuse_input(out, "--out", {"the student": student})
@@ -103,22 +134,10 @@ def sample(
         # Before any work: a folder that cannot be written is found now.
         folder = on_all_ranks(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
-        data = config.data.build(
-            seed=config.seed,
-            device=device,
-            run_dir=Path(config.run_dir),
-            captions=captions or (),
-            images=images,
-        )
-        captions = captions or sample_captions(data, count)
-        role = build_role(
-            plan,
-            mesh=mesh,
-            device=device,
-            trainable=False,
-            latent_shape=data.latent_shape,
-            condition_shapes=data.condition_shapes,
-        )
+        data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
+        captions = captions or sample_captions(data, arguments.count)
+        shapes = {"latent_shape": data.latent_shape, "condition_shapes": data.condition_shapes}
+        role = build_role(plan, mesh=mesh, device=device, trainable=False, **shapes)
         with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
                 build_method(config.method, {"student": role}),
@@ -145,68 +164,12 @@ def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float,
     try:
         with progress(len(clips), "writing", "file") as advance:
             for i, clip in enumerate(clips):
-                write_mp4(folder / f"{i}.mp4", clip, fps, scale=None)
+                write_mp4(folder / f"{i}.mp4", clip, fps)
                 advance(1)
         contact_sheet(folder / "samples.png", [(label, clips)], captions=captions)
     except (OSError, av.FFmpegError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the clips cannot be written ({reason}); nothing was changed, give another --out") from error
-
-
-@paths_of_the_user()
-def plan_sampling(arguments: argparse.Namespace) -> partial[None]:
-    """:func:`sample` with checked arguments, of a checked run.
-
-    Raises:
-        UserError: no run, a run without export, numbers that do not fit.
-    """
-    run_dir = user_path(arguments.run_dir, "RUN_DIR")
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a folder; give a run's, with config.yaml and export/student in it")
-    config = load_config(run_dir / "config.yaml")
-    config.run_dir = str(run_dir)  # which may have moved since
-    config.world, config.dry_run = None, False
-    config.sample.captions, config.sample.images = [], []  # of the training; its images need not be there any more
-    # A student of GPUs may be looked at anywhere.
-    config.device = arguments.device or ("auto" if config.device == "cuda" else config.device)
-    check(config)
-    # A few-step student knows the times of its own list alone.
-    most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
-    steps = max(config.sample.student_steps) if arguments.steps is None else arguments.steps
-    if not 1 <= steps <= most:
-        works = f"from 1 to {most}, the student's own" if most < math.inf else "from 1 on"
-        raise UserError(f"--steps {steps} must be {works}")
-    if not 0 <= arguments.seed < 2**63:
-        raise UserError(f"--seed {arguments.seed} must be from 0 to 2^63 - 1")
-    if "" in (arguments.caption or ()):
-        raise UserError("--caption is empty (a shell variable that is not set?); give a caption, or leave it out")
-    if not 1 <= arguments.count <= _MAX_CLIPS:
-        raise UserError(f"--count {arguments.count} must be from 1 to {_MAX_CLIPS}")
-    images = [str(user_path(file, "--image")) for file in arguments.image or ()]
-    config.sample.captions, config.sample.images = list(arguments.caption or ()), images
-    try:
-        check_images(config)
-    except UserError as error:
-        raise UserError(
-            str(error).replace("sample.images", "--image").replace("sample.captions", "--caption")
-        ) from None
-    student = user_path(arguments.student, "--student") if arguments.student else run_dir / "export" / "student"
-    if arguments.student is None and not student.is_dir():
-        raise UserError(
-            f"{run_dir} has no export/student: the run has not come to its end, or export.at_end=false; write one with"
-            f" python -m models.export {run_dir} OUT, and give --student OUT"
-        )
-    return partial(
-        sample,
-        config,
-        student=student,
-        steps=steps,
-        captions=arguments.caption,
-        images=images,
-        count=arguments.count,
-        seed=arguments.seed,
-        out=user_path(arguments.out, "--out") if arguments.out else run_dir / "samples" / "cli",
-    )
 
 
 @recorded  # torchrun's summary ends with the traceback of what is no user's mistake
@@ -236,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     log_to_console()
-    return exit_code(lambda: plan_sampling(args)())
+    return exit_code(lambda: sample(args))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Clips from a role: the same captions and noise give the same clips on every mesh."""
+"""Sampling of clips with a role: the same captions and noise give the same clips on every mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from models.role import Role
 
 
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
-    """``count`` captions of the data set, each as often as any other when ``count`` is a multiple of their number.
+    """Return ``count`` captions of the data set, all equally often if ``count`` is a multiple of their number.
 
     Neighbours differ: the list is walked in strides near its golden section, so that a few captions show many kinds.
     """
@@ -34,9 +34,9 @@ def sample_captions(data: ClipDataset, count: int) -> list[str]:
 
 
 def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
-    """Clips of ``latents`` (n, C, T, H, W), which every rank holds: uint8 (n, T, H, W, 3) on rank 0, else ``None``.
+    """Decode ``latents`` (n, C, T, H, W), which every rank holds, to uint8 (n, T, H, W, 3) on rank 0, else ``None``.
 
-    Called by all ranks: clip i is decoded by rank ``i % world``, and the VAE of a rank that has none is not loaded.
+    All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
     """
     mine = latents[rank() :: world_size()]
     parts = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
@@ -76,19 +76,19 @@ def generate(
     advance: Callable[[int], object] | None = None,
     clips: Sequence[int] | None = None,
 ) -> Tensor:
-    """Latents ``(n, C, T, H, W)`` of ``n`` captions, on every rank. Called by all ranks.
+    """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, the same on every rank. All ranks must call this.
 
     Args:
         method: knows the sampler that fits the role.
         role: ``teacher``, ``student`` or ``fake``.
-        steps: sampling steps.
+        steps: number of sampling steps.
         captions: one per clip.
         data: embeds the captions.
         mesh: clips are spread over ``mesh.dp``.
         device: this rank's device.
-        seed: of the noise; clip ``i`` starts from the same noise for every role and number of steps.
-        batch: clips per forward on a rank.
-        advance: called with the number of clips, of all ranks, that have come to their end since the last call.
+        seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
+        batch: number of clips per forward on a rank.
+        advance: called with the number of clips, of all ranks, that were finished since the last call.
         clips: items of ``data`` whose images condition, one for each of ``captions``; see ``ClipDataset.condition``.
     """
     # Every rank must run as many forwards as the others: the last positions are filled up by repeating captions.

@@ -1,12 +1,12 @@
-"""Everything that can be refused before a process group, data or a network exists."""
+"""Plan of a run: every check that needs neither a process group nor data nor a network."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import combinations
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import combinations, product
 from pathlib import Path
 
 import torch
@@ -31,6 +31,9 @@ from models.role_plan import RolePlan, plan_role, sharing
 
 log = logging.getLogger(__name__)
 
+_OF_TRAINING = ("master_dtype", *TRAINED_ONLY)
+"""Sharding settings without effect on a role that does not train."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -50,12 +53,12 @@ class RunPlan:
 def plan_run(
     config: Config, method: type[Method] | None = None, *, shapes: tuple[LatentShape, Mapping[str, Shape]] | None = None
 ) -> RunPlan:
-    """Check ``config`` against the world and the files it names; ``method`` in the place of its own.
+    """Check ``config`` against the world and the files it names.
 
     Args:
         config: the checked configuration.
-        method: instead of its own.
-        shapes: of a sample's latents and condition, where no data are to be looked at, nor other files of the method.
+        method: a method in place of the configuration's own.
+        shapes: shapes of a sample's latents and condition; with these, the data and other files are not read.
 
     Raises:
         UserError: whatever does not fit, in one line.
@@ -66,40 +69,37 @@ def plan_run(
     if runs_here:
         method.check_files(config)
     needed = method.roles_needed(config.method)
-    bases = {"teacher"} if any(find_adapters(getattr(config, name).checkpoint) for name in needed) else set()
-    for name in {"teacher", "student", "fake"} - {*needed, *method.settings_read, *bases}:
+    saved = {name: find_adapters(getattr(config, name).checkpoint) for name in needed}
+    unused = {"teacher", "student", "fake"} - {*needed, *method.settings_read}
+    for name in unused - ({"teacher"} if any(saved.values()) else set()):
         if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
             log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
     device = device_of(config)
-    check_profile(config, world=world_of(config), device=device)
+    check_profile(config, world=world_of(config))
     sharding = {name: _sharding(config, name, method, device) for name in needed}
     if runs_here and not config.dry_run:  # whose machine need not be the run's
         for name in needed:
             if sharding[name].compile:
                 require_compiler(device.type, f"{name}.compile")
             require_fp8(sharding[name], device.type, f"{name}.")
-    if runs_here and device.type == "cpu" and rank() == 0:
-        for name in [name for name, settings in sharding.items() if settings.offload == "cpu"]:
-            log.warning("%s.offload=cpu moves nothing: the device is the CPU", name)
     roles = []
     for name in needed:
         settings = getattr(config, name)
         trained = name in method.trained_roles
-        saved = find_adapters(settings.checkpoint)
-        of_base = _base_of_adapters(config, name, trained) if saved is not None else settings
+        base = settings if saved[name] is None else _base_of_adapters(config, name, trained)
         roles.append(
             plan_role(
                 name,
-                checkpoint=of_base.checkpoint,
-                architecture=of_base.architecture,
-                boundary=of_base.boundary,
+                checkpoint=base.checkpoint,
+                architecture=base.architecture,
+                boundary=base.boundary,
                 family=settings.family,
                 sharding=sharding[name],
                 attention_backend=config.attention.backend,
                 head_groups=config.attention.head_groups,
                 additions=method.additions(config.method).get(name, ()),
                 lora=settings.lora if trained else None,
-                saved=saved,
+                saved=saved[name],
                 experts=settings.experts if name == "student" else "both",
             )
         )
@@ -109,14 +109,16 @@ def plan_run(
             linear_layers(family.blocks(network), in_fp32, f"{name}.")
     _check_sharing(roles, method.trained_roles)
     _check_experts(config, method, roles)
-    if config.export.at_end:
-        for role in roles:
-            own = [folder.path for folder in role.folders]
-            if role.lora is not None and role.lora.saved is not None:
-                own.append(role.lora.saved.file.parent)
-            for each in own:
-                refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": each})
-    _check_patterns(config, [role for role in roles if role.name in method.trained_roles])
+    for role in roles:
+        if config.export.at_end:
+            read = [folder.path for folder in role.folders]
+            if (file := saved[role.name]) is not None:
+                read.append(file.parent)
+            for path in read:
+                refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
+        optimizer = getattr(config.optim, role.name, None)
+        if role.name in method.trained_roles and (optimizer.no_decay or optimizer.lr_scale):
+            parameter_groups(role.own_shapes, optimizer, f"optim.{role.name}")
     patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
@@ -127,8 +129,8 @@ def plan_run(
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
     for name, settings in sharding.items():
         settings.copies(shape, f"{name}.")
-    is_of_gpus = config.dry_run and config.device == "cuda" and device.type == "cpu"  # a dry run without its GPUs
-    _check_attention(config, roles, heads // shape.ulysses, None if is_of_gpus or not runs_here else device)
+    lacks_gpus = config.dry_run and config.device == "cuda" and device.type == "cpu"
+    _check_attention(config, roles, heads // shape.ulysses, device if runs_here and not lacks_gpus else None)
     return RunPlan(
         run_dir=Path(config.run_dir),
         method=method,
@@ -140,10 +142,10 @@ def plan_run(
 
 
 def device_of(config: Config) -> torch.device:
-    """This rank's device; of a dry run the CPU where torch sees no GPU, since its machine need not be the run's.
+    """Return this rank's device; in a dry run the CPU if torch sees no GPU, since its machine need not be the run's.
 
     Raises:
-        UserError: as :func:`fsdp_cp.launch.choose_device`, but in a dry run.
+        UserError: as :func:`fsdp_cp.launch.choose_device`, except in a dry run.
     """
     if not config.dry_run or torch.cuda.is_available():
         return choose_device(config.device)
@@ -151,141 +153,96 @@ def device_of(config: Config) -> torch.device:
 
 
 def world_of(config: Config) -> int:
-    """How many ranks the run has; with ``dry_run``, is to have."""
+    """Return the number of ranks of the run, which a dry run and a plan can name."""
     return config.world if config.world is not None else world_size()
 
 
 def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
-    """How role ``name`` is sharded; refused here, before its files are read."""
-    given = getattr(config, name)
-    settings = ShardSettings(**{item.name: getattr(given, item.name) for item in fields(ShardSettings)})
+    """Return the sharding of role ``name``, checked before its files are read."""
+    role = getattr(config, name)
+    settings = ShardSettings(**{item.name: getattr(role, item.name) for item in fields(ShardSettings)})
+    if name not in method.trained_roles:  # settings of training have no effect
+        settings = replace(settings, **{key: getattr(ShardSettings(), key) for key in _OF_TRAINING})
     settings.check(device.type, f"{name}.")
-    if name in method.trained_roles:
-        given.lora.check(f"{name}.lora.")
     # FSDP2 makes the memory of a whole weight once: the forwards without tangents need it as those with them.
     if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
         raise UserError(
-            f"{name}.fp8_gather=true: method={config.method.name} takes derivatives of the {name} in forward mode, for"
-            f" which its weights are gathered as they compute; use {name}.fp8_gather=false"
+            f"{name}.fp8_gather=true: method={config.method.name} takes forward-mode derivatives of the {name}, which"
+            f" need its weights gathered in the compute dtype; use {name}.fp8_gather=false"
         )
-    if settings.gather_early:
-        steps = method(config.method, {})
-        first = list(dict.fromkeys(steps.first_role(step) for step in range(config.steps)))
-        if name not in first:
+    if name in method.trained_roles:
+        role.lora.check(f"{name}.lora.")
+        if settings.master_dtype != "keep" and has_adapters(role):
             raise UserError(
-                f"{name}.gather_early=true: no step of method={config.method.name} begins with a forward of the {name};"
-                f" use {first[0]}.gather_early=true"
+                f"{name}.master_dtype={settings.master_dtype} is not for adapters, whose masters are fp32; use"
+                f" {name}.master_dtype=keep"
             )
-    if name not in method.trained_roles:
-        default = ShardSettings()
-        for setting in ("master_dtype", *TRAINED_ONLY):
-            if getattr(settings, setting) != getattr(default, setting):
-                raise UserError(
-                    f"{name}.{setting}={getattr(settings, setting)} is for a role that trains, and with"
-                    f" method={config.method.name} the {name} does not; leave it out"
-                )
-    elif settings.master_dtype != "keep" and has_adapters(given):
-        raise UserError(
-            f"{name}.master_dtype={settings.master_dtype} with adapters ({name}.lora, {name}.checkpoint): they have"
-            f" fp32 masters, and a base is stored as it computes; use {name}.master_dtype=keep"
-        )
-    elif settings.master_dtype == "bf16" and given.ema.enabled:
-        raise UserError(
-            f"{name}.master_dtype=bf16 with {name}.ema.enabled=true: an average in bf16 stands still, since it moves"
-            f" by less than bf16 can tell; use {name}.master_dtype=keep"
-        )
+        if settings.master_dtype == "bf16" and role.ema.enabled:
+            raise UserError(
+                f"{name}.ema needs fp32 masters: EMA updates are smaller than bf16 can represent; set"
+                f" {name}.master_dtype=keep"
+            )
     return settings
 
 
 def has_adapters(role: RoleSettings) -> bool:
-    """Does it train adapters, fresh ones or those of a file?"""
+    """Return whether the role trains adapters, fresh ones or those of a file."""
     return role.lora.enabled or find_adapters(role.checkpoint) is not None
 
 
 def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
-    """Where the base is, of a role whose checkpoint is a folder of adapters: with the teacher.
+    """Return the settings of the base of a role whose checkpoint is a folder of adapters: the teacher's.
 
     Raises:
-        UserError: a role that does not train, or no teacher's network.
+        UserError: a role that does not train, or a teacher that is not a network.
     """
-    folder = getattr(config, name).checkpoint
+    folder, teacher = getattr(config, name).checkpoint, config.teacher
     if not trained:
         raise UserError(
             f"{name}.checkpoint={folder} holds adapters alone, and the {name} does not train; give a whole network"
         )
-    if find_adapters(config.teacher.checkpoint) or not (config.teacher.checkpoint or config.teacher.architecture):
+    if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
         raise UserError(
             f"{name}.checkpoint={folder} holds adapters alone; set teacher.checkpoint to the network that they are for"
         )
-    return config.teacher
+    return teacher
 
 
 def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Roles on one base have one network, which is sharded and compiled in one way.
+    """Check that roles on one base, and so on one network, shard and compile it in one way.
 
     Raises:
         UserError: settings that differ, by name; modules that one role trains and another adapts.
     """
     for group in sharing(roles, trained):
         for first, other in combinations(group, 2):
-            frozen = {first.name, other.name} - set(trained)
-            for name in (item.name for item in fields(ShardSettings)):
-                if name == "gather_early" or (frozen and name in ("master_dtype", *TRAINED_ONLY)):
-                    continue
+            # A frozen role has no settings of training.
+            free = {"gather_early"} if {first.name, other.name} <= {*trained} else {"gather_early", *_OF_TRAINING}
+            for name in (item.name for item in fields(ShardSettings) if item.name not in free):
                 one, two = (getattr(role.sharding, name) for role in (first, other))
                 if one != two:
                     raise UserError(
                         f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}: these roles share one"
                         f" network ({other.name}.lora), which can have one {name}; set them equal"
                     )
-        adapters = [role for role in group if role.lora is not None]
-        for role in adapters:
-            for other in adapters:
-                both = [
-                    (name, target)
-                    for name in role.lora.train
-                    for target in other.lora.targets
-                    if target == name or target.startswith(f"{name}.")
-                ]
-                if both:
+        for role, other in product([role for role in group if role.lora is not None], repeat=2):
+            for name, target in product(role.lora.train, other.lora.targets):
+                if target == name or target.startswith(f"{name}."):
                     raise UserError(
-                        f"{role.name}.lora.train: {both[0][0]} would be trained whole by the {role.name}, and"
-                        f" {both[0][1]} of the shared base has an adapter of the {other.name}; leave one of them out"
+                        f"{role.name}.lora.train: the {role.name} would train {name} whole, and {target} of the shared"
+                        f" base has an adapter of the {other.name}; leave one of them out"
                     )
 
 
 def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
     """
     Raises:
-        UserError: experts of ranges of times where the method or a setting knows of none.
+        UserError: experts for ranges of times that the method or a setting does not know.
     """
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
     method.check_experts(config.method, boundaries, config.student.experts)
     if config.expert_draws > 1 and not boundaries:
-        raise UserError(
-            f"expert_draws={config.expert_draws} is for roles of two experts, and no role of this run has them; leave"
-            " it out"
-        )
-    second = getattr(config.method, "guidance_scale_2", None)
-    if second is not None and "teacher" not in boundaries:
-        raise UserError(
-            f"method.guidance_scale_2={second:g} is of a teacher's second expert, and this teacher is one network;"
-            " leave it out"
-        )
-    for role in roles:
-        if role.boundaries and role.sharding.gather_early:
-            raise UserError(
-                f"{role.name}.gather_early=true: which of its two experts a step begins with is not known before it;"
-                f" use {role.name}.gather_early=false"
-            )
-
-
-def _check_patterns(config: Config, roles: Iterable[RolePlan]) -> None:
-    """``optim.ROLE.no_decay`` and ``lr_scale`` against the names of the role's parameters."""
-    for role in roles:
-        settings = getattr(config.optim, role.name)
-        if settings.no_decay or settings.lr_scale:
-            parameter_groups(role.own_shapes, settings, f"optim.{role.name}")
+        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
@@ -294,7 +251,7 @@ def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: 
     Args:
         config: the settings.
         roles: all roles.
-        heads: attention heads of a rank.
+        heads: number of attention heads of a rank.
         device: the run's device; ``None`` if this machine does not have it, so that its kernels are not known.
     """
     if heads % config.attention.head_groups:

@@ -8,11 +8,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import diffusers
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from distill.config import Config
 from distill.data.moving_shapes import MovingShapes
@@ -40,52 +37,28 @@ def read_clips(
         data: embeds the captions.
         steps: sampling steps of the teacher.
         captions: one per clip; the first of those that are stored.
-        seed: of the noise.
+        seed: seed of the noise.
     """
     file = stored_file(config, steps)
     if file is None or not file.is_file():
         return None
     try:
-        stored = safe_open(file, framework="numpy")
+        with safe_open(file, framework="numpy") as stored:
+            about, clips = stored.metadata(), stored.get_tensor("clips")[: len(captions)]
     except SafetensorError as error:
         log.warning("%s cannot be read (%s); sampling the teacher", file, error)
         return None
-    with stored:
-        about = stored.metadata()
-        all_captions = json.loads(about["captions"])
-        if all_captions[: len(captions)] != list(captions):
-            log.info("%s holds clips of other captions; sampling the teacher", file)
-            return None
-        wanted = _definition(config, data, steps=steps, captions=all_captions, seed=seed)
-        differing = [name for name, value in wanted.items() if about.get(name) != value]
-        if differing:
-            log.info("%s was made with other %s; sampling the teacher", file, ", ".join(differing))
-            return None
-        clips = stored.get_tensor("clips")[: len(captions)]
+    captions = [*captions, *json.loads(about["captions"])[len(captions) :]]
+    wanted = definition(config, data, steps=steps, captions=captions, seed=seed)
+    if differing := [name for name, value in wanted.items() if about.get(name) != value]:
+        log.info("%s was made with other %s; sampling the teacher", file, ", ".join(differing))
+        return None
     phrase = f"stored in {file.parent.name}/{file.name}, sampled with {about['made with']}; same weights and settings"
     return clips, phrase
 
 
-def write_clips(
-    file: Path,
-    clips: np.ndarray,
-    config: Config,
-    data: MovingShapes,
-    *,
-    steps: int,
-    captions: Sequence[str],
-    seed: int,
-) -> None:
-    """Store ``clips`` for :func:`read_clips`; its arguments define them."""
-    made_with = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
-    about = _definition(config, data, steps=steps, captions=captions, seed=seed)
-    save_file({"clips": np.ascontiguousarray(clips)}, file, {**about, "made with": made_with})
-
-
-def _definition(
-    config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int
-) -> dict[str, str]:
-    """Everything that a teacher's clips depend on, as text."""
+def definition(config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int) -> dict[str, str]:
+    """Return everything that a teacher's clips depend on, as text."""
     method = config.method
     assert isinstance(method, FewStepSettings), "only its methods sample a teacher"
     weights = hashlib.sha256()

@@ -1,39 +1,39 @@
-"""The training loop: accumulation, clipping, optimizers, EMA, schedules, metrics, checkpoints and exact resume."""
+"""The trainer: a run's state, its loop of steps, what it logs and saves, and exact resume."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from distill.announce import announce
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.order import MicroBatchSampler
-from distill.finish import finish
+from distill.data.order import Batching, MicroBatchSampler
+from distill.evaluate import Evaluator
 from distill.gradients import Losses, accumulate_gradients
-from distill.hang_advice import reports_hangs, shorten_timeout
-from distill.methods import Batch, build_method
-from distill.metrics import MEASURES, MetricsLog, NormsLog, cut_back
-from distill.optimizers import learning_rate
+from distill.json_lines import cut_back
+from distill.methods import Batch, Method, build_method
+from distill.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.optimizers import RoleOptimizer, learning_rate
 from distill.profiling import StepProfiler
 from distill.sampling import sampling_batch
-from distill.saved_state import restore, same_command, saved_state, saved_tensors
 from distill.setup import RunPlan
-from distill.speed import speed
-from distill.state_checks import refuse_broken_weights
-from distill.step_line import StepLine
-from distill.training_state import TrainingState
+from fsdp_cp.checkpoint import Checkpoints, branch_name, leave_branch, load, published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
@@ -41,12 +41,14 @@ from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_pea
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import announced, bar
-from fsdp_cp.reduce import all_reduce_scalars, grad_norm, on_all_ranks, scale_grads
-from fsdp_cp.rng import StepRandom
+from fsdp_cp.reduce import all_reduce_scalars, grad_norm, local_shard, on_all_ranks, scale_grads
+from fsdp_cp.rng import DrawsAhead, StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
-from fsdp_cp.timeouts import long_timeout
+from fsdp_cp.timeouts import long_timeout, report_hang, shorten, watch_for_hangs
 from models.condition import Condition
+from models.ema import Ema
 from models.load import build_roles
+from models.role import Role
 
 log = logging.getLogger(__name__)
 
@@ -73,26 +75,98 @@ def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.de
     )
 
 
-class Trainer(TrainingState):
-    """Runs ``config.steps`` optimizer steps, of whichever role the method says, on full latents."""
+class Trainer:
+    """State of a run between two steps, and its loop: ``config.steps`` updates of the role that the method names.
 
-    def resume(self, folder: Path) -> None:
-        """Go on from the checkpoint in ``folder``; a collective.
+    Args:
+        config: the checked configuration.
+        mesh: the mesh.
+        device: this rank's device.
+        data: the clips.
+        method: yields the losses.
+        micro_batch_size: samples per data-parallel rank and forward.
+        run_dir: the run directory.
+    """
 
-        Raises:
-            UserError: it was made with other data or networks, or cannot be read.
-        """
-        restore(self, folder)
-        self.saved_step = self.step
+    def __init__(
+        self,
+        *,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        data: ClipDataset,
+        method: Method,
+        micro_batch_size: int,
+        run_dir: Path,
+    ):
+        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
+        self.run_dir = run_dir
+        self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
+        self.trained = {name: part for role in self.roles.values() for name, part in role.trained_apart().items()}
+        """Parts with their own optimizer, average and schedule: a role, or each of its experts."""
+        self.optimizers = {
+            name: RoleOptimizer(part, getattr(config.optim, part.name)) for name, part in self.trained.items()
+        }
+        self.averages: dict[str, Ema] = {}
+        for name, part in self.trained.items():
+            ema = getattr(config, part.name).ema
+            if ema.enabled:
+                self.averages[name] = Ema(part, decay=ema.decay, gamma=ema.gamma, start=ema.start)
+        method.student_average = self._student_average
+        self.training_data = method.training_data(data)
+        self.batching = Batching(
+            global_size=config.batch_size,
+            micro_batch_size=micro_batch_size,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            parts=config.expert_draws,
+        )
+        # Moved once: with each micro-batch it would be a copy that the GPU waits for.
+        self.null, self.empty = (
+            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
+        )
+        # On the CPU a thread would take the cores of what it runs ahead of.
+        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
+        self.planned_updates = _planned_updates(method, config, self.trained)
+        # Saved and restored.
+        self.step = 0
+        self.samples = 0
+        self.updates = dict.fromkeys(self.trained, 0)
+        self.skipped = dict.fromkeys(self.roles, 0)
+        self.seconds = 0.0
+        self.unlogged: dict[str, float | None] = {}
+        """Latest metrics of every role since the last logged step, which may have been another role's."""
+        self.branch_of = branch_name(config.checkpoint.resume)
+        self.sources: dict[str, Any] = {}
+        """From :func:`distill.resume_checks.find_sources`, for checkpoints."""
+        # Of this start.
+        self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
+        self.first_skipped: dict[str, str] = {}
+        """Step and parameter of the first of the updates skipped in a row, by role."""
+        self.last_loss: dict[str, float] = {}
+        """Loss of each role's latest update in this process."""
+        self.saved_step: int | None = None
+        self.facts: dict[str, Any] = {}
+        """Facts that the report shows, in addition to those of every run."""
+        self.log: MetricsLog | None = None
+        self.norms: NormsLog | None = None
+        settings = config.checkpoint
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            asynchronous=settings.asynchronous,
+        )
+        self.evaluator = Evaluator(
+            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
+        )
 
-    @reports_hangs
-    def run(self, stop: StopSignal) -> None:
-        """Train, then export the student and write samples and the report.
+    def train(self, stop: StopSignal) -> None:
+        """Open the logs and train the remaining steps.
 
         Args:
-            stop: which signal has come; heeded between two steps, at once when no step is left.
+            stop: the signal that has come; heeded between two steps.
         """
-        announce(self)
         on_all_ranks(self._open_log)
         fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
         self.evaluator.batch = max(self.evaluator.batch, fitting)  # a micro-batch fits in training
@@ -102,10 +176,88 @@ class Trainer(TrainingState):
             # A context closes the bar before an error is printed.
             with bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05) as shown:
                 self._train(shown.update, stop, profiler)
-        finish(self)
+
+    def close(self) -> None:
+        """Close the logs."""
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
+
+    @contextmanager
+    def reported_hangs(self) -> Iterator[None]:
+        """Report a collective that timed out, with the step and the command that resumes."""
+        on_nccl = self.device.type == "cuda"
+        # What the user has set stays, by its older name too.
+        if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.run_dir.resolve() / "flight_recorder_"))
+        try:
+            with watch_for_hangs() if on_nccl else nullcontext():
+                yield
+        except Exception as error:
+            steps, saved = self.config.steps, published_steps(self.run_dir / "checkpoints")
+            step = f"in step {self.step + 1} of {steps}" if self.step < steps else "after the last step"
+            advice = "there is no checkpoint yet: the same command starts from scratch"
+            if saved:
+                advice = f"{self._same_command()} resumes from {step_folder(self.run_dir, saved[-1]).name}"
+            report_hang(error, step=step, advice=advice)
+            raise
+
+    def _same_command(self) -> str:
+        is_never = self.config.checkpoint.resume == "never"
+        return "the same command" + ", with checkpoint.resume=auto," * is_never
+
+    def resume(self, folder: Path) -> None:
+        """Continue from the checkpoint in ``folder``; a collective.
+
+        Raises:
+            UserError: it was made with other data or networks, or cannot be read.
+        """
+        state = read_state(folder)
+        accepted = any(name.startswith(("data.", "method.")) for name in self.config.checkpoint.accept)
+        if state["data"] != self.training_data.fingerprint and not accepted:
+            raise UserError(
+                f"checkpoint.resume: {folder} was made with other data; use the same settings, another run_dir, or"
+                " checkpoint.resume=never"
+            )
+        load(folder, self.saved_tensors())
+        if folder.parent.resolve() == (self.run_dir / "checkpoints").resolve():
+            leave_branch(folder)
+        self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
+        self.updates, self.skipped, self.unlogged = state["updates"], state["skipped"], state["unlogged"]
+        self.branch_of = self.branch_of or state.get("branch_of")
+        self.saved_step = self.step
+        if rank() == 0:
+            log.info("resumed from step %d (%s)", self.step, folder)
+
+    def saved_tensors(self) -> dict[str, Any]:
+        """Return everything that trains, by part. The teacher is not part of it, since it does not change."""
+        tensors: dict[str, Any] = {
+            name: {"weights": part.weights(), "adamw": self.optimizers[name].state()}
+            for name, part in self.trained.items()
+        }
+        for name, average in self.averages.items():
+            tensors[name]["ema"] = average.weights
+        return tensors
+
+    def _saved_state(self) -> dict[str, Any]:
+        """Return the plain state. Random streams are functions of seed, step and position, so it restores them too."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "seed": self.config.seed,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+            "unlogged": self.unlogged,
+            "branch_of": self.branch_of,
+            "settings": asdict(self.config),
+            "sources": self.sources,
+            "method": self.method.settings.name,
+            "data": self.training_data.fingerprint,
+            "configs": {name: role.config for name, role in self.roles.items()},
+            "boundaries": {name: list(role.boundaries) for name, role in self.roles.items() if role.boundaries},
+            "adapters": {name: role.adapters for name, role in self.roles.items() if role.adapters is not None},
+        }
 
     def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
         """Train until each role has had a step; return loss and gradient norm by ``step 1 (student)`` and the like.
@@ -129,13 +281,14 @@ class Trainer(TrainingState):
         line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
         while self.step < self.config.steps:
-            with profiler.of(self.step + 1) as profiled:
+            with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
-            shorten_timeout(self)
+            if self.last_loss.keys() == self.roles.keys():  # each role may compile in its first step
+                shorten(timedelta(minutes=self.config.timeout.step))
             advance()
-            self.unlogged |= metrics | profiled
+            self.unlogged |= metrics
             if self.step % self.config.log.every == 0 or self.step == self.config.steps:
-                self.unlogged |= self._memory()
+                self.unlogged |= self.memory()
                 if self.log is not None:
                     self.log.write(self.step, self.unlogged)
                     log.info(line.text(self.step, self.unlogged))
@@ -158,7 +311,7 @@ class Trainer(TrainingState):
                 self.norms = NormsLog(self.run_dir)
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each remaining step, in turn."""
+        """Yield the micro-batches of each remaining step."""
         sampler = MicroBatchSampler(
             seed=self.config.seed,
             clips=len(self.training_data),
@@ -185,10 +338,10 @@ class Trainer(TrainingState):
         )
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
-        """One update of the role whose turn it is; returns its metrics, but for times equal on all ranks.
+        """Update the role whose turn it is and return its metrics, which except for times are equal on all ranks.
 
-        On CUDA too the host's clock tells the step's time: the numbers that are reduced at its end go to the device
-        behind the optimizer's kernels, and are waited for.
+        On CUDA too the host's clock measures the step's time: the host waits for the numbers that are reduced at its
+        end, after the optimizer's kernels.
         """
         started = time.perf_counter()
         name = self.method.trained_role(self.step)
@@ -248,7 +401,7 @@ class Trainer(TrainingState):
         return metrics
 
     def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[Losses, list[str]]:
-        """This rank's share of the losses, and of what trains what now has gradients."""
+        """Return this rank's share of the losses, and the names of the parts that now have gradients."""
 
         def random(i: int) -> StepRandom:
             return StepRandom(
@@ -267,10 +420,9 @@ class Trainer(TrainingState):
         return found, [names[index] for index in sorted(found.networks)]
 
     def _log_norms(self, name: str, parts: Sequence[str]) -> None:
-        """A line of ``norms.jsonl`` at role ``name``'s first update of each ``log.norms_every`` steps, of each of its
-        ``parts`` that trains at this step.
+        """Log the norms of ``parts`` at the first update of role ``name`` in each ``log.norms_every`` steps.
 
-        Counted by steps of all roles, a role that trains every fifth step would be missed by most intervals.
+        A fixed step of the interval would miss a role that trains every fifth step.
         """
         every, step = self.config.log.norms_every, self.step + 1
         if not every or step < every:
@@ -281,16 +433,16 @@ class Trainer(TrainingState):
         with phase(f"{name}/norms"):
             norms = {part: parameter_norms(self.trained[part].named_parameters()) for part in parts}
         if self.norms is not None:
-            for part, of in norms.items():
-                self.norms.write(step, part, of)
+            for part, values in norms.items():
+                self.norms.write(step, part, values)
 
     def _update(self, name: str, norm: float, rates: Mapping[str, float]) -> None:
-        """Clip and step, or skip the update where the norm, which all ranks agree on, is not finite.
+        """Clip and step, or skip the update if the norm, which is the same on all ranks, is not finite.
 
         Args:
             name: the role.
-            norm: of all that trains at this step.
-            rates: of each of that, by its name in :attr:`trained`.
+            norm: gradient norm of all parts that train at this step.
+            rates: learning rate of each of these parts, by its name in :attr:`trained`.
         """
         if not math.isfinite(norm):
             self._skip(name, norm)
@@ -306,16 +458,16 @@ class Trainer(TrainingState):
             self.updates[part] += 1
 
     def _skip(self, name: str, norm: float) -> None:
-        """Leave the state of role ``name`` as it is, and say where its gradient is not finite.
+        """Leave the state of role ``name`` as it is, and log where its gradient is not finite.
 
         Raises:
-            UserError: on all ranks, for the last of ``optim.max_skipped`` in a row; what went well is saved then.
+            UserError: on all ranks, for the last of ``optim.max_skipped`` in a row, after the last good state is saved.
         """
         self.skipped_in_a_row[name] += 1
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
             self.first_skipped[name] = f"step {self.step + 1} in {where}"
-        for part in self.parts_of(name):
+        for part in self.roles[name].trained_names:
             self.optimizers[part].clear_gradients()
         if rank() == 0:
             log.warning(
@@ -325,8 +477,8 @@ class Trainer(TrainingState):
         if count < self.config.optim.max_skipped:
             self.skipped[name] += 1
             return
-        # Skipped ones changed nothing: this is the last good state. What goes on from it comes to this step again, and
-        # counts it then.
+        # Skipped updates changed nothing: this is the last good state. A run that resumes from it repeats and counts
+        # this step.
         self._save()
         self.checkpoints.wait()
         raise UserError(
@@ -335,8 +487,8 @@ class Trainer(TrainingState):
             f" the weights from before them, is saved; lower optim.{name}.lr or resume from an earlier checkpoint"
         )
 
-    def _memory(self) -> dict[str, float | None]:
-        """The largest over ranks, GiB."""
+    def memory(self) -> dict[str, float]:
+        """Return peak and, on CUDA, reserved memory in GiB, the largest over ranks. A collective."""
         found = {"memory/peak_gib": peak_gib(self.device)}
         if (reserved := reserved_gib(self.device)) is not None:
             found["memory/reserved_gib"] = reserved
@@ -345,28 +497,36 @@ class Trainer(TrainingState):
 
     @long_timeout()
     def _save(self) -> None:
-        """The state after this step, if it is not saved already."""
+        """Save the state after this step, if it is not saved already.
+
+        Raises:
+            UserError: on all ranks, for weights that are not finite: the run would resume from them.
+        """
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
         self.checkpoints.wait()  # before what may refuse: the one that is being written would go with the process
-        refuse_broken_weights(self.roles, self.mesh, self.step)
+        for name, role in self.roles.items():
+            broken = sum(not local_shard(weight).isfinite().all() for weight in role.weights().values())
+            if all_reduce_scalars([float(broken)], self.mesh.world)[0]:
+                raise UserError(
+                    f"step {self.step}: weights of the {name} are not finite and are not saved; lower optim.{name}.lr"
+                    " and resume from an earlier checkpoint, or start again with checkpoint.resume=never"
+                )
         with phase("checkpoint"), announced(f"the checkpoint of step {self.step}"):
-            self.checkpoints.save(self.step, saved_tensors(self), saved_state(self))
+            self.checkpoints.save(self.step, self.saved_tensors(), self._saved_state())
         self.saved_step = self.step
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
 
     def _heed(self, stop: StopSignal) -> None:
-        """Save and end where a signal came to any rank, or end where a checkpoint could not be written.
+        """Save and end if a signal came to any rank, or end if the latest checkpoint could not be written.
 
         Raises:
             Stopped: on all ranks.
-            UserError: on all ranks; the checkpoint that was being written beside the training cannot be written.
+            UserError: on all ranks, for the checkpoint.
         """
-        number = float(stop.received or 0)
-        number, failed = all_reduce_scalars(
-            [number, float(self.checkpoints.has_failed())], self.mesh.world, dist.ReduceOp.MAX
-        )
+        flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
+        number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)
         if failed:
             self.checkpoints.wait()
         if not number:
@@ -375,5 +535,50 @@ class Trainer(TrainingState):
         self.checkpoints.wait()
         raise Stopped(
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
-            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} goes on from there"
+            f" saved in {self.run_dir / 'checkpoints'}; {self._same_command()} resumes from there"
         )
+
+    @long_timeout()
+    def sample(self) -> None:
+        """Write clips of the student as it is now, averaged if it has an average."""
+        with self.method.student_average():
+            self.evaluator.write_samples(self.step, self.log)
+
+    @contextmanager
+    def _student_average(self) -> Iterator[None]:
+        """Within this context, the student computes with its average, if it has one."""
+        with ExitStack() as stack:
+            for name, average in self.averages.items():
+                if self.trained[name].name == "student":
+                    stack.enter_context(average.swapped_in())
+            yield
+
+    def weights_of(self, role: str, *, averaged: bool) -> list[Mapping[str, Tensor]]:
+        """Return for each network of a role the weights that are the role's own, by public name.
+
+        An expert that does not train has those of its base.
+        """
+        networks = self.roles[role]
+        networks.rest()
+        found: list[Mapping[str, Tensor]] = [network.base_parameters() for network in networks.networks]
+        for i, part in zip(networks.trained_experts, networks.trained_names, strict=True):
+            found[i] = self.averages[part].weights if averaged else self.trained[part].weights()
+        return found
+
+
+def _planned_updates(method: Method, config: Config, trained: Collection[str]) -> dict[str, int]:
+    """Return the number of optimizer updates that each trained network gets in this run, by name.
+
+    For two experts, count the steps whose random draw selects the expert.
+    """
+    counts: Counter[str] = Counter()
+    for step in range(config.steps):
+        role = method.roles[method.trained_role(step)]
+        if not role.boundaries:
+            counts[role.name] += 1
+            continue
+        parts = (StepRandom(seed=config.seed, step=step, positions=(), part=i) for i in range(config.expert_draws))
+        networks = {index for draws in parts for index in method.networks(step, draws).values()}
+        names = dict(zip(role.trained_experts, role.trained_names, strict=True))
+        counts.update(names[index] for index in networks)
+    return {name: counts[name] for name in trained}

@@ -1,4 +1,4 @@
-"""The store of torchrun's agent, a part of it for each start of the ranks."""
+"""The store of torchrun's agent, with a separate part for each start of the ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import torch.distributed as dist
 
 
 def own_part(timeout: timedelta) -> dist.Store | None:
-    """A part of the agent's store to which no earlier start of these ranks has written. Called by all ranks.
+    """Return a part of the agent's store to which no earlier start of these ranks has written. Called by all ranks.
 
-    With ``--max-restarts`` torchrun starts the ranks again when one has died, and torch 2.13 lets them meet in the
-    store in which those before them met: they would find the addresses of dead processes (gloo: ``Connection
-    refused``). How often they have been started does not tell the parts apart: torchruns of several nodes count
-    differently.
+    With ``--max-restarts`` torchrun starts the ranks again after one has died, and torch 2.13 gives them the store of
+    the previous ranks. They would find the addresses of dead processes there (gloo: ``Connection refused``). The number
+    of starts cannot name the parts, since the torchruns of several nodes count differently.
 
     Args:
-        timeout: of the store, and of meeting in it.
+        timeout: timeout of the store, and for meeting in it.
 
     Returns:
-        ``None`` where ranks are started once, or have a store of their own: ``init_process_group`` makes it then.
+        ``None`` if ranks are started once or have their own store: ``init_process_group`` then makes the store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -32,19 +31,19 @@ def own_part(timeout: timedelta) -> dist.Store | None:
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """A name that these ``ranks`` processes alone have agreed on, whatever others wrote into ``store`` before.
+    """Return a name on which these ``ranks`` processes alone agree, whatever others wrote into ``store`` before.
 
-    Rank 0 makes the name and gives it to each that says hello; a hello that an earlier process left is answered too,
-    but nobody waits for that answer. It is agreed on when all have confirmed it.
+    Rank 0 makes the name and sends it to each rank that says hello. It also answers a hello that an earlier process
+    left, but nobody waits for that answer. The ranks have agreed when all have confirmed the name.
 
     Raises:
-        RuntimeError: not all have come in time.
+        RuntimeError: not all ranks came in time.
     """
     if rank != 0:
-        own = uuid.uuid4().hex
-        store.set(f"fsdp_cp/hello/{rank}", own)
-        store.wait([f"fsdp_cp/welcome/{own}"], timeout)
-        name = store.get(f"fsdp_cp/welcome/{own}").decode()
+        hello = uuid.uuid4().hex
+        store.set(f"fsdp_cp/hello/{rank}", hello)
+        store.wait([f"fsdp_cp/welcome/{hello}"], timeout)
+        name = store.get(f"fsdp_cp/welcome/{hello}").decode()
         store.set(f"fsdp_cp/{name}/{rank}", "")
         return f"fsdp_cp/{name}"
     name, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
@@ -52,11 +51,11 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
     while not store.check([f"fsdp_cp/{name}/{other}" for other in others]):
         for other in others:
             if store.check([f"fsdp_cp/hello/{other}"]):
-                own = store.get(f"fsdp_cp/hello/{other}").decode()
-                if own not in welcomed:
-                    store.set(f"fsdp_cp/welcome/{own}", name)
-                    welcomed.add(own)
+                hello = store.get(f"fsdp_cp/hello/{other}").decode()
+                if hello not in welcomed:
+                    store.set(f"fsdp_cp/welcome/{hello}", name)
+                    welcomed.add(hello)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {ranks} ranks have come within {timeout.total_seconds():g} s")
+            raise RuntimeError(f"not all of {ranks} ranks came within {timeout.total_seconds():g} s")
         time.sleep(0.02)
     return f"fsdp_cp/{name}"

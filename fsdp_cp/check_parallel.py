@@ -1,11 +1,11 @@
-"""Does a plan fit a network? One step on a few local processes against the same step on one, tensor by tensor."""
+"""Comparison of one step on a few local processes with the same step on one, tensor by tensor."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.plan import read_plan
-from fsdp_cp.sequence import local_token_count, local_token_range
+from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sequence_lengths import entered
 
 Build = Callable[[Mesh], nn.Module]
 
 
 class ParallelMismatch(ValueError):
-    """The parallel step is another step; one line names the first tensor that differs, by how much and where."""
+    """Difference between the parallel and the plain step; one line names the first tensor that differs."""
 
 
 def check_parallel(
@@ -35,9 +35,8 @@ def check_parallel(
     prepare: Callable[[nn.Module, Mesh], None] | None = None,
     cp: Sequence[int] = (2, 3),
     tolerance: float = 1e-6,
-    timeout: float = 120.0,
 ) -> dict[int, float]:
-    """Compare one step of ``model``, parallelised by ``plan``, with the plain one: outputs and all gradients.
+    """Compare one step of ``model``, parallelized by ``plan``, with the plain one: outputs and all gradients.
 
     Everything runs in float64 on the CPU, in processes of its own over gloo (a ring of ``cp`` ranks, which any number
     of heads allows), so it needs neither a process group nor a GPU, and leaves ``model`` and the random state as they
@@ -45,17 +44,16 @@ def check_parallel(
     projection of all outputs.
 
     Args:
-        model: a module that pickles, each of whose sub-modules with an attribute ``mesh`` is given the mesh there; or a
+        model: a module that pickles, each of whose sub-modules with an attribute ``mesh`` gets the mesh there; or a
             function of the mesh that returns the module (importable: no lambda, no closure), with the same weights
-            each time, for which ``torch`` is seeded. In a script the call stands below ``if __name__ == "__main__"``.
+            each time, for which ``torch`` is seeded. In a script call this below ``if __name__ == "__main__"``.
         plan: as for :func:`fsdp_cp.context_parallel.parallelize_context`.
         inputs: keyword arguments, or a sequence of positional ones, of the forward; every rank is given all of them.
         prepare: called with the module and the mesh before the plan is applied, at ``cp=1`` too; importable. For
             diffusers' networks :func:`fsdp_cp.diffusers_attention.parallelize_attention`, or a function that calls it.
         cp: numbers of ranks.
-        tolerance: the largest relative error, by norm; of gradients with a floor of 1e-6 of all of them. A missing
-            gradient counts as 0.
-        timeout: seconds for each ``cp``.
+        tolerance: the largest relative error, by norm; gradients have a floor of 1e-6 of the norm of all of them. A
+            missing gradient counts as 0.
 
     Returns:
         The largest error of an output or a gradient for each ``cp``.
@@ -68,12 +66,20 @@ def check_parallel(
         ValueError: a plan that does not fit the model.
         RuntimeError: the plain step fails; with its traceback.
     """
-    sizes = _checked(model, inputs, cp, tolerance)
+    sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,)
+    for name, is_right, wanted in (
+        ("model", callable(model), "a module, or a function of the mesh that builds it"),
+        ("inputs", isinstance(inputs, (Mapping, Sequence)), "a dict of keyword arguments, or a tuple"),
+        ("cp", sizes and all(isinstance(size, int) and size > 1 for size in sizes), "integers of at least 2"),
+        ("tolerance", isinstance(tolerance, (int, float)) and tolerance > 0, "a relative error above 0"),
+    ):
+        if not is_right:
+            raise UserError(f"{name} must be {wanted}")
     if isinstance(model, nn.Module):
         read_plan(model, plan)  # a misspelt name costs no processes
     worst: dict[int, float] = {}
     for size in sizes:
-        with RankPool(size, timeout=timeout, preload=("torch", "fsdp_cp")) as pool:
+        with RankPool(size, timeout=120.0, preload=("torch", "fsdp_cp")) as pool:
             (plain, *_) = _run(pool, model, plan, inputs, prepare, 1)
             try:
                 ranks = _run(pool, model, plan, inputs, prepare, size)
@@ -84,17 +90,33 @@ def check_parallel(
     return worst
 
 
-def _checked(model: Any, inputs: Any, cp: Any, tolerance: Any) -> tuple[int, ...]:
-    if not callable(model):
-        raise UserError(f"model is a {type(model).__name__}; use a module, or a function of the mesh that builds it")
-    if isinstance(inputs, Tensor) or not isinstance(inputs, (Mapping, Sequence)):
-        raise UserError(f"inputs is a {type(inputs).__name__}; use a dict of keyword arguments, or a tuple")
-    sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,)
-    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 1 for n in sizes):
-        raise UserError(f"cp={cp!r} are no numbers of ranks to compare; use integers of at least 2")
-    if not isinstance(tolerance, (int, float)) or not tolerance > 0:
-        raise UserError(f"tolerance={tolerance!r} is no relative error; use a float above 0")
-    return sizes
+def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of ``value - truth`` relative to that of ``truth``, which counts as at least ``floor``.
+
+    Infinite where shapes differ or a number is NaN, which a comparison would pass by.
+    """
+    if value.shape != truth.shape:
+        return float("inf")
+    difference, norm = (value - truth).norm().item(), max(truth.norm().item(), floor)
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and difference == difference else float("inf")
+
+
+def gradient_errors(values: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the relative error of each gradient, by name, with a floor of 1e-6 of the norm of all true gradients.
+
+    A missing gradient counts as 0.
+    """
+    whole = sum(truth.norm().item() ** 2 for truth in truths.values() if truth is not None) ** 0.5
+    errors = {}
+    for name in truths.keys() | values.keys():
+        value, truth = values.get(name), truths.get(name)
+        if (known := value if truth is None else truth) is not None:
+            zero = torch.zeros_like(known)
+            pair = (zero if value is None else value, zero if truth is None else truth)
+            errors[name] = relative_error(*pair, 1e-6 * whole)
+    return errors
 
 
 def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str, Any]]:
@@ -108,7 +130,7 @@ def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str
 
 
 def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
-    """A forward and backward on one rank: what each module returned, and the rank's gradients."""
+    """Run a forward and backward on one rank; return each module's outputs and the rank's gradients."""
     mesh = build_mesh(cp=cp, ring=cp, dp_shard=-1)
     torch.manual_seed(0)
     model = model if isinstance(model, nn.Module) else model(mesh)
@@ -133,7 +155,7 @@ def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
 
 
 def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
-    """Lists that the next forward fills: each module's tensors in order of return, and the token counts of splits."""
+    """Return lists that the next forward fills: modules' tensors in order of return, and the token counts of splits."""
     seen: list[tuple[str, Tensor]] = []
     totals: set[int] = set()
 
@@ -154,7 +176,7 @@ def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
 
 
 def _plain(output: Any) -> Any:
-    """A dataclass as the dict of its fields, which pytree sees through."""
+    """Convert a dataclass to the dict of its fields, which pytree sees through."""
     if hasattr(output, "__dataclass_fields__") and not isinstance(output, Mapping):
         return {name: getattr(output, name) for name in output.__dataclass_fields__}
     return dict(output) if isinstance(output, Mapping) else output
@@ -165,74 +187,54 @@ def _as_double(x: Tensor) -> Tensor:
 
 
 def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolerance: float) -> float:
-    whole = _norm([g for g in plain["gradients"].values() if g is not None])
-    floor = 1e-6 * _norm(plain["outputs"])
-    errors: list[tuple[str, float]] = []
-    for i, truth in enumerate(plain["outputs"]):
-        name = f"output {i} of the model" if len(plain["outputs"]) > 1 else "the output of the model"
-        errors.append((name, max(_error(rank["outputs"][i], truth, floor) for rank in ranks)))
-    for name, truth in plain["gradients"].items():
+    outputs, several = plain["outputs"], len(plain["outputs"]) > 1
+    floor = 1e-6 * sum(x.norm().item() ** 2 for x in outputs) ** 0.5
+    errors = {
+        f"output {i} of the model" if several else "the output of the model": max(
+            relative_error(rank["outputs"][i], truth, floor) for rank in ranks
+        )
+        for i, truth in enumerate(outputs)
+    }
+    summed: dict[str, Tensor | None] = {}
+    for name in plain["gradients"]:
         own = [rank["gradients"][name] for rank in ranks if rank["gradients"][name] is not None]
-        given = truth if truth is not None else (torch.zeros_like(own[0]) if own else torch.zeros(1).double())
-        summed = torch.stack(own).sum(0) if own else torch.zeros_like(given)
-        errors.append((f"the gradient of {name!r}", _error(summed, given, 1e-6 * whole)))
-    worst = max(error for _, error in errors)
+        summed[name] = torch.stack(own).sum(0) if own else None
+    gradients = gradient_errors(summed, plain["gradients"])
+    errors |= {f"the gradient of {name!r}": gradients[name] for name in summed if name in gradients}
+    worst = max(errors.values())
     if worst <= tolerance:
         return worst
-    # Only now: what lies between need not be the same for the step to be.
-    name, error = next(
-        itertools.chain(_differing_modules(plain, ranks, cp, tolerance), (e for e in errors if not e[1] <= tolerance))
-    )
+    # Only now: intermediate outputs need not be equal for the step to be.
+    differing = itertools.chain(_differing_modules(plain, ranks, cp), errors.items())
+    name, error = next((name, error) for name, error in differing if not error <= tolerance)
     raise ParallelMismatch(
         f"cp={cp}: {name} differs from the plain step's by {error:.1e} (relative), more than tolerance={tolerance:g}"
     )
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return sum(x.norm().item() ** 2 for x in tensors) ** 0.5
-
-
-def _differing_modules(plain, ranks, cp: int, tolerance: float):
+def _differing_modules(plain, ranks, cp: int) -> Iterator[tuple[str, float]]:
+    """Yield the error of each sub-module's output, in the order of the forward."""
     if any([name for name, _ in rank["seen"]] != [name for name, _ in plain["seen"]] for rank in ranks):
         return  # another order of calls: what belongs together is not known
     for i, (name, truth) in enumerate(plain["seen"]):
-        own = [rank["seen"][i][1] for rank in ranks]
-        candidates = list(_gathered(own, truth, ranks[0]["totals"], cp))
-        if candidates:
-            error = min(_error(x, truth) for x in candidates)
-            if not error <= tolerance:
-                yield name, error
+        candidates = _gathered([rank["seen"][i][1] for rank in ranks], truth, ranks[0]["totals"], cp)
+        yield name, min((relative_error(x, truth) for x in candidates), default=0.0)
 
 
-def _gathered(own: list[Tensor], truth: Tensor, totals: set[int], cp: int):
-    """What ``truth`` may be on the ranks: the same on all, or its tokens in turn, or those of sequences joined."""
+def _gathered(own: list[Tensor], truth: Tensor, totals: set[int], cp: int) -> Iterator[Tensor]:
+    """Yield what ``truth`` may be on the ranks: the same on all, its tokens in turn, or those of joined sequences."""
     if any(x.shape != own[0].shape or x.ndim != truth.ndim for x in own):
         return
     other = [dim for dim in range(truth.ndim) if own[0].shape[dim] != truth.shape[dim]]
     if not other:
-        yield max(own, key=lambda x: _error(x, truth))
+        yield max(own, key=lambda x: relative_error(x, truth))
     if len(other) != 1:
         return
     (dim,) = other
-    total, local = truth.shape[dim], own[0].shape[dim]
     for n in (1, 2, 3):
         for segments in itertools.product(sorted(totals), repeat=n):
             counts = [local_token_count(segment, cp) for segment in segments]
-            if sum(segments) == total and sum(counts) == local:
-                parts = [x.split(counts, dim) for x in own]
-                true = []
-                for i, segment in enumerate(segments):
-                    for rank, part in enumerate(parts):
-                        start, stop = local_token_range(segment, cp, rank)
-                        true.append(part[i].narrow(dim, 0, stop - start))
-                yield torch.cat(true, dim)
-
-
-def _error(found: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    if found.shape != truth.shape:
-        return float("inf")
-    norm = max(truth.norm().item(), floor)
-    difference = (found - truth).norm().item()
-    if difference != difference:
-        return float("inf")
-    return difference / norm if norm else (float("inf") if difference else 0.0)
+            if sum(segments) == truth.shape[dim] and sum(counts) == own[0].shape[dim]:
+                parts = zip(*(x.split(counts, dim) for x in own), strict=True)  # of each segment, the ranks' shares
+                whole = (torch.cat(shares, dim) for shares in parts)
+                yield torch.cat([x.narrow(dim, 0, total) for x, total in zip(whole, segments, strict=True)], dim)

@@ -1,8 +1,9 @@
-"""Settings that take one of a few words: fields of dataclasses whose hint is a ``Literal``."""
+"""Values that settings take: one of a few words (fields whose hint is a ``Literal``), numbers of a range."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -51,3 +52,37 @@ def check_choices(settings: Any, where: str = "") -> None:
             texts = [*allowed, *(("true", "false") if switch else ())]
             none = ", or null for none" if nothing else ""
             raise UserError(f"{where}{name}={shown(value)} is unknown; use {' or '.join(texts)}{none}")
+
+
+def check_range(
+    settings: Any,
+    *names: str,
+    where: str = "",
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Refuse numbers of ``settings``, a dataclass, outside of a range; ``None`` passes.
+
+    Args:
+        settings: the dataclass.
+        names: its fields: a number, or a list of numbers.
+        where: prefix of a field's name in the message, e.g. ``"method."``.
+        least, above: lower bound, included or not.
+        most, below: upper bound, included or not.
+
+    Raises:
+        UserError: with the range.
+    """
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
+    inside = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+    words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+    for name in names:
+        value = getattr(settings, name)
+        for number in value if isinstance(value, list) else [value]:
+            # NaN compares as False.
+            if number is not None and not all(
+                inside[word](number, bound) for word, bound in bounds.items() if bound is not None
+            ):
+                raise UserError(f"{where}{name}={shown(value)} must be {words}")

@@ -1,4 +1,4 @@
-"""Process groups of a mesh: the priority of the ring's, and the first collectives, which make NCCL build them."""
+"""Process groups of a mesh: those of ring and Ulysses apart from FSDP's, and the collectives that connect NCCL."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def ring_override(ring: int) -> dict[int | str, Any] | None:
-    """Return ``backend_override`` of ``init_device_mesh`` for the mesh axes; ``None`` for none.
+def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
+    """Return ``backend_override`` of ``init_device_mesh`` for the axes that split a sample's tokens.
 
-    A ring of more than one rank that does not span the world has a group of its own. Where its backend is NCCL this
-    group sends on a stream of high priority: its hops are to overlap with an attention kernel, whose blocks are in
-    line for every SM before them. A ring that spans the world has the default group, which FSDP's gathers use too, and
-    whose stream the caller chose.
+    An axis that spans the world would get the default group, which FSDP uses too: its collectives would queue after
+    FSDP's gathers. An override, even of the same backend, gives the axis a group of its own. An axis of fewer ranks
+    has its own group without one.
+
+    A ring's NCCL group sends on a stream of high priority: its hops are to overlap with an attention kernel, whose
+    blocks are in line for every SM before them.
 
     Args:
-        ring: size of the axis.
+        ring, ulysses: sizes of these axes.
     """
-    if not 1 < ring < dist.get_world_size():
-        return None
-    backend = str(dist.get_backend_config())  # of every device that the default group serves
-    options = high_priority(backend)
-    return None if options is None else {"ring": (backend, options)}
+    world, backend = dist.get_world_size(), str(dist.get_backend_config())  # of every device of the default group
+    overrides: dict[int | str, Any] = {
+        axis: backend for axis, size in (("ring", ring), ("ulysses", ulysses)) if size == world > 1
+    }
+    options = high_priority(backend) if ring > 1 else None
+    if options is not None:
+        overrides["ring"] = (backend, options)
+    return overrides
 
 
 def high_priority(backend: str) -> Any:

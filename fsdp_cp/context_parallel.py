@@ -34,17 +34,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.plan import EmbedOwnTokens, GatherTokens, Planned, SplitTokens, arguments, read_plan
-from fsdp_cp.sequence import gather_tokens, local_token_count, split_own
-from fsdp_cp.sequence_lengths import (
-    Lengths,
-    enter,
-    entered,
-    in_backward,
-    keep_with,
-    leave,
-    records_of,
-    remember_split_by_hand,
-)
+from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
+from fsdp_cp.sequence_lengths import Lengths, enter, entered, in_backward, leave, records_of
 
 __all__ = ["EmbedOwnTokens", "GatherTokens", "SplitTokens", "parallelize_context"]
 
@@ -63,7 +54,7 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
         ValueError: an entry that names no module or no argument, or that is neither split nor gather; two that split
             the same; a split and a gather around each of several modules. In a forward: an argument that is neither a
             tensor nor a tuple or list of them; an output that has not as many values as the plan has gathers, or none
-            that can be gathered; a split behind a gather, or of tokens that are split already.
+            that can be gathered; a split after a gather, or of tokens that are split already.
     """
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
@@ -73,7 +64,7 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
         return
     _refuse_dropout(model)
     forwards = _Forwards(mesh)
-    # Before all hooks of the model, and at the end behind them: the root's own splits and gathers are inside.
+    # Before all hooks of the model, and at the end after them: the root's own splits and gathers are inside.
     model.register_forward_pre_hook(forwards.begin, prepend=True)
     for planned in found:
         if planned.embedding is not None:
@@ -86,113 +77,76 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
 
 
 class _Forwards:
-    """Which forward of the model a hook belongs to, and what that has split."""
+    """Hooks of one model, which note what each forward splits."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.groups = mesh, mesh.context
-        # For sub-modules that are called without the model: the last split of a name counts.
-        self.loose = Lengths(self.groups)
 
     def begin(self, model: nn.Module, _args) -> None:
         _refuse_dropout(model)  # it may have been put into training mode since
-        for record in entered():
-            if record.owner is self:  # an interrupt ended that forward without its hooks
-                leave(record)
-        record = Lengths(self.groups)
-        record.owner = self
-        enter(record)
+        leave(self)  # an interrupt ends a forward without its hooks
+        enter(Lengths(self.groups, self))
 
-    def end(self, _model: nn.Module, _args, output: Any) -> None:
-        for record in entered():
-            if record.owner is self:
-                keep_with(output, record)
-                leave(record)
+    def end(self, _model: nn.Module, _args, _output: Any) -> None:
+        leave(self)
 
     def _running(self) -> Lengths | None:
         return next((record for record in reversed(entered()) if record.owner is self), None)
 
-    def split(self, x: Tensor, dim: int, name: str, where: str, *, of_output: bool = False) -> Tensor:
-        """The rank's own of ``x``, noted under ``name``."""
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(
-                f"the context-parallel plan of {where!r} splits {name!r} along dim={dim}, but it has the shape"
-                f" {tuple(x.shape)}"
-            )
-        self.note(name, x.shape[dim], where, features=x.ndim > 2 and x.is_floating_point(), of_output=of_output)
-        own = split_own(x, self.mesh, dim)
-        self.keep(own, own.shape[dim], x.shape[dim])
-        return own
+    def split(self, x: Tensor, dim: int, name: str, where: str) -> Tensor:
+        """Return the rank's own tokens of ``x``, noted under ``name``."""
+        _check_dim(x, dim, where)
+        self.note(name, x.shape[dim], where)
+        return split_tokens(x, self.mesh, dim)
 
-    def keep(self, own: Tensor, local: int, total: int) -> None:
-        """What a block that runs again, or one that is called without its network, must find."""
-        record = self._running()
-        keep_with(own, record or self.loose)
-        if record is None and not in_backward():
-            remember_split_by_hand(own, self.groups, local, total)
-
-    def note(self, name: str, total: int, where: str, *, features: bool = True, of_output: bool = False) -> None:
-        """``total`` tokens are split under ``name`` at the module ``where``."""
+    def note(self, name: str, total: int, where: str) -> None:
+        """Record that ``total`` tokens are split under ``name`` at the module ``where``."""
         running = self._running()
-        if running is None and in_backward():
-            return  # a block that runs again: its forward has noted them
-        record = running or self.loose
-        if running is not None and not in_backward():
-            if record.gathered is not None:
-                raise ValueError(
-                    f"the context-parallel plan splits {name!r} at {where!r} behind its gather at {record.gathered!r}:"
-                    " gradients of what lies between would be wrong; split once, before the first block, and gather"
-                    " once, behind the last"
-                )
-            if record.totals.get(name, total) != total:
-                raise ValueError(
-                    f"the context-parallel plan splits {name!r} at {where!r}, {total} tokens, when this forward has"
-                    f" split {name!r} of {record.totals[name]} tokens already; split a sequence once, and give"
-                    " arguments of two sequences two names"
-                )
-        record.totals[name] = total
-        record.padded = any(count % self.groups.cp_size for count in record.totals.values())
-        if features:
-            record.features.add(name)
-        if of_output:
-            record.outputs.add(name)
-
-    def leave_whole(self, name: str) -> None:
-        """Nothing is split under ``name`` by this call; or the length of an earlier one's tokens would stay."""
-        if self._running() is None and not in_backward():
-            self.loose.totals.pop(name, None)
+        if running is None:
+            return  # a block that runs again in backward, or one that is called without the model
+        if running.gathered is not None and not in_backward():
+            raise ValueError(
+                f"the context-parallel plan splits {name!r} at {where!r} after its gather at {running.gathered!r}:"
+                " gradients of what lies between would be wrong; split once, before the first block, and gather once,"
+                " after the last"
+            )
+        if running.totals.get(name, total) != total:
+            raise ValueError(
+                f"the context-parallel plan splits {name!r} at {where!r}, {total} tokens, when this forward has split"
+                f" {name!r} of {running.totals[name]} tokens already; split a sequence once, and give arguments of two"
+                " sequences two names"
+            )
+        running.note(name, total)
 
     def total_of(self, gather: Any, local: int, where: str) -> int:
-        """How many tokens there are in the sequence that ``gather`` gathers."""
-        running, of = self._running(), getattr(gather, "of", "hidden_states")
-        records = [running or self.loose]
-        if running is None and in_backward():
-            records = records_of(self.groups, self) or records
-        lengths: set[int] = set()
-        for record in records:
-            totals = record.totals
-            lengths |= {totals[of]} if of in totals else set(totals.values())
-        if len(records) > 1:
-            lengths = {total for total in lengths if local_token_count(total, self.groups.cp_size) == local}
-        if len(lengths) != 1:
-            known = "; or ".join(map(str, records))
+        """Return the number of tokens in the sequence that ``gather`` gathers from ``local`` on each rank."""
+        of = getattr(gather, "of", "hidden_states")
+        running = self._running()
+        records = [running] if running is not None else records_of(self.groups)
+        totals = {t for r in records for t in ([r.totals[of]] if of in r.totals else r.totals.values())}
+        fitting = [total for total in totals if local_token_count(total, self.groups.cp_size) == local]
+        if len(fitting) != 1:
+            known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
             raise ValueError(
-                f"the gather of {where!r} is of {of!r}, but this forward has split {known}; give GatherTokens(of=...)"
+                f"the gather of {where!r} is of {of!r}, {local} tokens on each rank, but this forward has split"
+                f" {known}; give GatherTokens(of=...)"
             )
-        return lengths.pop()
+        return fitting[0]
 
     def gather(self, x: Tensor, gather: Any, where: str) -> Tensor:
-        """The sequence of which ``x`` is the rank's own."""
+        """Return the sequence of which ``x`` is the rank's own."""
         dim = gather.gather_dim
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(
-                f"the context-parallel plan gathers what {where!r} returns along dim={dim}, but it has the shape"
-                f" {tuple(x.shape)}"
-            )
+        _check_dim(x, dim, where)
         full = gather_tokens(x, self.mesh, self.total_of(gather, x.shape[dim], where), dim)
         running = self._running()
         if running is not None and running.gathered is None:
             running.gathered = where
         return full
+
+
+def _check_dim(x: Tensor, dim: int, where: str) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"the context-parallel plan of {where!r} has dim={dim} for a tensor of shape {tuple(x.shape)}")
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -210,31 +164,24 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
     name, inputs, outputs = planned.name, planned.inputs, planned.outputs
     parameters = arguments(planned.module)
 
-    def apply_split(x: Tensor, split: Any, key: str, of_output: bool = False) -> Tensor:
+    def apply_split(x: Tensor, split: Any, key: str) -> Tensor:
         if split.expected_dims is not None and x.ndim != split.expected_dims:
-            forwards.leave_whole(key)
             return x
-        return forwards.split(x, split.split_dim, key, name, of_output=of_output)
+        return forwards.split(x, split.split_dim, key, name)
 
     def apply_splits(value: Any, splits: Any, key: str) -> Any:
         if value is None:
-            forwards.leave_whole(key)
             return None
         if isinstance(value, Tensor) and not isinstance(splits, tuple):
             return apply_split(value, splits, key)
-        if not isinstance(value, (list, tuple)) or not all(x is None or isinstance(x, Tensor) for x in value):
-            found = type(value).__name__
-            if isinstance(value, (list, tuple)):
-                found += f" of {', '.join(type(x).__name__ for x in value)}"
-            wanted = "a tuple of tensors" if isinstance(splits, tuple) else "a tensor, or a tuple of tensors"
-            raise ValueError(
-                f"the context-parallel plan splits the argument {key!r} of {name!r}, which is a {found}; it must be"
-                f" {wanted}, or None"
+        is_tuple = isinstance(value, (list, tuple)) and all(x is None or isinstance(x, Tensor) for x in value)
+        if not is_tuple or (isinstance(splits, tuple) and len(splits) != len(value)):
+            wanted = (
+                f"a tuple of {len(splits)} tensors" if isinstance(splits, tuple) else "a tensor, a tuple of tensors"
             )
-        if isinstance(splits, tuple) and len(splits) != len(value):
             raise ValueError(
-                f"the argument {key!r} of {name!r} has {len(value)} values, but its context-parallel plan has"
-                f" {len(splits)} splits"
+                f"the context-parallel plan splits the argument {key!r} of {name!r}, which must be {wanted} or None,"
+                f" got a {type(value).__name__}"
             )
         each = splits if isinstance(splits, tuple) else (splits,) * len(value)
         own = [
@@ -260,7 +207,7 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
             raise ValueError(f"{name!r} has {len(values)} outputs; its context-parallel plan splits {missing[0]!r}")
         return rebuilt(
             [
-                apply_split(_tensor(x, name, i), outputs[i], f"{name}[{i}]", True) if i in outputs else x
+                apply_split(_tensor(x, name, i), outputs[i], f"{name}[{i}]") if i in outputs else x
                 for i, x in enumerate(values)
             ]
         )
@@ -279,14 +226,13 @@ def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
         (x,) = args
         own, total = _own_patches(x, kernel, forwards.mesh)
         forwards.note(name, total, planned.name)
-        forwards.keep(own, own.shape[2] // kernel[0], total)
         return own
 
     planned.module.register_forward_pre_hook(embed_own)
 
 
 def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor, int]:
-    """``(B, C, T, H, W)`` to the rank's own patches ``(B, C, S_local pt, ph, pw)``, and how many there are in all."""
+    """Return the rank's own patches of ``(B, C, T, H, W)``, ``(B, C, S_local pt, ph, pw)``, and the number of all."""
     sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
         raise ValueError(f"an input of {tuple(sizes)} positions cannot be cut into patches of {kernel}")
@@ -295,7 +241,7 @@ def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor
     # (B, C, t, pt, h, ph, w, pw) to (B, C, t, h, w, pt, ph, pw)
     x = x.permute(0, 1, *(2 + 2 * dim for dim in dims), *(3 + 2 * dim for dim in dims))
     patches = x.flatten(2, 1 + len(kernel))
-    return split_own(patches, mesh, 2).flatten(2, 3), patches.shape[2]
+    return split_tokens(patches, mesh, 2).flatten(2, 3), patches.shape[2]
 
 
 def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
@@ -331,7 +277,7 @@ def _tensor(x: Any, name: str, index: int) -> Tensor:
 
 
 def _outputs(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The values of what a module returned, and what puts others in their places."""
+    """Return the values of what a module returned, and a function that puts others in their places."""
     if isinstance(output, (list, tuple)):
         kind = type(output)
         return list(output), kind._make if hasattr(kind, "_make") else kind

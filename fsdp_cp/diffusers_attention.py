@@ -23,7 +23,7 @@ from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.sequence import gather_tokens, local_token_count
-from fsdp_cp.sequence_lengths import known_total, records_of, total_of
+from fsdp_cp.sequence_lengths import records_of, segments_of
 
 KNOWN = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "attention_kwargs",
          "backend", "parallel_config")  # fmt: skip
@@ -78,7 +78,7 @@ def parallelize_attention(
         raise ValueError(f"{type(model).__name__} has no attention module with a processor, as diffusers' have")
     for pattern in whole:
         if not fnmatch.filter(attentions, pattern):
-            raise ValueError(f"whole names {pattern!r}, which is no attention module of {type(model).__name__}")
+            raise ValueError(f"whole names {pattern!r}, which is not an attention module of {type(model).__name__}")
     for name, module in attentions.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in whole):
             continue
@@ -89,7 +89,7 @@ def parallelize_attention(
 
 
 def _replace_dispatch(name: str, module: nn.Module) -> None:
-    """``dispatch_attention_fn`` of the namespace that the processor sees."""
+    """Replace ``dispatch_attention_fn`` in the namespace that the processor sees."""
     namespace = sys.modules[type(module.processor).__module__]
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
@@ -153,36 +153,32 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
         )
     # Text of as many tokens as the video is still text; in joint attention the queries have both.
     if q.shape[1] != k.shape[1] or (call.keys is not None and call.tokens == q.shape[1]):
-        total = total_of(TEXT, groups, "total_keys") if text_is_split else None
-        if total is None:
+        if not text_is_split:
             return cross_attention(q, k, v, key_mask=_key_mask(call, mask, q, k), scale=scale)
-        mask = _key_mask(call, mask, q, k, (total,))
-        return cross_attention(q, k, v, key_mask=mask, scale=scale, mesh=mesh, total_keys=total)
+        segments = segments_of(TEXT, k.shape[1], groups, "k", "total_keys")
+        mask = _key_mask(call, mask, q, k, segments)
+        return cross_attention(q, k, v, key_mask=mask, scale=scale, mesh=mesh, total_keys=segments[0])
     if call.keys is not None and not text_is_split and groups.cp_size > 1:
         raise ValueError(
             f"the attention {call.name!r} is joint with {TEXT}, which the plan does not split: each rank's copy would"
             f" count; split {TEXT} too"
         )
-    segments = _segments(call, q)
+    names = call.sequences or ()
+    shares = [[local_token_count(r.totals[n], groups.cp_size) for n in names if n in r.totals] for r in records]
+    if not any(sum(counts) == q.shape[1] for counts in shares):
+        names = ()  # a module may attend to one of the joined sequences alone
+    where = f"the attention {call.name!r}"
+    segments = segments_of(names or None, q.shape[1], groups, where, "sequences of parallelize_attention")
     mask = _key_mask(call, mask, q, k, segments)
     out = context_parallel_attention(q, k, v, mesh=mesh, total_tokens=segments, scale=scale, key_mask=mask)
     assert isinstance(out, Tensor), "without joint it is one tensor"
     return out
 
 
-def _segments(call: _Call, q: Tensor) -> tuple[int, ...]:
-    groups = call.mesh.context
-    if call.sequences is not None and groups.cp_size > 1:
-        totals = tuple(total_of(name, groups, "sequences") for name in call.sequences)
-        if sum(local_token_count(total, groups.cp_size) for total in totals) == q.shape[1]:
-            return totals
-    return (known_total(q.shape[1], groups, f"the attention {call.name!r}", "sequences of parallelize_attention"),)
-
-
 def _key_mask(
     call: _Call, mask: Tensor | None, q: Tensor, k: Tensor, segments: tuple[int, ...] | None = None
 ) -> Tensor | None:
-    """``(B, all keys)`` bool out of what diffusers adds to the logits; of own keys, gathered, where ``segments``."""
+    """Convert what diffusers adds to the logits to a bool mask of all keys; gather own keys of ``segments`` for it."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.ndim)]

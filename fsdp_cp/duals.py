@@ -29,7 +29,7 @@ def _(x):
 
 
 def inside_dual_level() -> bool:
-    """Are we inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), where tensors may have tangents?
+    """Whether this runs inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), where tensors may have tangents.
 
     ``forward_ad._current_level`` is private (torch 2.11 to 2.13); Dynamo guards on it, so that a graph compiled without
     tangents is not used again where there may be some.
@@ -38,7 +38,7 @@ def inside_dual_level() -> bool:
 
 
 def may_be_dual(x: Tensor) -> bool:
-    """May ``x`` have a tangent (:func:`inside_dual_level`)?
+    """Whether ``x`` may have a tangent (:func:`inside_dual_level`).
 
     Raises:
         RuntimeError: while Dynamo compiles the caller.
@@ -53,7 +53,7 @@ def may_be_dual(x: Tensor) -> bool:
 def unpack_duals(
     tensors: Sequence[Tensor], operator: str
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...] | None]:
-    """Primals and tangents of an operator's arguments: ``None`` for a tangent that is missing, or for all if all are.
+    """Return primals and tangents of an operator's arguments, ``None`` for a missing tangent, or for all if all are.
 
     Tangents get their primal's dtype: some operators of CUDA return others, which an exchange would promote.
 
@@ -71,7 +71,7 @@ def unpack_duals(
 
 @contextmanager
 def norms_keep_tangent_dtypes() -> Iterator[None]:
-    """Inside, ``layer_norm`` and ``rms_norm`` of ``torch.nn.functional`` return tangents of their primal's dtype.
+    """Within this context, let ``layer_norm`` and ``rms_norm`` return tangents of their primal's dtype.
 
     On CUDA both keep statistics of bf16 inputs in fp32, so the tangent is fp32 and the next linear layer refuses it.
     """

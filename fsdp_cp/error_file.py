@@ -1,4 +1,4 @@
-"""A worker's error file for torchrun, written at once: torchrun ends when it reads half of one."""
+"""A worker's error file for torchrun, written atomically: torchrun fails when it reads half of one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
-    """torch's ``record``: an exception that leaves ``main`` is shown at the end of torchrun's summary.
+    """Wrap ``main`` in torch's ``record``, so that torchrun's summary ends with the exception that leaves it.
 
     After ``sys.exit(0)`` it returns ``None``.
 
-    torch's own handler opens the file and writes it piece by piece. Where another worker has died, torchrun sends this
-    one SIGTERM meanwhile, finds half a file, and ends in a JSONDecodeError instead of restarting (``--max-restarts``).
+    torch's own handler opens the file and writes it piece by piece. If another worker has died, torchrun meanwhile
+    sends this one SIGTERM, finds half a file, and ends in a JSONDecodeError instead of restarting (``--max-restarts``).
     """
-    return record(main, _AtOnce())
+    return record(main, _AtomicHandler())
 
 
 def write_error(message: str, callstack: str | None = None) -> None:
     """Write the error file, if torchrun has asked for one (``TORCHELASTIC_ERROR_FILE``).
 
     Args:
-        message: in a line.
-        callstack: a traceback, which torchrun shows in place of the message.
+        message: one line.
+        callstack: traceback, which torchrun shows in place of the message.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -49,6 +49,6 @@ def write_error(message: str, callstack: str | None = None) -> None:
         print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
 
 
-class _AtOnce(ErrorHandler):
+class _AtomicHandler(ErrorHandler):
     def record_exception(self, e: BaseException) -> None:
         write_error(f"{type(e).__name__}: {e}", traceback.format_exc())

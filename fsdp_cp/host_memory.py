@@ -1,4 +1,4 @@
-"""How much memory this host still has for us, and buffers in it."""
+"""Memory of this host: available bytes, and buffers in it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch import Tensor
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
-_ROOTS = {"": (Path("/sys/fs/cgroup"), "memory.max", "memory.current")}
-"""Of cgroup v2; of v1 there is one for each controller."""
-_ROOTS["memory"] = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
+_ROOTS = {
+    "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Root folder, limit file and usage file by controller: ``""`` is cgroup v2, ``memory`` is v1."""
 
 
 def available_host_memory() -> int | None:
-    """Bytes that can be allocated on this host without swapping, within the limits of a container or a SLURM job.
+    """Return the bytes that can be allocated on this host without swapping, or ``None`` if nothing is known.
 
-    Of a group's usage the file cache that can be dropped does not count, as in the kernel's ``MemAvailable``. ``None``
-    if nothing is known.
+    The limits of a container or a SLURM job count. As in the kernel's ``MemAvailable``, file cache that can be dropped
+    is available.
     """
     found = []
     try:
@@ -38,14 +40,14 @@ def available_host_memory() -> int | None:
 
 
 def host_buffer(size: int, pinned: bool) -> Tensor:
-    """``size`` bytes in CPU memory for what a device holds no longer."""
+    """Allocate ``size`` bytes of CPU memory for an activation. The planner counts these calls."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:
-    """Folders of this process's control groups, each with those above it, and the names of limit and usage in them.
+    """Yield the folders of this process's control groups and their parents, with the names of limit and usage files.
 
-    In a container its own group is mounted as the root, whatever path the kernel gives it.
+    A container's own group is mounted as the root, whatever path the kernel gives it.
     """
     try:
         lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]

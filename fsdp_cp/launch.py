@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,6 @@ from fsdp_cp import timeouts
 from fsdp_cp.agent_store import own_part
 from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
-from fsdp_cp.gpu_files import why_unseen
 from fsdp_cp.measure.memory import mark_start
 from fsdp_cp.signals import STOPPED, Stopped
 
@@ -30,6 +30,8 @@ _OF_WORKERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK",
                "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")  # fmt: skip
 # Sizes of a parallel launch. Not SLURM_NTASKS: sbatch sets it for its script, where one process runs.
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+_GPU_FILES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"))
+"""Present if NVIDIA's driver is loaded, also in a container that was given a GPU."""
 
 
 def rank() -> int:
@@ -151,10 +153,15 @@ def choose_device(device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        unseen = why_unseen()
-        if device == "auto" and unseen is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        file = next((file for file in _GPU_FILES if file.exists()), None) if visible not in ("", "-1") else None
+        if device == "auto" and file is None:
             return torch.device("cpu")
-        raise UserError(f"device={device}, but torch sees no GPU{f': {unseen}' if unseen else ''}; use device=cpu")
+        hint = file and (
+            f" although {file} exists; check its permissions, CUDA_VISIBLE_DEVICES={visible or 'unset'}, and"
+            f" whether nvidia-smi shows a driver for CUDA {torch.version.cuda}, the one of torch {torch.__version__}"
+        )
+        raise UserError(f"device={device}, but torch sees no GPU{hint or ''}; or use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if processes > gpus:  # the same on all ranks of the node, so that all of them refuse
         raise UserError(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_cp.communicators import connect, connect_once, ring_override
+from fsdp_cp.communicators import connect, connect_once, context_overrides
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.timeouts import inherited_timeout
 
@@ -305,7 +305,8 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
     axes = ("dp_replicate", "dp_shard", "ring", "ulysses")
     sizes = tuple(getattr(shape, axis) for axis in axes)
     with inherited_timeout():
-        root = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=ring_override(shape.ring))
+        overrides = context_overrides(ring=shape.ring, ulysses=shape.ulysses)
+        root = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=overrides)
         world = _flattened(root, axes, "world")
         fsdp = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
         data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")

@@ -58,7 +58,7 @@ class EmbedOwnTokens:
 
 @dataclass
 class Planned:
-    """What the plan has for one module; ``inputs`` and ``outputs`` hold splits, or tuples of them."""
+    """Entries of the plan for one module; ``inputs`` and ``outputs`` hold splits, or tuples of them."""
 
     name: str
     module: nn.Module
@@ -69,18 +69,18 @@ class Planned:
 
 
 def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
-    """The plan's modules in its order, wildcards expanded; one item for a module, however many keys name it.
+    """Return the plan's modules in its order, wildcards expanded; one item for a module, however many keys name it.
 
     Raises:
-        UserError: a plan that is no mapping.
+        UserError: a plan that is not a mapping.
         ValueError: names, arguments or entries that do not fit the model.
     """
     if not isinstance(plan, Mapping):
-        raise UserError(f"plan is a {type(plan).__name__}; use {{module name: SplitTokens, GatherTokens, ...}}")
-    found: dict[int, Planned] = {}
+        raise UserError(f"plan must be {{module name: SplitTokens, GatherTokens, ...}}, got a {type(plan).__name__}")
+    modules: dict[int, Planned] = {}
     for pattern, entry in plan.items():
         for name, module in _named_by(model, pattern):
-            planned = found.setdefault(id(module), Planned(name, module))
+            planned = modules.setdefault(id(module), Planned(name, module))
             if isinstance(entry, Mapping):
                 _add_splits(planned, entry)
             elif isinstance(entry, EmbedOwnTokens):
@@ -88,112 +88,92 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
                 planned.embedding = entry
             else:
                 _add_gathers(planned, entry)
-    _refuse_pairs([planned for planned in found.values() if planned.inputs and planned.gathers])
-    return list(found.values())
+    # The whole network's own pair is right; between a gather and the next split every rank computes everything.
+    pairs = [planned.name for planned in modules.values() if planned.inputs and planned.gathers]
+    if len(pairs) > 1:
+        raise ValueError(
+            f"the context-parallel plan splits the input of {pairs[0]!r} and gathers its output, and {pairs[1]!r}"
+            " again: gradients of what lies between would count cp times; split once, before the first block, and"
+            " gather once, after the last"
+        )
+    return list(modules.values())
 
 
 def _named_by(model: nn.Module, pattern: Any) -> list[tuple[str, nn.Module]]:
-    """The modules that ``pattern`` names; ``*`` stands for one child, whatever its name."""
-    refusal = f"the context-parallel plan names {pattern!r}, which {type(model).__name__} has not"
+    """Return the modules that ``pattern`` names; ``*`` stands for one child, whatever its name."""
     if not isinstance(pattern, str):
-        raise ValueError(refusal)
-    found = [("", model)]
+        raise ValueError(f"the context-parallel plan names {pattern!r}; use the name of a module")
+    named = [("", model)]
     for atom in pattern.split(".") if pattern else []:
         below = []
-        for name, module in found:
+        for name, module in named:
             children = dict(module.named_children())
-            wanted = list(children) if atom == "*" else [atom]
-            missing = [child for child in wanted if child not in children]
-            if missing and "*" in pattern:
-                raise ValueError(f"{refusal}: there is no {f'{name}.{missing[0]}'.lstrip('.')!r}")
-            if missing:
-                raise ValueError(refusal)
-            below += [(f"{name}.{child}".lstrip("."), children[child]) for child in wanted]
-        found = below
-    if not found:
-        raise ValueError(f"{refusal}: its wildcard matches nothing")
-    return found
+            for child in children if atom == "*" else [atom]:
+                path = f"{name}.{child}".lstrip(".")
+                if child not in children:
+                    raise ValueError(
+                        f"the context-parallel plan names {pattern!r}, but {type(model).__name__} has no {path!r}"
+                    )
+                below.append((path, children[child]))
+        named = below
+    if not named:
+        raise ValueError(f"the context-parallel plan names {pattern!r}, which matches no module")
+    return named
+
+
+def _mistake(planned: Planned, problem: str) -> ValueError:
+    return ValueError(f"the context-parallel plan of {planned.name!r} {problem}")
 
 
 def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
     for key, given in entry.items():
         several = isinstance(given, (list, tuple))
-        splits = list(given) if several else [given]
-        if not splits or not all(hasattr(split, "split_dim") for split in splits):
-            raise ValueError(f"the context-parallel plan of {planned.name!r} has an entry without split_dim: {key!r}")
-        for split in splits:
-            _check_dim(split.split_dim, "split_dim", planned.name)
-        of_output = {bool(split.split_output) for split in splits}
-        if of_output == {True} and not several:
-            if not isinstance(key, int) or isinstance(key, bool) or key < 0:
-                raise ValueError(
-                    f"the context-parallel plan of {planned.name!r} splits the output {key!r}; use its position, 0 for"
-                    " the first"
-                )
-            table: dict[Any, Any] = planned.outputs  # by positions, the other by names
-        elif of_output == {False}:
-            if key not in arguments(planned.module):
-                raise ValueError(
-                    f"the context-parallel plan of {planned.name!r} names the argument {key!r}, which it has not"
-                )
-            table = planned.inputs
-        else:
-            raise ValueError(f"the context-parallel plan of {planned.name!r} has a list with split_output: {key!r}")
+        splits = tuple(given) if several else (given,)
+        if not splits or not all(_has_dim(split, "split_dim") for split in splits):
+            raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
+        of_output = any(split.split_output for split in splits)
+        if of_output and several:
+            raise _mistake(planned, f"has a list with split_output: {key!r}")
+        if of_output and (not isinstance(key, int) or isinstance(key, bool) or key < 0):
+            raise _mistake(planned, f"splits the output {key!r}; use its position, 0 for the first")
+        if not of_output and key not in arguments(planned.module):
+            raise _mistake(planned, f"names the argument {key!r}, which its forward does not have")
+        table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
         if key in table:
-            raise ValueError(
-                f"two keys of the context-parallel plan split {key!r} of {planned.name!r}; it can be split once"
-            )
-        table[key] = tuple(splits) if several else given
+            raise _mistake(planned, f"splits {key!r} by two keys; use one")
+        table[key] = splits if several else given
 
 
 def arguments(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of ``module.forward``."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind not in variadic]
 
 
 def _check_embedding(planned: Planned) -> None:
-    name, module = planned.name, planned.module
+    module = planned.module
     if planned.embedding is not None:
-        raise ValueError(f"two keys of the context-parallel plan embed by {name!r}; use one")
+        raise _mistake(planned, "embeds by two keys; use one")
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        raise ValueError(
-            f"EmbedOwnTokens takes a convolution, but {name!r} is a {type(module).__name__}; split its output"
-        )
-    kernel = tuple(module.kernel_size)
-    overlaps = tuple(module.stride) != kernel or any(d != 1 for d in module.dilation)
-    if overlaps or module.padding not in ("valid", (0,) * len(kernel)):
-        raise ValueError(
-            f"EmbedOwnTokens takes a convolution whose stride is its kernel, without padding, but {name!r} has kernel"
-            f" {kernel}, stride {tuple(module.stride)}, padding {module.padding}; split its output"
+        raise _mistake(planned, f"has EmbedOwnTokens, but it is a {type(module).__name__}; split its output")
+    kernel, stride, padding = tuple(module.kernel_size), tuple(module.stride), module.padding
+    if stride != kernel or any(d != 1 for d in module.dilation) or padding not in ("valid", (0,) * len(kernel)):
+        raise _mistake(
+            planned,
+            "has EmbedOwnTokens, which takes a convolution whose stride is its kernel, without padding; it has kernel"
+            f" {kernel}, stride {stride}, padding {padding}, dilation {module.dilation}; split its output",
         )
 
 
 def _add_gathers(planned: Planned, entry: Any) -> None:
-    gathers = list(entry) if isinstance(entry, (list, tuple)) else [entry]
-    single = not isinstance(entry, (list, tuple))
-    if not all(hasattr(gather, "gather_dim") or (gather is None and not single) for gather in gathers):
-        raise ValueError(f"the context-parallel plan of {planned.name!r} is neither a split nor a gather")
-    for gather in gathers:
-        if gather is not None:
-            _check_dim(gather.gather_dim, "gather_dim", planned.name)
+    several = isinstance(entry, (list, tuple))
+    gathers = list(entry) if several else [entry]
+    if not all(_has_dim(gather, "gather_dim") or (gather is None and several) for gather in gathers):
+        raise _mistake(planned, f"has an entry without an integer split_dim or gather_dim: {entry!r}")
     if planned.gathers is not None:
-        raise ValueError(f"two keys of the context-parallel plan gather what {planned.name!r} returns; use one")
+        raise _mistake(planned, "gathers by two keys; use one")
     planned.gathers = gathers
 
 
-def _check_dim(dim: Any, name: str, module: str) -> None:
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise ValueError(f"the context-parallel plan of {module!r} has {name}={dim!r}; dim must be an integer")
-
-
-def _refuse_pairs(pairs: list[Planned]) -> None:
-    """What lies between a gather and the next split is computed by every rank, so its gradients would count cp times.
-
-    One pair may be the whole network's own.
-    """
-    if len(pairs) > 1:
-        raise ValueError(
-            f"the context-parallel plan splits what {pairs[0].name!r} takes and gathers what it returns, and"
-            f" {pairs[1].name!r} again: gradients of what lies between would be wrong; split once, before the first"
-            " block, and gather once, behind the last"
-        )
+def _has_dim(entry: Any, name: str) -> bool:
+    return isinstance(getattr(entry, name, None), int) and not isinstance(getattr(entry, name), bool)

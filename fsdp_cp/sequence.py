@@ -11,6 +11,8 @@ over the rank's own tokens, and the true gradient is their SUM over all ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,30 +22,32 @@ from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
 from fsdp_cp.reduce import all_gather_single
-from fsdp_cp.sequence_lengths import remember_split_by_hand
+
+
+def is_count(x: Any) -> bool:
+    """Whether ``x`` is a number of at least 1."""
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) and x >= 1
 
 
 def local_token_count(total: int, cp: int) -> int:
-    """Tokens that each rank holds, pads included: ``ceil(total / cp)``.
+    """Return the number of tokens on each rank, pads included: ``ceil(total / cp)``.
 
     Raises:
-        UserError: if ``total`` is below 1, or no integer.
+        UserError: ``total`` is not an integer of at least 1.
     """
-    if not isinstance(total, (int, torch.SymInt)) or isinstance(total, bool):
-        raise UserError(f"total={total!r} is no number of tokens; use an integer of at least 1")
-    if total < 1:
-        raise UserError(f"a sequence of {total} tokens cannot be split; use one of at least 1 token")
+    if not is_count(total):
+        raise UserError(f"total={total!r} tokens cannot be split; use an integer of at least 1")
     return -(-total // cp)
 
 
 def local_token_range(total: int, cp: int, rank: int) -> tuple[int, int]:
-    """``(start, stop)`` of the true tokens of the ``cp`` rank ``rank``; equal where it holds pads alone."""
+    """Return ``(start, stop)`` of the true tokens of the ``cp`` rank ``rank``; equal where it holds pads alone."""
     local = local_token_count(total, cp)
     return min(rank * local, total), min((rank + 1) * local, total)
 
 
 def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
-    """The rank's own slice of a sequence that every rank of its ``cp`` group holds in full.
+    """Return the rank's own slice of a sequence that every rank of its ``cp`` group holds in full.
 
     Args:
         x: ``(..., S, ...)`` with the ``S`` tokens along ``dim``, equal on all ranks of the ``cp`` group.
@@ -55,16 +59,8 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
         Backward gives the other ranks' positions zeros. Forward-mode AD and ``torch.compile`` pass through.
 
     Raises:
-        UserError: a sequence without tokens, a dimension that ``x`` has not, or a mesh of another kind.
+        UserError: a sequence without tokens, a dimension that ``x`` does not have, or a mesh of another kind.
     """
-    own = split_own(x, mesh, dim)
-    if own is not x:
-        remember_split_by_hand(own, mesh.context, own.shape[dim], x.shape[dim])
-    return own
-
-
-def split_own(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
-    """:func:`split_tokens` for callers that tell attention themselves how many tokens there are."""
     dim = _checked_dim(x, mesh, dim)
     cp = mesh.context.cp_size
     local_token_count(x.shape[dim], cp)  # on one rank too, so that a mistake does not wait for a cluster
@@ -82,7 +78,7 @@ def split_own(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
 def gather_tokens(
     x: Tensor, mesh: Mesh, total: int | None = None, dim: int = 1, *, partial_grad: bool = False
 ) -> Tensor:
-    """The full sequence out of every rank's slice, pads dropped.
+    """Return the full sequence out of every rank's slice, pads dropped.
 
     Args:
         x: ``(..., ceil(S / cp), ...)``, the rank's own tokens.
@@ -127,14 +123,12 @@ def gather_tokens(
 
 
 def _checked_dim(x: Tensor, mesh: Mesh, dim: int) -> int:
-    """``dim`` from the front, the arguments that splitting and gathering share checked."""
+    """Check the arguments that splitting and gathering share; return ``dim`` from the front."""
     check_mesh(mesh)
     if not isinstance(x, Tensor):
-        raise UserError(f"x is a {type(x).__name__}; use a tensor with the tokens along dim")
+        raise UserError(f"x must be a tensor with the tokens along dim, got a {type(x).__name__}")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-        raise UserError(
-            f"dim={dim!r} is no dimension of x, which has the shape {tuple(x.shape)}; use 0 to {x.ndim - 1}"
-        )
+        raise UserError(f"dim must be 0 to {x.ndim - 1} for x of shape {tuple(x.shape)}, got {dim!r}")
     return dim % x.ndim
 
 

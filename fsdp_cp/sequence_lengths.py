@@ -1,96 +1,79 @@
-"""How many tokens the sequences of a forward have, so that attention knows its pads without being told.
+"""Token counts of the sequences that a forward splits: from them attention knows which positions are pads.
 
-A rank's slice has ``ceil(S / cp)`` positions and doesn't say what ``S`` is. The split does: each forward of a network
+A rank's slice has ``ceil(S / cp)`` positions and does not say what ``S`` is. The split does: each forward of a network
 that :func:`fsdp_cp.context_parallel.parallelize_context` was given has a :class:`Lengths`, which its splits fill and
-its attention reads. Such a record is found
+its attention reads. A block that runs again in backward reads
 
-- during the forward, as the innermost network's on the same mesh (the forward of another network changes nothing);
-- in a block that runs again in backward, by the record that was the forward's own
-  (:mod:`fsdp_cp.sharding.activations` enters it again), or, under anybody else's activation checkpointing, by the graph
-  that backward is in, which keeps it. ``use_reentrant=True`` makes none: then it is among those of the graphs that are
-  alive, and where these leave two answers, attention refuses to guess.
+- the record of its own forward, which :mod:`fsdp_cp.sharding.activations` enters again;
+- under any other activation checkpointing, the records of all forwards so far, where these leave one answer.
 
-Where it can't be told which of a forward's sequences attention is over, it refuses too. What never pads is never asked.
+Attention refuses to guess: where nothing or more than one count fits, it asks for ``total_tokens``.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
-import weakref
-from collections import deque
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import combinations
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups
+from fsdp_cp.sequence import is_count
 
 
 class Lengths:
     """Token counts of one forward of one network: the plan's names, and how many tokens were split under each."""
 
-    def __init__(self, groups: ContextGroups):
-        self.groups = groups
-        self.owner: object = None
+    def __init__(self, groups: ContextGroups, owner: object):
+        self.groups, self.owner = groups, owner
         self.totals: dict[str, int] = {}
         self.padded = False
         """Whether some rank holds pads. Kept, since a compiled graph that asks each number is one for each number."""
-        self.features: set[str] = set()
-        """Names of what has channels: no masks, no positions."""
-        self.outputs: set[str] = set()
-        """Names of what modules returned, rotary tables among them, which go with a sequence of another name."""
         self.gathered: str | None = None
         """The first module whose output was gathered."""
 
-    @property
-    def streams(self) -> dict[str, int]:
-        """The sequences that attention may be over, and their token counts."""
-        inputs = {name: total for name, total in self.totals.items() if name in self.features - self.outputs}
-        tables = self.features & self.outputs
-        outputs = {name: total for name, total in self.totals.items() if name in tables}
-        return inputs | {name: total for name, total in outputs.items() if total not in inputs.values()}
+    def note(self, name: str, total: int) -> None:
+        """Record that ``total`` tokens were split under ``name``."""
+        self.totals[name] = total
+        self.padded = self.padded or total % self.groups.cp_size != 0
 
     def __str__(self) -> str:
         return ", ".join(f"{name} ({total} tokens)" for name, total in self.totals.items()) or "nothing"
 
 
-_KEY = "fsdp_cp.lengths"
-"""Of a record in the metadata of an autograd node."""
 _entered: list[Lengths] = []
-"""Of the forwards that run now, outermost first. No thread-local: CUDA's backward has threads of its own."""
-_alive: weakref.WeakSet[Lengths] = weakref.WeakSet()
-_split_by_hand: list[tuple[weakref.ref[Tensor], ContextGroups, int, int]] = []
-"""Slices with pads that are alive: groups, tokens on a rank, tokens."""
-_last_by_hand: dict[tuple[ContextGroups, int], int] = {}
-"""Tokens of the sequence that was split last, by groups and tokens on a rank."""
+"""Records of the forwards that run now, outermost first. No thread-local: CUDA's backward has threads of its own."""
+_ended: dict[tuple, Lengths] = {}
+"""Different records of the forwards that have ended, by their counts."""
 
 
 def enter(record: Lengths) -> None:
-    """Make ``record`` the one of the forward that begins now."""
+    """Begin the forward of ``record``."""
     _entered.append(record)
-    _alive.add(record)
 
 
-def leave(record: Lengths) -> None:
-    """End its forward, and what began inside and was never ended (an interrupt skips hooks)."""
-    if record in _entered:
-        del _entered[_entered.index(record) :]
+def leave(owner: object) -> None:
+    """End the forward of ``owner``, and those that began inside and never ended (an interrupt skips hooks)."""
+    for i, record in enumerate(_entered):
+        if record.owner is owner:
+            ended = copy.copy(record)
+            ended.owner = None  # or its mesh would live as long as this process
+            _ended[record.groups.cp_size, record.groups.cp_rank, *sorted(record.totals.items())] = ended
+            del _entered[i:]
+            return
 
 
 def entered() -> tuple[Lengths, ...]:
-    """The records of the forwards that run now, for :func:`within`."""
+    """Return the records of the forwards that run now, for :func:`within`."""
     return tuple(_entered)
 
 
 @contextmanager
 def within(records: tuple[Lengths, ...]) -> Iterator[None]:
-    """As if the forwards of ``records`` were running: for what is computed again in backward."""
+    """Run a block again in backward as if the forwards of ``records`` were running."""
     before = list(_entered)
     _entered[:] = records
     try:
@@ -100,182 +83,98 @@ def within(records: tuple[Lengths, ...]) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether a backward runs this: checkpointing, which computes a part of a forward again."""
+    """Whether a backward runs this: activation checkpointing, which computes a part of a forward again.
+
+    ``torch._C._current_graph_task_id`` is private (torch 2.11 to 2.13).
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _metadata(node: Node) -> dict[str, Any]:
-    return node.metadata  # type: ignore[return-value]  # a property, which torch declares as a method
+def records_of(groups: ContextGroups) -> list[Lengths]:
+    """Return the records that a call may belong to: the innermost running forward's, else in backward all ended ones.
 
+    Only those on such a mesh: ranks share tokens alike, though a ``DeviceMesh`` has other names for its groups.
+    """
 
-def keep_with(output: object, record: Lengths) -> None:
-    """Keep ``record`` findable for as long as the graph of ``output`` lives, when its blocks may run again."""
-    if torch.compiler.is_compiling():
-        return
-    for x in tree_leaves(output):
-        if isinstance(x, Tensor) and x.grad_fn is not None:
-            _metadata(x.grad_fn).setdefault(_KEY, []).append(record)
+    def is_alike(record: Lengths) -> bool:
+        return record.groups.cp_size == groups.cp_size and record.groups.cp_rank == groups.cp_rank
 
-
-def remember_split_by_hand(x: Tensor, groups: ContextGroups, local: int, total: int) -> None:
-    """Note a slice with pads that was made outside a network's forward; attention refuses to guess their number."""
-    if torch.compiler.is_compiling():
-        return
-    _last_by_hand[(groups, local)] = total
-    if total % groups.cp_size:
-        _split_by_hand[:] = [known for known in _split_by_hand if known[0]() is not None]
-        _split_by_hand.append((weakref.ref(x), groups, local, total))
-
-
-def _same(record: Lengths, groups: ContextGroups) -> bool:
-    """Whether ranks share tokens alike; the groups' names differ where attention was given a ``DeviceMesh``."""
-    return record.groups.cp_size == groups.cp_size and record.groups.cp_rank == groups.cp_rank
-
-
-def running(groups: ContextGroups) -> Lengths | None:
-    """The record of the innermost forward on such a mesh."""
     for record in reversed(_entered):
-        if _same(record, groups):
-            return record
-    return None
-
-
-def records_of(groups: ContextGroups, owner: object = None) -> list[Lengths]:
-    """Those that a call may belong to: the running forward's, or in backward those of live graphs, by ``owner`` if any.
-
-    Several mean that nobody can tell: they differ, and the graph that backward is in leads to none of them.
-    """
-    record = running(groups)
-    if record is not None:
-        return [record]
-    if not in_backward():
-        return []
-    records = _alive_ones(groups, owner)
-    if len(records) > 1:
-        record = _upstream(records)
-        if record is not None:
+        if is_alike(record):
             return [record]
-        # Checkpointing leaves graphs behind in cycles, each rank until another moment: they are no longer to come.
-        del records
-        gc.collect()
-        records = _alive_ones(groups, owner)
-    return records
+    return [record for record in _ended.values() if is_alike(record)] if in_backward() else []
 
 
-def _alive_ones(groups: ContextGroups, owner: object) -> list[Lengths]:
-    """The live records for such a mesh, one of those that are equal."""
-    found = [record for record in _alive if _same(record, groups) and (owner is None or record.owner is owner)]
-    return list({tuple(sorted(record.totals.items())): record for record in found}.values())
-
-
-def _upstream(records: list[Lengths]) -> Lengths | None:
-    """The record of the forward that made the graph in which backward is: the nearest one towards its inputs."""
-    totals = [record.totals for record in records]
-    nodes: deque[Node | None] = deque([torch._C._current_autograd_node()])  # private; torch 2.11 to 2.13
-    seen = set(nodes)
-    while nodes:
-        node = nodes.popleft()
-        if node is None:
-            continue
-        for record in _metadata(node).get(_KEY, ()):
-            if record.totals in totals:
-                return record
-        following = [following for following, _ in node.next_functions if following not in seen]
-        seen.update(following)
-        nodes.extend(following)
-    return None
-
-
-def total_of(name: str, groups: ContextGroups, argument: str) -> int:
-    """How many tokens were split under ``name``.
-
-    Raises:
-        UserError: none, or several numbers in the graphs that may be running again.
-    """
-    records = records_of(groups)
-    totals = {record.totals[name] for record in records if name in record.totals}
-    if len(totals) != 1:
-        known = f"has split {records[0]}" if len(records) == 1 else f"may be one of {len(records)}"
-        known = f"this forward {known}" if records else "no network of parallelize_context is in its forward"
-        raise UserError(f"{argument} names {name!r}, but {known}; use a number of tokens")
-    return totals.pop()
-
-
-def known_total(local: int, groups: ContextGroups, what: str, argument: str) -> int:
-    """How many tokens a sequence has of which each rank holds ``local`` positions.
+def segments_of(
+    total_tokens: int | str | Sequence[int | str] | None,
+    local: int,
+    groups: ContextGroups,
+    tensor: str = "q",
+    argument: str = "total_tokens",
+) -> tuple[int, ...]:
+    """Return the true token counts of the joined sequences of which each rank holds ``local`` positions.
 
     Args:
+        total_tokens: counts, or names of the plan; ``None`` for the one sequence of the plan that fits.
         local: positions on each rank.
         groups: the ``cp`` axis.
-        what: the tensor's name, and
-        argument: what gives the number instead, both for the message.
+        tensor, argument: names of the tensor and of the argument that gives the count, for the message.
 
     Raises:
-        UserError: there are pads, and no or more than one answer.
+        UserError: not a count or a name; no, or more than one, answer.
     """
+    names = total_tokens if isinstance(total_tokens, (tuple, list)) else (total_tokens,)
+    if total_tokens is None:
+        names = ()
+    elif not names or not all(isinstance(x, str) or is_count(x) for x in names):
+        raise UserError(
+            f"{argument} must be an integer of at least 1, a name of the plan, or one of these for each joined"
+            f" sequence, got {total_tokens!r}"
+        )
+    if names and not any(isinstance(name, str) for name in names):
+        return tuple(names)
     cp = groups.cp_size
     if cp == 1:
-        return local
+        return (local,)
     records = records_of(groups)
-    if not any(record.padded for record in records):
-        _refuse_split_by_hand(local, groups, what, argument)
-        return local * cp
-    fitting = {total for record in records for total in record.totals.values() if -(-total // cp) == local}
-    if len(fitting) == 1 and not any(_may_be_joined(record, local) for record in records):
-        return fitting.pop()
-    known = "; or ".join(map(str, records))
+    if not names and records and not any(record.padded for record in records):
+        return (local * cp,)
+    answers: set[tuple[int, ...]] = set()
+    for record in records:
+        totals = record.totals
+        if not names:  # joined sequences too, which need names to be in order
+            known = sorted(set(totals.values()))
+            answers.update(some for n in (1, 2, 3) for some in combinations(known, n))
+        elif all(name in totals for name in names if isinstance(name, str)):
+            answers.add(tuple(totals[name] if isinstance(name, str) else name for name in names))
+    fitting = [answer for answer in answers if sum(-(-total // cp) for total in answer) == local]
+    if len(fitting) == 1 and (names or len(fitting[0]) == 1):
+        return fitting[0]
+    known_as = "no forward of a network of parallelize_context is running to tell how many split_tokens has split"
+    if records:
+        known_as = f"the plan has split {'; or '.join(map(str, records))}"
     raise UserError(
-        f"{what} has {local} tokens on each of cp={cp} ranks, and the forward's plan has split {known}: which of them,"
-        f" and so where the pads are, cannot be told; give {argument}, a number or a name out of these, or several in"
-        " their order where sequences are joined"
+        f"{argument}={total_tokens!r} does not determine the tokens of {tensor}, which has {local} on each of cp={cp}"
+        f" ranks: {known_as}; set {argument} to the number of tokens, or to names of the plan in the order in which"
+        " sequences are joined"
     )
-
-
-def _may_be_joined(record: Lengths, local: int) -> bool:
-    counts = [-(-total // record.groups.cp_size) for total in record.streams.values()]
-    return any(sum(some) == local for n in range(2, len(counts) + 1) for some in itertools.combinations(counts, n))
-
-
-def _refuse_split_by_hand(local: int, groups: ContextGroups, what: str, argument: str) -> None:
-    if torch.compiler.is_compiling():
-        return
-    alive = [total for x, *of, total in _split_by_hand if x() is not None and of == [groups, local]]
-    # Without gradients nothing keeps a slice alive, but what was split last may be what attention is over.
-    for total in (*alive, _last_by_hand.get((groups, local), 0)):
-        if total % groups.cp_size:
-            raise UserError(
-                f"{what} has {local} tokens on each of cp={groups.cp_size} ranks, as many as a sequence of {total} that"
-                f" split_tokens has padded; give {argument}={total}, or {local * groups.cp_size} if it is another one"
-            )
 
 
 def refuse_split_keys(queries: int, keys: int) -> None:
     """Refuse keys that look like a rank's slice of another sequence than the queries'.
 
     Raises:
-        UserError: they do.
+        UserError: the running forward has split a sequence into slices of ``keys`` tokens.
     """
     if torch.compiler.is_compiling():
         return
     for record in _entered[-1:]:
-        cp = record.groups.cp_size
-        streams = record.streams
-        fitting = {name: total for name, total in streams.items() if -(-total // cp) == keys}
-        own = [name for name, total in streams.items() if -(-total // cp) == queries]
-        others = [name for name in fitting if own != [name]]
-        if others:
-            raise UserError(
-                f"k has {keys} tokens, as many as each rank has of {others[0]!r} ({streams[others[0]]} tokens), which"
-                " the plan splits; give mesh=mesh to attend to all of them, or total_keys="
-                f"{keys} if every rank holds these keys in full"
-            )
-
-
-def segments_of(
-    total_tokens: int | str | Sequence[int | str] | None, local: int, groups: ContextGroups
-) -> tuple[int, ...]:
-    """The true token counts of the joined sequences that ``total_tokens`` names, counts, or leaves to be found out."""
-    if total_tokens is None:
-        return (known_total(local, groups, "q", "total_tokens"),)
-    given = (total_tokens,) if isinstance(total_tokens, (int, str, torch.SymInt)) else tuple(total_tokens)
-    return tuple(total_of(x, groups, "total_tokens") if isinstance(x, str) else x for x in given)
+        shares = {total: -(-total // record.groups.cp_size) for total in record.totals.values()}
+        own = [total for total, share in shares.items() if share == queries]
+        for name, total in record.totals.items():
+            if shares[total] == keys and own != [total]:
+                raise UserError(
+                    f"k has {keys} tokens, as many as each rank has of {name!r} ({total} tokens), which the plan"
+                    f" splits; give mesh=mesh to attend to all of them, or total_keys={keys} if every rank holds these"
+                    " keys in full"
+                )

@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_cp.fake_operators import is_fake
+from fsdp_cp.fake_world import is_fake
 
 _CAST_AT_A_TIME = 1 << 15
 """Elements; in fp64 they fit the second level's cache."""
 
 
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of DTensors, sharing their memory; other tensors as they are. Autograd does not see it.
+    """Return this rank's parts of DTensors, sharing their memory; other tensors as they are. Autograd does not see it.
 
     ``DTensor._local_tensor``: ``to_local`` gives a view of it, at a hundred times the host's time, which for weights,
     gradients and averages of a thousand parameters comes to as much as their update.
 
     FSDP2 replaces a parameter's local tensor (in ``to_empty``, in loading, at the first forward where it has to pad
-    it): ask anew for each use, and keep none.
+    it): call this again for each use, and keep none.
     """
     return [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
 
 
 def in_pieces(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Neighbours whose ``sizes`` come to ``most`` at most together, or one that is larger alone; none for no sizes."""
+    """Yield slices of neighbors whose ``sizes`` come to at most ``most``, or of one that is larger alone."""
     first = total = 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:
@@ -43,17 +43,17 @@ def in_pieces(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Square of the Euclidean norm of each tensor, computed in fp64: ``(n,)``, on the device of the first.
+    """Return the square of the Euclidean norm of each tensor, computed in fp64: ``(n,)``, on the device of the first.
 
     Args:
         tensors: plain ones on one device, at least one; of any dtypes, empty ones included.
 
     Raises:
-        ValueError: an empty list, whose device nobody knows.
+        ValueError: an empty list.
     """
     if not tensors:
-        raise ValueError("squared_norms of no tensors has no device; leave the call out")
-    # Nor of fake ones, of the planner: each piece is a call, and of 14B there are half a million.
+        raise ValueError("squared_norms() needs at least one tensor")
+    # Do not split fake tensors: each piece is one call, and the planner of a 14B network would make half a million.
     if tensors[0].device.type != "cpu" or is_fake(tensors[0]):
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
     # There torch casts each tensor as a whole first, to new memory, which takes three times as long as the rest.
@@ -72,6 +72,6 @@ def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 def lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
-    """Move each towards its like by the share ``weight`` of the way, in place; empty lists are left as they are."""
+    """Move each tensor to its partner by the share ``weight`` of the way, in place; accept empty lists."""
     if tensors:
         torch._foreach_lerp_(list(tensors), list(towards), weight)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from safetensors import safe_open
 from torch import Tensor
@@ -107,32 +107,31 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
     """One network's folder, which has a ``config.json``."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{where}: {path / 'config.json'} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {path / 'config.json'} is not JSON ({one_line(error)})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{where}: {path / 'config.json'} is not a JSON object")
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = one_line(error.strerror if isinstance(error, OSError) else error)
+        raise UserError(f"{where}: {path / 'config.json'} cannot be read as a JSON object ({reason})") from error
     if "quantization_config" in config:
         raise UserError(
             f"{where} is quantised ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
             " weights in bf16 or fp32"
         )
+    found = [
+        (name, shape, file.name)
+        for file in _weight_files(path, where)
+        for name, shape in _read_shapes(file, where).items()
+    ]
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path, where):
-        found = _read_shapes(file, where)
-        twice = next(iter(sorted(shapes.keys() & found.keys())), None)
-        if twice is not None:  # the reader would take either
-            raise UserError(f"{where}: {twice} is in {file.name} and in another file; remove one")
-        shapes |= found
+    stored: dict[str, str] = {}
+    for name, (in_file, shape, file_name) in zip(_without_prefixes([each[0] for each in found]), found, strict=True):
+        if name in shapes:  # the reader would take either
+            raise UserError(
+                f"{where} holds {name} twice, as {stored[name]} and as {in_file} in {file_name}; remove one"
+            )
+        shapes[name], stored[name] = shape, in_file
     extra = path / ADDITIONS
     additions = _read_shapes(extra, where) if extra.is_file() else {}
-    names = _without_prefixes(shapes)
-    stored = {names[name]: name for name in shapes}
-    if len(stored) < len(shapes):
-        twice = next(name for name in shapes if stored[names[name]] != name)
-        raise UserError(f"{where} holds both {twice} and {stored[names[twice]]}, of one tensor; save one of them")
-    shapes = {names[name]: shape for name, shape in shapes.items()}
     return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
 
 
@@ -177,12 +176,11 @@ _PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
 """Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
 
 
-def _without_prefixes(names: Iterable[str]) -> dict[str, str]:
-    """Return the network's own name of each tensor, without what wrappers put in front of all, or compiled blocks."""
-    own = {name: name for name in names}
-    while own and (prefix := next((p for p in _PREFIXES if all(n.startswith(p) for n in own.values())), None)):
-        own = {name: rest.removeprefix(prefix) for name, rest in own.items()}
-    return {name: rest.replace("._orig_mod.", ".") for name, rest in own.items()}
+def _without_prefixes(names: list[str]) -> list[str]:
+    """Remove what wrappers put in front of all names, or of compiled blocks."""
+    while names and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in names)), None)):
+        names = [name.removeprefix(prefix) for name in names]
+    return [name.replace("._orig_mod.", ".") for name in names]
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,19 +243,14 @@ def _boundary(pipeline: Path, where: str) -> float | None:
     second = pipeline / EXPERT_FOLDERS[1]
     if ratio is None and not second.exists():
         return None
-    if ratio is None:
+    between = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 < ratio < 1
+    if not between or not (second / "config.json").is_file():
         raise UserError(
-            f"{where} has a transformer_2, a second expert, and its model_index.json no boundary_ratio, the time from"
-            " which on the first serves; add it (Wan 2.2: .875 for T2V, .9 for I2V), or move transformer_2 away"
+            f"{where} is a model of two experts, which needs transformer_2/config.json, and in model_index.json a"
+            f" boundary_ratio between 0 and 1, got {one_line(ratio)} (Wan 2.2: .875 for T2V, .9 for I2V); copy the"
+            " whole pipeline, or move transformer_2 away"
         )
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
-        raise UserError(f"{where}: boundary_ratio={one_line(ratio)} of its model_index.json is not between 0 and 1")
-    if not (second / "config.json").is_file():
-        raise UserError(
-            f"{where} has boundary_ratio={ratio:g}, a model of two experts, and no transformer_2/config.json; copy the"
-            " whole pipeline"
-        )
-    return float(ratio)
+    return float(cast(float, ratio))
 
 
 def indexed_files(index: Path, where: str) -> list[str]:
@@ -339,21 +332,20 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
         UserError: missing tensors, unexpected ones, or other shapes, by name.
     """
     found = folder.shapes
-    other = [name for name in sorted(expected.keys() & found.keys()) if expected[name] != found[name]]
-    if other:
-        raise UserError(
-            f"{setting}={folder.path}: {other[0]} has shape {found[other[0]]}, but the network of its config.json"
-            f" needs {expected[other[0]]}" + (f" ({len(other)} tensors differ)" if len(other) > 1 else "")
-        )
-    differences = []
+    problems = [
+        f"has {name} of shape {found[name]}, but the network of its config.json needs {expected[name]}"
+        for name in sorted(expected.keys() & found.keys())
+        if expected[name] != found[name]
+    ]
     for what, names in (
-        ("lacks", sorted(expected.keys() - found.keys())),
-        ("has the unexpected", sorted(found.keys() - expected.keys())),
+        ("lacks", expected.keys() - found.keys()),
+        ("has the unexpected", found.keys() - expected.keys()),
     ):
         if names:
-            differences += [f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")]
-    if differences:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problems.append(f"{what} {', '.join(sorted(names)[:3])}{more}")
+    if problems:
         raise UserError(
-            f"{setting}={folder.path} {', and '.join(differences)}; is it a checkpoint of another model, or one with"
+            f"{setting}={folder.path} {', and '.join(problems[:3])}; is it a checkpoint of another model, or one with"
             " the names of the model's own code?"
         )

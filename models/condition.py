@@ -10,7 +10,7 @@ frames of each latent frame; ``image_embeds`` ``(B, N, D)``, an image encoder's 
 ``(B, C, 1, H, W)``, the first frame alone, encoded, which takes the place of the noisy one or stands in channels of its
 own; ``text_mask`` ``(B, L)`` bool, which tokens of the text count; ``glyphs`` ``(B, L, D)`` and ``glyph_mask``, the
 same of what a caption quotes, to be written in the picture; ``latent_spacing`` ``(B, 4)`` fp32, how far latents are
-from each other in seconds and pixels (``models/families/ltx_attention.py``).
+from each other in seconds and pixels (``models/families/ltx.py``).
 """
 
 from __future__ import annotations

@@ -10,15 +10,14 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
@@ -29,98 +28,54 @@ from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.shard import materialise
 from models.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.export_folder import write_folder
-from models.families.base import Family
 from models.families.registry import family_of
 from models.load import seed_of_expert
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
-from models.lora.merge import Merged
+from models.lora.merge import Weights, merged
 from models.published import refuse_input, refuse_occupied
 from models.role import EXPERTS
-
-_FILE_BYTES = 5 * 10**9
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Saved:
-    """A role's weights in a checkpoint."""
-
-    checkpoint: Path
-    role: str
-    part: str
-    """What the checkpoint calls it: the role, or one of its experts (:meth:`models.role.Role.trained_apart`)."""
-    weights: str
-    state: Mapping[str, Any]
-    config: dict[str, Any]
-    tensors: Mapping[str, TensorStorageMetadata]
-    """By name."""
-    reader: FileSystemReader
-    """Of the checkpoint; one, since it reads the list of its tensors once."""
-
-    def read(self, name: str) -> Tensor:
-        """One of them, whole."""
-        key = f"{self.part}.{_KINDS[self.weights]}.{name}"
-        value = torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
-        with readable(self.checkpoint), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
-            dcp.load({key: value}, storage_reader=self.reader, no_dist=True)
-        return value
-
-    @property
-    def adapters(self) -> dict[str, Any] | None:
-        """What the role's adapters are, where it has any; see ``RolePlan.adapters``."""
-        return self.state.get("adapters", {}).get(self.role)
-
-    @property
-    def family(self) -> Family:
-        """Of the network."""
-        return family_of(self.state["settings"][self.role]["family"], self.role)
-
 
 _KINDS = {"raw": "weights", "ema": "ema"}
 
 
-def _find(checkpoint: Path, role: str, weights: str) -> list[_Saved]:
-    """A role's networks, of experts both.
+def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
+    """Return a role's weights in a checkpoint, of each expert, by the part's name in the checkpoint.
 
     Raises:
-        UserError: a role or average that the checkpoint has not, a damaged checkpoint.
+        UserError: a role or average that the checkpoint does not hold.
     """
-    state = read_state(checkpoint)
     files = reader(checkpoint)
-    metadata = files.read_metadata().state_dict_metadata
-    parts, boundaries, updates = [role], state.get("boundaries", {}), state.get("updates", {})
-    if not isinstance(boundaries, dict) or not isinstance(updates, dict):
-        raise UserError(f"{checkpoint / 'state.json'} is damaged: its boundaries or updates are none; use another one")
-    if boundaries.get(role):
-        parts = [f"{role}.{expert}" for expert in EXPERTS if f"{role}.{expert}" in updates] or parts
-    named = {
-        part: {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        for part, prefix in ((part, f"{part}.{_KINDS[weights]}.") for part in parts)
-    }
-    if not all(named.values()):
-        kinds = {kind: name for name, kind in _KINDS.items()}
-        held = sorted(
-            {(name, kinds[kind]) for name in ("student", "fake") for kind in kinds for key in metadata
-             if key.startswith((f"{name}.{kind}.", *(f"{name}.{expert}.{kind}." for expert in EXPERTS)))}
-        )  # fmt: skip
-        known = ", ".join(f"--role {name} --weights {kind}" for name, kind in held)
-        raise UserError(f"{checkpoint} holds no {weights} weights of a role {role!r}; use {known}")
-    configs = state.get("configs")
-    if not isinstance(configs, dict) or not isinstance(configs.get(role), dict):
-        raise UserError(f"{checkpoint / 'state.json'} is damaged: it has no configuration of {role}; use another one")
-    return [
-        _Saved(
-            checkpoint=checkpoint,
-            role=role,
-            part=part,
-            weights=weights,
-            state=state,
-            config=configs[role],
-            tensors=cast("dict[str, TensorStorageMetadata]", tensors),  # weights are nothing else
-            reader=files,
+    stored = files.read_metadata().state_dict_metadata
+    parts = [role, *(f"{role}.{expert}" for expert in EXPERTS)]
+    prefixes = {part: f"{part}.{_KINDS[weights]}." for part in parts}
+    if not state.get("boundaries", {}).get(role):
+        del parts[1:]  # a network's own names may begin with anything
+    found = {part: [key for key in stored if key.startswith(prefixes[part])] for part in parts}
+
+    def read(prefix: str, name: str) -> Tensor:
+        key = prefix + name
+        tensor = cast(TensorStorageMetadata, stored[key])  # weights are nothing else
+        value = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        with readable(checkpoint), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+            dcp.load({key: value}, storage_reader=files, no_dist=True)
+        return value
+
+    networks = {
+        part: Weights(
+            {key.removeprefix(prefixes[part]): tuple(cast(TensorStorageMetadata, stored[key]).size) for key in keys},
+            partial(read, prefixes[part]),
         )
-        for part, tensors in named.items()
-    ]
+        for part, keys in found.items()
+        if keys
+    }
+    if not networks:
+        held = sorted({key.partition(".")[0] for key in stored} & {"student", "fake"})
+        raise UserError(
+            f"{checkpoint} holds no {weights} weights of a role {role!r}; it has {' and '.join(held)}, and averages"
+            " (--weights ema) of roles that keep one"
+        )
+    return networks
 
 
 def export_checkpoint(
@@ -148,25 +103,29 @@ def export_checkpoint(
         expert: ``high`` or ``low``, for one of a role's two experts as a network of its own.
 
     Returns:
-        What was written, in words.
+        A description of what was written.
 
     Raises:
-        UserError: a role or average that the checkpoint has not, a damaged checkpoint, a folder that is not to be
+        UserError: a role or average that the checkpoint does not hold, a damaged checkpoint, a folder that must not be
             written, a base that is not the adapters' own.
     """
     refuse_occupied(out, "OUT")
-    networks = _find(checkpoint, role, weights)
-    saved = networks[0]
-    boundaries = saved.state.get("boundaries", {}).get(role, [])
-    if expert is not None and not boundaries:
-        raise UserError(f"--expert {expert}: the {role} in {checkpoint} is one network; leave it out")
-    held = [each.part.rpartition(".")[2] for each in networks] if boundaries else []
-    if boundaries and len(held) < len(EXPERTS) and expert != held[0]:
+    state = read_state(checkpoint)
+    try:
+        networks = _networks(checkpoint, state, role, weights)
+        config, adapters = dict(state["configs"][role]), state.get("adapters", {}).get(role)
+        boundaries = list(state.get("boundaries", {}).get(role) or ())
+        step = state["step"]
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{checkpoint / 'state.json'} is damaged ({error!r}); use another checkpoint") from error
+    experts = [part.rpartition(".")[2] for part in networks] if boundaries else []
+    if boundaries and len(experts) < len(EXPERTS) and expert != experts[0]:
         raise UserError(
-            f"{checkpoint} holds the {role}'s expert for {held[0]} noise alone, which the run trained; add --expert"
-            f" {held[0]}, or take both from the run's export/student"
+            f"{checkpoint} holds the {role}'s expert for {experts[0]} noise alone, which the run trained; add --expert"
+            f" {experts[0]}, or take both from the run's export/student"
         )
-    adapters = saved.adapters
     if adapters is None and kind is not None:
         raise UserError(
             f"--format {kind} is for adapters, and the {role} in {checkpoint} trained its whole network; leave it out"
@@ -176,87 +135,57 @@ def export_checkpoint(
             f"--format {kind}: the {role} in {checkpoint} is two experts, and a file is of one; add"
             " --expert high or low"
         )
-    if base is not None and (adapters is None or kind in FORMATS):
-        raise UserError("--base is for adapters that are merged into it (--format merged); leave it out")
-    if adapters is not None and (read_from := base or adapters["base"]["path"]):
-        # Of a pipeline the networks are in its folders: one of them that an earlier export put there would be replaced.
-        for place in (".", *EXPERT_FOLDERS):
-            refuse_input(out, "OUT", {"the adapters' base": Path(read_from) / place})
-    about = {
-        "checkpoint": str(checkpoint.resolve()),
-        "step": saved.state["step"],
-        "role": role,
-        "weights": weights,
-        "dtype": str(dtype),
-    }
-    chosen = list(range(len(networks)))
-    if expert is not None:
-        chosen, boundaries = [held.index(expert)], []
-        about["expert"] = expert
-    of = f"the {role}" if expert is None else f"the {role}'s expert for {expert} noise"
-    scale = adapters["scale"] if adapters else 1.0
+    about = {"checkpoint": str(checkpoint.resolve()), "step": step, "role": role, "weights": weights}
+    about["dtype"], name, chosen = str(dtype), f"the {role}", list(networks.values())
+    if boundaries and expert is not None:
+        about["expert"], name = expert, f"the {role}'s expert for {expert} noise"
+        chosen, experts, boundaries = [networks[f"{role}.{expert}"]], [expert], []
     if kind in FORMATS:
-        (saved,) = (networks[i] for i in chosen)
-        refuse_whole(saved.tensors, f"{of} in {checkpoint}")
-        tensors = file_tensors(kind, saved.tensors, saved.read, family=saved.family, scale=scale, dtype=dtype)
+        (own,) = chosen
+        refuse_whole(own.shapes, f"{name} in {checkpoint}")
+        family = family_of(state["settings"][role]["family"], role)
+        tensors = file_tensors(kind, own.shapes, own.read, family=family, scale=adapters["scale"], dtype=dtype)
         write_file(out, tensors, about | {"format": kind})
-        return f"the {weights} adapters of {of}"
-    bases = _bases(saved, base) if adapters is not None else []
-    if bases and held:
-        bases = [bases[EXPERTS.index(name)] for name in held]
-    sources = [_source(networks[i], bases[i] if bases else None, scale, dtype) for i in chosen]
-    write_folder(out, sources, saved.config, _FILE_BYTES, boundaries, about=about)
-    return f"the {weights} weights of {of}{', merged into their base,' if adapters else ''}"
+        return f"the {weights} adapters of {name}"
+    if adapters is not None:
+        bases = _bases(state, role, config, base, out)
+        of = [bases[EXPERTS.index(expert)] for expert in experts] or bases
+        chosen = [merged(one, own, adapters["scale"]) for one, own in zip(of, chosen, strict=True)]
+    write_folder(out, chosen, config, dtype=dtype, boundaries=boundaries, about=about)
+    return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 
-_Base = tuple[Callable[[str], Tensor], dict[str, torch.Size]]
-"""How to read a weight of the adapters' base by name, and all their shapes."""
-
-
-def _source(
-    saved: _Saved, base: _Base | None, scale: float, dtype: torch.dtype
-) -> tuple[dict[str, int], Callable[[str], Tensor]]:
-    """Bytes by name, and what gives a tensor, for :func:`models.export_folder.write_folder`."""
-    read: Callable[[str], Tensor] = saved.read
-    counts = {name: value.size.numel() for name, value in saved.tensors.items()}
-    if base is not None:
-        of_base, shapes = base
-        read = merged = Merged(of_base, saved.read, shapes, saved.tensors, scale)
-        counts = {name: shapes[name].numel() if name in shapes else counts[name] for name in merged.names}
-    return {name: count * dtype.itemsize for name, count in counts.items()}, lambda name: read(name).to(dtype)
-
-
-def _bases(saved: _Saved, given: str | None) -> list[_Base]:
-    """Of each network of the role.
+def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: str | None, out: Path) -> list[Weights]:
+    """Return the base of the adapters of each network of the role.
 
     Raises:
-        UserError: a base that is not there, or another one.
+        UserError: a base that is not there, that has other weights, or that ``out`` would replace.
     """
-    assert saved.adapters is not None
-    of = saved.adapters["base"]
-    if of["path"] is None:
-        if given is not None:
-            raise UserError("--base: these adapters are on random weights, which the run's seed gives; leave it out")
-        return [_random_base(saved, i) for i in range(len(saved.state.get("boundaries", {}).get(saved.role, [])) + 1)]
-    found = inspect_checkpoint(given or of["path"], "--base")
-    if " ".join(map(fingerprint, found.folders)) != of["fingerprint"]:
+    base = state["adapters"][role]["base"]
+    if base["path"] is None:
+        experts = range(len(state.get("boundaries", {}).get(role) or ()) + 1)
+        return [_random_base(state, role, config, i) for i in experts]
+    path = moved or base["path"]
+    # A pipeline's networks are in its folders: one of them may be an earlier export, which would be replaced.
+    for place in (".", *EXPERT_FOLDERS):
+        refuse_input(out, "OUT", {"the adapters' base": Path(path) / place})
+    found = inspect_checkpoint(path, "--base")
+    if " ".join(map(fingerprint, found.folders)) != base["fingerprint"]:
         raise UserError(
-            f"--base {given or of['path']} has other weights than the base that the {saved.role} was trained on"
-            f" ({of['path']}); give that one"
+            f"--base {path} has other weights than the base that the {role} was trained on ({base['path']}); give that"
+            " one"
         )
-    return [
-        (tensor_reader(folder), {name: torch.Size(shape) for name, shape in folder.shapes.items()})
-        for folder in found.folders
-    ]
+    return [Weights(folder.shapes, tensor_reader(folder)) for folder in found.folders]
 
 
-def _random_base(saved: _Saved, expert: int) -> _Base:
+def _random_base(state: Mapping[str, Any], role: str, config: dict[str, Any], expert: int) -> Weights:
+    family = family_of(state["settings"][role]["family"], role)
     with torch.device("meta"):
-        network = saved.family.build(saved.config, "state.json")
+        network = family.build(config, "state.json")
     materialise(network, "cpu")
-    initialise(network, seed=seed_of_expert(saved.state["seed"], expert), special=saved.family.fill_special)
+    initialise(network, seed=seed_of_expert(state["seed"], expert), special=family.fill_special)
     weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    return weights.__getitem__, {name: weight.shape for name, weight in weights.items()}
+    return Weights({name: tuple(weight.shape) for name, weight in weights.items()}, weights.__getitem__)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import SchedulerMixin
@@ -26,24 +27,17 @@ from models.additions.base import added, named_additions, own
 from models.checkpoint_files import ADDITIONS, EXPERT_FOLDERS
 from models.families.base import Family
 from models.lora.files import file_tensors, write_file
-from models.lora.merge import Merged
+from models.lora.merge import Weights, merged
 from models.published import published, withdraw
 
 NAME = "diffusion_pytorch_model"
+MAX_BYTES = 5 * 10**9
+"""Size of a file; so much of a network is in memory at a time."""
 _NOTE = (
     "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
     " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
 )
 log = logging.getLogger(__name__)
-
-
-class _Source(NamedTuple):
-    """A network that is written."""
-
-    sizes: dict[str, int]
-    """Bytes of each tensor, by diffusers name."""
-    gather: Callable[[str], Tensor]
-    """A tensor by its name; called once for each, in order."""
 
 
 def export_weights(
@@ -53,60 +47,40 @@ def export_weights(
     *,
     dtype: torch.dtype,
     boundaries: Sequence[float] = (),
-    max_bytes: int = 5 * 10**9,
+    max_bytes: int = MAX_BYTES,
     about: Mapping[str, Any] | None = None,
     bases: Sequence[Mapping[str, Tensor] | None] | None = None,
     scale: float = 1.0,
 ) -> None:
     """Write sharded networks as a folder that ``from_pretrained`` loads. Called by all ranks; rank 0 writes.
 
-    One network is a transformer folder. Two experts are ``transformer/`` and ``transformer_2/`` of one that has their
-    boundary in ``model_index.json``, as pipelines have it.
-
     Args:
-        folder: a run's own. An earlier export in it is replaced when the new one is whole; anything else is kept
+        folder: in a run directory. It replaces an earlier export when it is whole; anything else in its place is kept
             under another name.
-        networks: DTensors by diffusers name, of each.
-        config: theirs.
-        dtype: of the files.
-        boundaries: of experts (:class:`models.role.Role`).
-        max_bytes: size of a file; rank 0 holds one file's tensors at a time.
+        networks: DTensors by diffusers name, of each network.
+        config, dtype, boundaries, max_bytes: of :func:`write_folder`.
         about: what the weights are, for the folder's manifest.
-        bases: of each of ``networks`` that is adapters, which are merged into it.
+        bases: for each of ``networks`` that is adapters, the base that they are merged into.
         scale: of their products.
 
     Raises:
         UserError: a folder that cannot be written; on every rank.
     """
-    sources = [
-        _source(weights, None if bases is None else bases[i], scale=scale, dtype=dtype)
-        for i, weights in enumerate(networks)
-    ]
+    weights = [_sharded(network) for network in networks]
+    for i, base in enumerate(bases or ()):
+        if base is not None:
+            weights[i] = merged(_sharded(base), weights[i], scale)
     about = {"dtype": str(dtype), **(about or {})}
     on_all_ranks(
-        lambda: _write(folder, sources, config, boundaries, max_bytes, writes=rank() == 0, about=about, move_aside=True)
-    )
+        lambda: write_folder(
+            folder, weights, config, dtype=dtype, boundaries=boundaries, max_bytes=max_bytes, about=about,
+            writes=rank() == 0, move_aside=True,
+        )
+    )  # fmt: skip
 
 
-def _source(
-    weights: Mapping[str, Tensor], base: Mapping[str, Tensor] | None, *, scale: float, dtype: torch.dtype
-) -> _Source:
-    """One of :func:`export_weights`'s networks."""
-
-    def own(name: str) -> Tensor:
-        return full_tensor(weights[name])
-
-    read: Callable[[str], Tensor] = own
-    counts = {name: w.numel() for name, w in weights.items()}
-    if base is not None:
-        read = merged = Merged(lambda name: full_tensor(base[name]), own, base, weights, scale)
-        counts = {name: (base[name] if name in base else weights[name]).numel() for name in merged.names}
-
-    def gather(name: str) -> Tensor:
-        full = read(name)
-        return full.to(device="cpu", dtype=dtype) if rank() == 0 else full
-
-    return _Source({name: count * dtype.itemsize for name, count in counts.items()}, gather)
+def _sharded(tensors: Mapping[str, Tensor]) -> Weights:
+    return Weights({name: tuple(w.shape) for name, w in tensors.items()}, lambda name: full_tensor(tensors[name]))
 
 
 def export_adapters(
@@ -147,58 +121,46 @@ def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
 
 def write_folder(
     folder: Path,
-    networks: Sequence[tuple[dict[str, int], Callable[[str], Tensor]]],
+    networks: Sequence[Weights],
     config: dict[str, Any],
-    max_bytes: int,
-    boundaries: Sequence[float] = (),
-    about: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a diffusers folder as :func:`export_weights`, in one process; additions in a file of their own.
-
-    Args:
-        folder: see :func:`models.published.published`.
-        networks: of each the bytes of its tensors, by diffusers name, and what gives a tensor by its name: called once
-            for each, in order.
-        config: theirs.
-        max_bytes: size of a file, of whose tensors so many are held at a time.
-        boundaries: of experts.
-        about: of :func:`models.published.published`.
-
-    Raises:
-        UserError: a folder that cannot be written.
-    """
-    _write(folder, [_Source(*each) for each in networks], config, boundaries, max_bytes, writes=True, about=about or {})
-
-
-def _write(
-    folder: Path,
-    sources: Sequence[_Source],
-    config: dict[str, Any],
-    boundaries: Sequence[float],
-    max_bytes: int,
     *,
-    writes: bool,
-    about: Mapping[str, Any],
+    dtype: torch.dtype,
+    boundaries: Sequence[float] = (),
+    max_bytes: int = MAX_BYTES,
+    about: Mapping[str, Any] | None = None,
+    writes: bool = True,
     move_aside: bool = False,
 ) -> None:
-    """Where it does not write, this rank only takes part in each ``gather``.
+    """Write a diffusers folder; additions in a file of their own.
+
+    One network is a transformer folder. Two experts are ``transformer/`` and ``transformer_2/`` of a folder that has
+    their boundary in ``model_index.json``, as pipelines have it.
+
+    Args:
+        folder, about, move_aside: of :func:`models.published.published`.
+        networks: the weights of each network; a tensor is read once.
+        config: their ``config.json``.
+        dtype: of the files.
+        boundaries: of experts (:class:`models.role.Role`).
+        max_bytes: size of a file.
+        writes: whether this rank writes; others only take part in reading.
 
     Raises:
-        UserError: a folder that cannot be written; on the rank that writes, after the last ``gather``.
+        UserError: a folder that cannot be written; on the rank that writes, after the last tensor is read.
     """
-    assert len(sources) == len(boundaries) + 1
+    assert len(networks) == len(boundaries) + 1
     places = EXPERT_FOLDERS if boundaries else ("",)
-    contents = [_contents(source.sizes, max_bytes) for source in sources]
-    gathered = _gathered(places, contents, sources, keep=writes)
+    contents = [_contents(weights.shapes, max_bytes // dtype.itemsize) for weights in networks]
+    files = _read_files(places, contents, networks, dtype if writes else None)
     try:
-        with published(folder, about, move_aside=move_aside) if writes else nullcontext() as unfinished:
-            for file, tensors in gathered:
+        with published(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
+            for file, tensors in files:
                 if unfinished is not None:
                     (unfinished / file).parent.mkdir(exist_ok=True)
                     save_file(tensors, unfinished / file, metadata={"format": "pt"})
             if unfinished is not None:
-                for place, files, source in zip(places, contents, sources, strict=True):
-                    _write_texts(unfinished / place, config, files, own_name=folder / place, sizes=source.sizes)
+                for place, content, weights in zip(places, contents, networks, strict=True):
+                    _write_texts(unfinished / place, folder / place, config, content, weights.shapes, dtype)
                 if boundaries:
                     index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
                     index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -206,59 +168,63 @@ def _write(
     except SafetensorError as error:  # a full disk, too
         raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
     finally:
-        for _ in gathered:  # a rank that left the collectives would leave the others waiting in them
+        for _ in files:  # a rank that left the collectives would leave the others waiting in them
             pass
 
 
-def _contents(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
-    """Names of the tensors of each file of a network."""
+def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, list[str]]:
+    """Return the names of the tensors of each file of a network; a file has at most ``most`` values."""
     files: list[list[str]] = [[]]
     filled = 0
-    for name, size in own(sizes).items():
-        if filled and filled + size > max_bytes:
+    for name, shape in own(shapes).items():
+        if filled and filled + math.prod(shape) > most:
             files.append([])
             filled = 0
         files[-1].append(name)
-        filled += size
+        filled += math.prod(shape)
     contents = {
         f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
         for i, names in enumerate(files)
     }
-    if added(sizes):
-        contents[ADDITIONS] = list(added(sizes))
+    if added(shapes):
+        contents[ADDITIONS] = list(added(shapes))
     return contents
 
 
-def _gathered(
-    places: Sequence[str], contents: Sequence[Mapping[str, list[str]]], sources: Sequence[_Source], *, keep: bool
+def _read_files(
+    places: Sequence[str],
+    contents: Sequence[Mapping[str, list[str]]],
+    networks: Sequence[Weights],
+    dtype: torch.dtype | None,
 ) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-    """Each file and its tensors, none of them where ``keep`` is not set; every rank must come to its end."""
-    for place, files, source in zip(places, contents, sources, strict=True):
+    """Yield each file and its tensors, without tensors where ``dtype`` is ``None``. Every rank must exhaust it."""
+    for place, files, weights in zip(places, contents, networks, strict=True):
         for file, names in files.items():
             tensors: dict[str, Tensor] = {}
             for name in names:
-                full = source.gather(name)
-                if keep:
-                    tensors[name] = full.contiguous()
+                full = weights.read(name)
+                if dtype is not None:
+                    tensors[name] = full.to(device="cpu", dtype=dtype).contiguous()
             yield Path(place, file), tensors
 
 
 def _write_texts(
     unfinished: Path,
+    folder: Path,
     config: dict[str, Any],
     contents: Mapping[str, list[str]],
-    *,
-    own_name: Path,
-    sizes: dict[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> None:
-    """``config.json``, the index of several files, and a note on additions."""
-    if added(sizes):
-        note = _NOTE.format(names=", ".join(sorted(named_additions(sizes))), file=ADDITIONS)
+    """Write ``config.json``, the index of several files, and a note on additions."""
+    if added(shapes):
+        note = _NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS)
         (unfinished / "README.md").write_text(note + "\n")
-        log.warning("%s: %s", own_name, note)
+        log.warning("%s: %s", folder, note)
     weight_map = {name: file for file, names in contents.items() if file != ADDITIONS for name in names}
     if len(set(weight_map.values())) > 1:
-        index = {"metadata": {"total_size": sum(own(sizes).values())}, "weight_map": weight_map}
+        total = sum(map(math.prod, own(shapes).values())) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     public = {key: value for key, value in config.items() if not key.startswith("_")}
     header = {

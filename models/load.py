@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
 import torch
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 
+from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import local_shard, on_all_ranks
 from fsdp_cp.rng import stream_seed
+from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
 from fsdp_cp.sharding.shard import materialise, shard_module
-from models.additions.registry import additions_of, attach_additions
+from models.additions.base import additions_of, attach_additions
+from models.checkpoint_files import one_line
 from models.families.base import LatentShape, Shape
-from models.fill import fill
 from models.lora.serving import Serving
 from models.names import owner
 from models.network import Network
 from models.role import Role
 from models.role_plan import RolePlan, sharing
-
-log = logging.getLogger(__name__)
 
 
 def _sharding_of(plans: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
@@ -108,7 +111,7 @@ def build_roles(
                 latent_shape=latent_shape,
                 condition_shapes=condition_shapes,
             )
-            fill(network, of_expert, seed_of_expert(seed, i))
+            set_first_values(network, of_expert, seed_of_expert(seed, i))
             networks.append(network)
         for plan in group:
             built[plan.name] = Role(
@@ -225,3 +228,73 @@ def _store_base_as_it_computes(network: nn.Module, in_fp32: Sequence[nn.Module],
     for name, parameter in network.named_parameters():
         if owner(name)[0] is None and parameter not in kept:
             parameter.data = parameter.data.to(dtype)
+
+
+def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
+    """Set the first values of a network: from diffusers folders, or from a seed. A collective.
+
+    Args:
+        network: with memory.
+        plans: of its roles; for experts, of the one that ``network`` is.
+        seed: of random weights, and of additions and adapters that the folders do not hold.
+
+    Raises:
+        UserError: on every rank, files that cannot be read, or weights that are not finite.
+    """
+    family, module = network.family, network.module
+    if not plans[0].folders:
+        # By public names: the base of adapters is the network of the same seed without any.
+        initialise(
+            module,
+            seed=seed,
+            special=family.fill_special,
+            stream=lambda name: None if ".lora_" in name else owner(name)[1],
+        )
+    else:
+        base = {} if network.adapters else network.base_parameters()
+        _load(network.base_parameters(), plans[0])
+        for plan in plans:
+            if plan.additions:
+                initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
+            if plan.additions or plan.lora is not None:  # additions that were saved, copies of what is trained whole
+                own = network.named_parameters(plan.name)
+                _load({name: weight for name, weight in own.items() if name not in base}, plan)
+    for plan in plans:
+        if plan.lora is not None:
+            plan.lora.fill(module, plan.name, seed)
+            if plan.lora.saved is not None:
+                own = network.named_parameters(plan.name)
+                _require_finite(own, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
+
+
+def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
+    """Load those of ``weights`` that the plan's folder holds. A collective.
+
+    Raises:
+        UserError: on every rank, files that cannot be read, or weights that are not finite.
+    """
+    (folder,) = plan.folders
+    saved = folder.shapes.keys() | folder.additions.keys()
+    wanted = {folder.stored.get(name, name): weight.detach() for name, weight in weights.items() if name in saved}
+    where = f"{plan.name}.checkpoint={folder.path}"
+    if not wanted:
+        return
+    try:
+        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder.path)))
+    except CheckpointException as error:  # from all ranks, whichever could not read
+        reason = one_line(next(iter(error.failures.values()))[0])
+        raise UserError(f"{where} cannot be read ({reason}); copy it again") from error
+    _require_finite(wanted, where)
+
+
+def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights with NaN or infinity, which training would spread. Called by all ranks; each checks its shards.
+
+    Raises:
+        UserError: on every rank the same, with the first such tensor.
+    """
+    mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
+    broken = sorted({name for part in on_all_ranks(lambda: mine) for name in part})
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise UserError(f"{where}: {broken[0]}{more} holds numbers that are not finite; copy the checkpoint again")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 import shutil
-import socket
-import tempfile
-import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +15,6 @@ from fsdp_cp.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_DAY = 24 * 3600
 MANIFEST = "fsdp_cp_export.json"
 """In every published folder: what made it, and which files are its own."""
 
@@ -37,19 +32,14 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
             export of another package: weights where clips are to be.
     """
     try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"{setting} {folder} is a file; give a folder")
-    except OSError as error:  # a name that is too long
-        raise UserError(f"{setting} {folder} cannot be written ({error.strerror}); give another folder") from error
-    if (file := file_above(folder)) is not None:
-        raise UserError(f"{setting} {folder} cannot be written ({file} is a file); give another folder")
-    real = folder.resolve()
-    if real == Path.cwd() or real in Path.cwd().parents:
-        raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
-    try:
+        if (file := file_above(folder / MANIFEST)) is not None:
+            raise UserError(f"{setting} {folder} cannot be written ({file} is a file); give another folder")
+        real = folder.resolve()
+        if real == Path.cwd() or real in Path.cwd().parents:
+            raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
         foreign = _foreign(real, about or {})
-    except OSError as error:  # a folder that only others can read
-        raise UserError(f"{setting} {folder} cannot be read ({error.strerror}); give another folder") from error
+    except OSError as error:  # a name that is too long, a folder that only others can read
+        raise UserError(f"{setting} {folder} cannot be used ({error.strerror}); give another folder") from error
     if foreign is not None:
         raise UserError(
             f"{setting} {folder} is not empty, and {foreign}; nothing was changed, give an empty or a new folder"
@@ -151,9 +141,9 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
     Args:
         folder: where it is to appear.
         about: JSON-serialisable: what made it, for the manifest.
-        move_aside: in a run's own folder. What stands in the way and is not ours is renamed to ``NAME_kept_1``,
-            instead of refused: at the end of a long run there is nobody to ask. What an export left whose process is
-            gone is removed: of a run that is killed again and again it would fill the disk.
+        move_aside: for folders in a run directory that this process has locked. A folder that is in the way and not an
+            export is renamed to ``NAME_kept_1`` instead of refused: at the end of a long run nobody can be asked.
+            Unfinished exports are removed: those of a run that is killed again and again would fill the disk.
 
     Raises:
         UserError: see :func:`refuse_occupied`; a folder that cannot be written.
@@ -170,16 +160,14 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
         for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
             log.warning("%s is of an export that was killed, or is still being written; remove it if not", left)
         # A name that nobody else has: OUT.tmp could be a folder of the user's, or another export's at this moment.
-        who = f"{socket.gethostname()}-{os.getpid()}"
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.unfinished_{who}_", dir=folder.parent))
+        unfinished = folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
+        unfinished.mkdir()
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
     try:
         yield unfinished
-        # mkdtemp's folders are their owner's alone, and so are safetensors' files (0.8): a group could not read them
-        unfinished.chmod(0o777 & ~_umask())
-        for name in _entries(unfinished):
-            (unfinished / name).chmod(0o666 & ~_umask())
+        for name in _entries(unfinished):  # safetensors (0.8) writes files that a group could not read
+            (unfinished / name).chmod(unfinished.stat().st_mode & 0o666)
         files = {name: _state(unfinished / name) for name in _entries(unfinished)}
         (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
         _put_in_place(unfinished, folder, about, move_aside)
@@ -229,32 +217,15 @@ def _bring_back(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what exports left that were killed while they wrote, or while they removed what they had replaced."""
+    """Remove the files of exports that were killed while they wrote, or while they removed an earlier export.
+
+    Nobody else writes there: the folder is in a run directory, which the run has locked.
+    """
     for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
-        if _is_abandoned(unfinished):
-            shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished)
     for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
         if (earlier / MANIFEST).is_file():  # else what is left in it is not ours
             _remove_export(earlier)
-
-
-def _is_abandoned(unfinished: Path) -> bool:
-    """Is the process gone that writes there? Of another host's a day without a change says so."""
-    writer = re.search(r"\.unfinished_(.+)-(\d+)_\w+$", unfinished.name)
-    if writer is not None and writer.group(1) == socket.gethostname():
-        return not _lives(int(writer.group(2)))
-    newest = max(path.stat().st_mtime for path in (unfinished, *unfinished.iterdir()))
-    return time.time() - newest > _DAY
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def _remove_export(folder: Path) -> None:
@@ -272,9 +243,3 @@ def _remove_export(folder: Path) -> None:
         folder.rmdir()
     except OSError:
         log.warning("%s holds files that appeared while it was being replaced; they are kept there", folder)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -16,8 +16,8 @@ from fsdp_cp.duals import may_be_dual
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
+from models.additions.base import additions_of
 from models.additions.gan_head import gan_head_of
-from models.additions.registry import additions_of
 from models.additions.time_conditioning import second_time
 from models.condition import Condition
 from models.families.base import Family

@@ -15,8 +15,9 @@ from torch import nn
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.sharding.settings import ShardSettings
-from models.additions.base import PREFIX, Chosen, named_additions
-from models.additions.registry import build_additions
+from models.additions.base import PREFIX, Addition, Chosen, named_additions
+from models.additions.gan_head import GanHead
+from models.additions.time_conditioning import LastStep, SecondTime
 from models.checkpoint_files import (
     Checkpoint,
     TransformerFolder,
@@ -32,6 +33,14 @@ from models.lora.settings import LoraSettings
 from models.role import EXPERTS
 
 log = logging.getLogger(__name__)
+
+ADDITIONS: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
+
+
+def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -> nn.ModuleDict:
+    """Build the additions ``chosen`` for a network of ``config``, on the current default device."""
+    arguments = chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, {})
+    return nn.ModuleDict({name: ADDITIONS[name](family, config, **given) for name, given in arguments.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""One step of a network as a role on some mesh, against the same step of the unmodified network in one process.
+"""Comparison of one step of a role on some mesh with the same step of the unmodified network in one process.
 
-What models/verify.py prints is computed here.
+models/verify.py prints it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fsdp_cp.check_parallel import gradient_errors, relative_error
 from fsdp_cp.errors import UserError
 from fsdp_cp.host_memory import available_host_memory
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.sharding.settings import ShardSettings
-from models.checkpoint_files import TransformerFolder, defining, tensor_reader
+from models.checkpoint_files import TransformerFolder, tensor_reader
 from models.condition import Condition
-from models.export_folder import export_weights, write_folder
-from models.families.base import LatentShape, config_of
-from models.families.registry import family_of
+from models.export_folder import export_weights
+from models.families.base import LatentShape
 from models.load import build_role
 from models.role_plan import RolePlan, plan_role
 
@@ -45,7 +44,7 @@ BOUND = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is tried."""
+    """One comparison."""
 
     folder: Path
     family: str
@@ -56,19 +55,19 @@ class Case:
     expert: int = 0
     """Which of the folder's networks."""
     optional: bool = False
-    """With what the network takes too where the data give it (:meth:`models.families.base.Family.optional_shapes`)."""
+    """Whether the condition has the tensors of :meth:`models.families.base.Family.optional_shapes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one step gave, in float64."""
+    """Results of one step, in float64."""
 
     output: Tensor
     """The velocity ``(B, C, T, H, W)``."""
     tangent: Tensor
     """Its derivative along random directions of the state and the time."""
     gradients: Mapping[str, Tensor]
-    """Of a random linear function of the velocity, by parameter name; a parameter without one is left out."""
+    """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
     norm: float
     """Of all gradients, as clipping has it."""
 
@@ -79,25 +78,24 @@ class Errors:
 
     output: float
     gradient: float
-    """The greatest over parameters: norm of the difference to norm of the truth, which counts as at least 1e-6 of the
-    norm of all gradients. A missing gradient is 0."""
+    """The greatest of :func:`fsdp_cp.check_parallel.gradient_errors`."""
     norm: float
     tangent: float
     weights: float
-    """Tensors that loading, sharding and writing changed in any bit."""
+    """Number of tensors that loading, sharding and writing changed in any bit."""
     worst: str
     """The parameter with the greatest difference."""
 
     @property
     def largest(self) -> float:
-        """NaN where any is, which ``max`` may drop."""
-        return float(torch.tensor(astuple(self)[:-1], dtype=torch.float64).max())
+        """The greatest of all."""
+        return max(astuple(self)[:-1])
 
 
 def inputs(
     plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
 ) -> tuple[Tensor, Tensor, Condition, Tensor, Tensor]:
-    """State, times, condition, direction of the state and cotangent of the output: random, the same on every rank."""
+    """Draw the state, times, condition, direction of the state and cotangent of the output, the same on every rank."""
     latent_shape, shapes = sample_shapes(plan, grid, optional)
     generator = torch.Generator().manual_seed(17)
 
@@ -118,7 +116,7 @@ def inputs(
 def sample_shapes(
     plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
 ) -> tuple[LatentShape, dict[str, tuple[int, ...]]]:
-    """Of latents that have ``grid`` tokens, and of a condition beside them, with what the network may be given too."""
+    """Return the shapes of latents with ``grid`` tokens and of their condition, with optional tensors if asked for."""
     family, config = plan.family, plan.config
     frames, height, width = (n * patch for n, patch in zip(grid, family.patch_size(config), strict=True))
     latent_shape = (family.latent_channels(config), frames, height, width)
@@ -126,14 +124,8 @@ def sample_shapes(
     return latent_shape, shapes | family.optional_shapes(config, latent_shape) if optional else shapes
 
 
-def optional_names(plan: RolePlan) -> list[str]:
-    """Of what the network takes too where the data give it."""
-    latent_shape, needed = sample_shapes(plan, GRIDS[0])
-    return sorted(plan.family.optional_shapes(plan.config, latent_shape).keys() - needed.keys())
-
-
 def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
-    """The unmodified network in this process, on the whole batch."""
+    """Run the unmodified network in this process, on the whole batch."""
     family = plan.family
     (folder,) = plan.folders
     network = family.build(plan.config, "models.verify").eval()
@@ -161,7 +153,7 @@ def _mesh(dp_shard: int, cp: int, heads: int) -> Mesh:
 
 
 def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
-    """The same as a role on this process group's ranks; on rank 0, and how many weights a round trip changed."""
+    """Run a role on this process group's ranks; return rank 0's result, and how many weights a round trip changed."""
     plan = planned(case.folder, case.family, case.expert, checkpointing=case.checkpointing)
     mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
     latent_shape, shapes = sample_shapes(plan, case.grid, case.optional)
@@ -211,59 +203,33 @@ def _weights(folder: TransformerFolder) -> dict[str, Tensor]:
 
 
 def compare(ours: Result, truth: Result, changed: int) -> Errors:
-    """How far a mesh's result is from the plain network's."""
-
-    def relative(a: Tensor, b: Tensor) -> float:
-        return float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float64).tiny))
-
-    worst, largest = "", 0.0
-    zero = torch.zeros((), dtype=torch.float64)
-    for name in sorted(ours.gradients.keys() | truth.gradients.keys()):
-        a, b = ours.gradients.get(name, zero), truth.gradients.get(name, zero)
-        error = float((a - b).norm() / b.norm().clamp_min(1e-6 * truth.norm))
-        error = error if math.isfinite(error) else math.inf  # a comparison would pass NaN by
-        if error > largest:
-            worst, largest = name, error
+    """Compare a mesh's result with the plain network's."""
+    gradients = gradient_errors(ours.gradients, truth.gradients)
+    worst = max(sorted(gradients), key=gradients.__getitem__)
     return Errors(
-        output=relative(ours.output, truth.output),
-        gradient=largest,
-        norm=abs(ours.norm - truth.norm) / truth.norm,
-        tangent=relative(ours.tangent, truth.tangent),
+        output=relative_error(ours.output, truth.output),
+        gradient=gradients[worst],
+        norm=relative_error(*torch.tensor([ours.norm, truth.norm], dtype=torch.float64)),
+        tangent=relative_error(ours.tangent, truth.tangent),
         weights=changed,
         worst=worst,
     )
 
 
 def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool = False) -> RolePlan:
-    """The network of ``folder``, or one of its experts, as a role that trains."""
+    """Plan the network of ``folder``, or one of its experts, as a role that trains."""
     settings = ShardSettings(activation_checkpointing="full" if checkpointing else "none")
     return plan_role("student", checkpoint=str(folder), family=family, sharding=settings).expert(expert)
-
-
-def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
-    """A network of ``config`` with random weights, as a diffusers folder."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = family_of(family, "student").build(config, "models.verify")
-        for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    tensors = {name: tensor.float() for name, tensor in network.state_dict().items()}
-    sizes = {name: tensor.numel() * 4 for name, tensor in tensors.items()}
-    named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
-    write_folder(folder, [(sizes, tensors.__getitem__)], named, 5 * 10**9)
-
-
-def comparisons(ranks: int) -> int:
-    """Return how many cases :func:`verify` yields."""
-    return 2 * len(GRIDS) * sum(math.prod(mesh) <= ranks for mesh in MESHES)
 
 
 def verify(
     folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False
 ) -> Iterator[tuple[Case, Errors]]:
-    """Every mesh of at most ``ranks`` processes, both token counts, with and without activation checkpointing.
+    """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
-    With ``optional`` its condition has what the network takes too where the data give it.
+    Args:
+        folder, family, expert, optional: of :class:`Case`.
+        ranks: most processes.
 
     Raises:
         UserError: a folder that is no network of the family, or one that does not fit this host's memory.

@@ -14,27 +14,36 @@ import logging
 import math
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from fsdp_cp.progress import progress, write_line
-from models.checkpoint_files import EXPERT_FOLDERS, inspect_checkpoint
+from models.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
+from models.export_folder import write_folder
+from models.families.base import config_of
 from models.families.registry import family_names, family_of
-from models.verification import BATCH, BOUND, comparisons, optional_names, planned, verify, write_example
+from models.lora.merge import Weights
+from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
-    """Print a table of each network, and one with what it may be given too; were all errors within the bound?"""
-    plan, good = planned(folder, family), True
+    """Print a table of each network, and one with its optional inputs; return whether all errors are within bounds."""
     experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
+    plan = planned(folder, family)
+    latents, needed = sample_shapes(plan, GRIDS[0])
+    optional = sorted(plan.family.optional_shapes(plan.config, latents).keys() - needed.keys())
+    good = True
     for expert in range(experts):
-        of = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
-        good &= _table(of, folder, family, ranks, expert, optional=False)
-        if names := optional_names(plan):
-            good &= _table(f"{of}, {' and '.join(names)} given", folder, family, ranks, expert, optional=True)
+        name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
+        good &= _table(name, folder, family, ranks, expert, optional=False)
+        if optional:
+            good &= _table(f"{name}, {' and '.join(optional)} given", folder, family, ranks, expert, optional=True)
     return good
 
 
@@ -43,40 +52,50 @@ def _table(title: str, folder: Path, family: str, ranks: int, expert: int, *, op
     print("| dp_shard x cp | tokens | checkpointing | output | each gradient | norm | derivative | weights changed |")
     print("|---|---|---|---|---|---|---|---|")
     good = True
-    with progress(comparisons(ranks), title, "comparison") as advance:
-        for case, errors in verify(folder, family, ranks, expert, optional):
-            fits = errors.largest <= BOUND
-            good &= fits
-            write_line(
-                f"| {case.dp_shard} x {case.cp} | {math.prod(case.grid)} | {'on' if case.checkpointing else 'off'} |"
-                f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
-                f" {errors.weights} |"
-                + ("" if fits else f" **above {BOUND:g}**, first in {errors.worst or 'its output'}")
-            )
-            advance(1)
+    for case, errors in verify(folder, family, ranks, expert, optional):
+        fits = errors.largest <= BOUND
+        good &= fits
+        print(
+            f"| {case.dp_shard} x {case.cp} | {math.prod(case.grid)} | {'on' if case.checkpointing else 'off'} |"
+            f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
+            f" {errors.weights} |" + ("" if fits else f" **above {BOUND:g}**, first in {errors.worst}"),
+            flush=True,
+        )
     return good
 
 
+def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
+    """Write a network of ``config`` with random weights as a diffusers folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = family_of(family, "student").build(config, "models.verify")
+        for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    tensors = network.state_dict()
+    weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
+    named = {"_class_name": family_of(family, "student").class_name} | defining(config_of(network))
+    write_folder(folder, [weights], named, dtype=torch.float32)
+
+
 def run(target: str, family: str | None, ranks: int) -> bool:
-    """Verify a folder, or every example of a family.
+    """Print the tables of a folder, or of a family's examples; return whether all errors are within the bound.
 
     Raises:
-        UserError: neither, or a folder whose network is not the family's.
+        UserError: neither a folder nor a family; a folder whose network is not the family's.
     """
     folder = user_path(target, "FOLDER_OR_FAMILY")
-    if family is not None and family not in family_names():
-        raise UserError(f"--family {family} is unknown; use {' or '.join(family_names())}")
-    if family is not None and not folder.is_dir():
-        raise UserError(f"--family {family} is of a folder, and {target} is none; leave it out")
+    for name in (family, None if folder.is_dir() else target):
+        if name is not None and name not in family_names():
+            raise UserError(f"{name} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")
     if folder.is_dir():
-        planned(folder, family or _family_of(folder))  # refused before anything is printed
-    elif target not in family_names():
-        raise UserError(f"{target} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")
+        family = family or _family_of(folder)
+        planned(folder, family)  # refused before anything is printed
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers"))
     print(f"python -m models.verify {target}: largest relative differences from the plain network in one process,")
     print(f"float64, {packages}, at most {ranks} ranks; {BATCH} samples")
     if folder.is_dir():
-        return report(target, folder, family or _family_of(folder), ranks)
+        assert family is not None
+        return report(target, folder, family, ranks)
     good = True
     for name, config in family_of(target, "student").examples().items():
         with tempfile.TemporaryDirectory() as scratch:

@@ -180,7 +180,7 @@ def print_gpu() -> int:
         "cuDNN": str(torch.backends.cudnn.version()),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
         "diffusers": _version("diffusers"),
-        "flash-attn": _version("flash-attn"),
+        "flash-attn-3": _version("flash-attn-3"),
         "transformer-engine": _version("transformer-engine"),
     }
     print(json.dumps(found))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import Peak, gib
-from distill.planning.coding import build_text_encoder, build_vae
+from distill.planning.encoders import build_text_encoder, build_vae
 from models.families.wan import Wan
 
 SIZES = {"480p": (81, 480, 832), "720p": (81, 720, 1280)}

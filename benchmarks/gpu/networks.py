@@ -10,7 +10,7 @@ import torch
 
 from distill.config import compose_config
 from distill.planning.command import planned_shapes
-from distill.planning.watched import Shapes
+from distill.planning.roles import Shapes
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.rng import stream_seed
@@ -87,7 +87,7 @@ def shapes_of(words: list[str]) -> Shapes:
 
 @torch.no_grad()
 def fill_on_device(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
-    """In the place of :func:`models.fill.fill`, which draws on the CPU: three minutes of a 14B network.
+    """In the place of :func:`models.load.set_first_values`, which draws on the CPU: three minutes of a 14B network.
 
     Matrices are normal, and keep the size of what they multiply; biases 0, other vectors 1; adapters as they begin.
     """

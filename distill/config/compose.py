@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from distill.config.checks import check
-from distill.config.command_line import hydra_overrides
-from distill.config.errors import CONFIGS, GROUPS, choices, explain, no_such_setting, search_path
+from distill.config.command_line import in_grammar, split_word
+from distill.config.errors import (
+    CONFIGS,
+    GROUPS,
+    check_choice,
+    no_recipe,
+    no_such_setting,
+    recipes_of,
+    removed,
+    search_path,
+    short,
+)
+from distill.config.kinds import NoSuchSetting, Setting, defaults, make
 from distill.config.schema import SETTINGS, Config
-from distill.config.without_literals import without_literals
 from distill.data import DATA
 from distill.methods import BROKEN, METHODS
 from fsdp_cp.errors import UserError
@@ -27,125 +37,134 @@ from fsdp_cp.errors import UserError
 
 @cache
 def _register() -> None:
+    """Store the defaults of every dataclass for Hydra: ``schema``, ``method/NAME_schema``, ``data/NAME_schema``."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=without_literals(Config))
+    store.store(name="schema", node=defaults(Config))
     for name, (_, settings) in METHODS.items():
-        store.store(group="method", name=f"{name}_schema", node=without_literals(settings))
+        store.store(group="method", name=f"{name}_schema", node=defaults(settings))
     for name, settings in DATA.items():
-        store.store(group="data", name=f"{name}_schema", node=without_literals(settings))
+        store.store(group="data", name=f"{name}_schema", node=defaults(settings))
 
 
 def compose_config(words: list[str]) -> Config:
     """Compose the YAML groups with command-line overrides into a checked :class:`Config`.
 
-    The words are in Hydra's grammar, but strings need no quotes (distill/config/command_line.py).
+    Hydra composes the groups. The values of single settings are in Hydra's grammar, but texts need no quotes; they are
+    set here one by one, so that each message names the word that is wrong.
 
     Raises:
         UserError: an unknown key (with the nearest known one), a value of another type, a bad combination.
     """
     _register()
+    folders = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    groups, settings = {}, []
     for word in words:
-        key, equals, value = word.partition("=")
-        group = key.lstrip("+~")
-        if equals and group and (CONFIGS / group).is_dir():
-            if group not in GROUPS:  # published=NAME would take what is published away, whatever the name
-                raise UserError(
-                    f"{word}: {group} comes with other groups and is not chosen itself; choose by"
-                    f" {', '.join(f'{name}=' for name in GROUPS[:-1])} or {GROUPS[-1]}="
-                )
-            if key != group:
-                raise UserError(f"{word}: {group} is chosen without a sign before it; use {group}={value or 'NAME'}")
-            # A name with a path or an ending in it would be a file elsewhere, or another run_dir.
-            if group == "method" and value in BROKEN:
-                raise BROKEN[value]
-            if value == "null" or not re.fullmatch(r"[A-Za-z_]\w*", value):
-                raise UserError(f"{word} names no file of configs/{group}; use {choices(group)}")
-        elif "${" in value and group in SETTINGS and SETTINGS[group][0].group:
-            # OmegaConf would put what it stands for in the place of the whole group.
-            raise UserError(f"{word}: {group} is a group of settings; use {SETTINGS[group][0].words(group)}")
-    words, overrides = _replace_architectures(words, hydra_overrides(words, SETTINGS))
+        key, value = split_word(word)
+        if key in folders:
+            groups[key] = _checked_choice(key, value)
+        else:
+            settings.append((key, value))
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            try:
-                composed = compose("config", overrides=[*overrides, *search_path()], return_hydra_config=True)
-            except ValueError as error:
-                if isinstance(error, OmegaConfBaseException):
-                    raise
-                # omegaconf (2.3) takes what follows a list's name for a number, and does not catch its own error
-                raise UserError(_below_a_list(words)) from error
-        chosen = composed.hydra.runtime.choices
-        experiment, model = chosen.get("experiment"), chosen.get("model")
-        if model != "any" and chosen.get("recipe") in ("quickstart", "distillation"):
-            raise UserError(
-                f"model={model}: experiment={experiment} has the rates of a tiny network; start from the experiment of"
-                f" a model, such as experiment=wan2_1_t2v_1_3b_dmd2 model={model}"
-            )
-        OmegaConf.set_struct(composed, False)
-        composed.pop("hydra")
-        unknown = next(_unknown_keys(composed, ""), None)
-        if unknown is not None:
-            raise UserError(no_such_setting(unknown, words, SETTINGS))
-        if composed.run_dir is None:
-            composed.run_dir = f"runs/{experiment}"
-        config: Config = OmegaConf.to_object(composed)
+            overrides = [f"{group}={name}" for group, name in groups.items()]
+            composed = compose("config", overrides=[*overrides, *search_path()], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise cause from error
-        raise UserError(explain(error, words, overrides, SETTINGS)) from error
-    for group, chosen, known in (
-        ("method", config.method, {name: settings for name, (_, settings) in METHODS.items()}),
-        ("data", config.data, DATA),
-    ):
-        if known.get(chosen.name) is not type(chosen):
-            raise UserError(f"{group}.name={chosen.name} is not the {group} that was chosen; use {group}=NAME instead")
+        recipe = re.search(r"Could not find 'recipe/([^']+)'", str(error))
+        raise UserError(no_recipe(recipe[1]) if recipe else " ".join(str(error).split())) from error
+    chosen = composed.hydra.runtime.choices
+    experiment, pair = chosen["experiment"], f"{chosen['model']}_{chosen['method']}"
+    if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
+        # It may hold the rates of a tiny network.
+        raise UserError(
+            f"experiment={experiment} has a recipe of its own, {chosen['recipe']}, which is not for"
+            f" model={chosen['model']}; add recipe={pair}, or start from another experiment"
+        )
+    OmegaConf.set_struct(composed, False)
+    composed.pop("hydra")
+    owners = {"method": METHODS[composed.method.name][1], "data": DATA[composed.data.name]}
+    known = {
+        key: setting
+        for key, several in SETTINGS.items()
+        for setting in several
+        if owners.get(key.partition(".")[0]) in (None, setting.owner) or "." not in key
+    }
+    for key, value in settings:
+        _set(composed, key, value, known)
+    if composed.run_dir is None:
+        composed.run_dir = f"runs/{experiment}"
+    try:
+        config = _typed(OmegaConf.to_container(composed, resolve=True))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {short(str(error).splitlines()[0])}; give the value itself") from error
+    except NoSuchSetting as error:
+        key = str(error)
+        group = key.partition(".")[0]
+        recipes = recipes_of(group, getattr(owners.get(group), "name", ""))
+        hint = f"; for {group}={owners[group].name} use experiment={' or '.join(recipes[:3])}" if recipes else ""
+        raise UserError(f"experiment={experiment} sets {key}: {no_such_setting(key, known, SETTINGS)}{hint}") from error
     check(config)
     return config
 
 
-def _below_a_list(words: list[str]) -> str:
-    """The message for a word that goes on behind a list's name."""
-    for word in words:
-        key = word.partition("=")[0].lstrip("+~")
-        whole = next((name for name in SETTINGS if key.startswith(f"{name}.") and not SETTINGS[name][0].group), None)
-        if whole is not None:
-            return f"there is no setting {key}; did you mean {whole}?"
-    return "a setting goes on behind the name of a list; a list is given whole, KEY=[...]"
+def _checked_choice(group: str, name: str) -> str:
+    """Return the name of a file of a config group.
 
-
-def _replace_architectures(words: list[str], overrides: list[str]) -> tuple[list[str], list[str]]:
-    """``ROLE.architecture={...}`` in the place of the recipe's, whose keys Hydra would keep, and allow no others.
-
-    Returns words and overrides, as long as each other.
+    Raises:
+        UserError: the group is not for users; the file does not exist; the method's package is broken.
     """
-    both: list[tuple[str, str]] = []
-    for word, override in zip(words, overrides, strict=True):
-        key, _, value = override.partition("=")
-        if key.endswith(".architecture") and value.startswith("{"):
-            both += [(word, f"{key}=null"), (word, f"+{override}")]
-        else:
-            both.append((word, override))
-    return [word for word, _ in both], [override for _, override in both]
+    if group not in GROUPS:
+        raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
+    if group == "method" and name in BROKEN:
+        raise BROKEN[name]
+    check_choice(group, name)
+    return name
+
+
+def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) -> None:
+    """Set one setting of the composed configuration to a value in Hydra's grammar.
+
+    Raises:
+        UserError: an unknown key; a value that cannot be read, or that stands for several values.
+    """
+    mapping = next((name for name, setting in known.items() if setting.is_mapping and key.startswith(f"{name}.")), key)
+    if mapping not in known or removed(key) is not None:
+        raise UserError(no_such_setting(key, known, SETTINGS))
+    if key in ("method.name", "data.name"):
+        raise UserError(f"{key}={value}: use {key.partition('.')[0]}={value}")
+    word, setting = f"{key}={value}", known[mapping]
+    try:
+        override = OverridesParser.create().parse_override(in_grammar(key, value, setting))
+        if override.is_sweep_override():
+            raise UserError(f"{short(word)} stands for several values; use python -m distill.sweep to run each of them")
+        # A network's configuration replaces the recipe's: the keys of another network would be wrong.
+        merge = not key.endswith(".architecture")
+        OmegaConf.update(composed, key, override.value(), merge=merge, force_add=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{short(word)} must be {setting.words(mapping)}") from error
+
+
+def _typed(values: dict[str, Any]) -> Config:
+    """Return the configuration of resolved values.
+
+    Raises:
+        UserError: as :func:`distill.config.kinds.make`.
+    """
+    method, data = (METHODS[values["method"]["name"]][1], DATA[values["data"]["name"]])
+    values["method"] = make(method, values["method"], "method.")
+    values["data"] = make(data, values["data"], "data.")
+    return make(Config, values)
 
 
 def load_config(path: Path) -> Config:
-    """The configuration that a run wrote as ``config.yaml``.
+    """Return the configuration that a run wrote as ``config.yaml``. Settings removed since are left out.
 
     Raises:
-        UserError: no such file, or one that this version does not understand.
+        UserError: the file does not exist, or this version does not understand it.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run")
     try:
-        loaded = OmegaConf.load(path)
-        typed = OmegaConf.merge(OmegaConf.structured(without_literals(Config)), loaded)
-        typed.method = OmegaConf.merge(
-            OmegaConf.structured(without_literals(METHODS[loaded.method.name][1])), loaded.method
-        )
-        typed.data = OmegaConf.merge(OmegaConf.structured(without_literals(DATA[loaded.data.name])), loaded.data)
-        return OmegaConf.to_object(typed)
-    except UserError:
-        raise
+        return _typed(_without_removed(OmegaConf.to_container(OmegaConf.load(path), resolve=True)))
     except (OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = " ".join(str(error).split("\n    full_key")[0].split())[:200]
         raise UserError(f"{path} is not a configuration of this version ({reason}); give another run") from error
@@ -153,12 +172,10 @@ def load_config(path: Path) -> Config:
         raise UserError(f"{path} is not a configuration ({error}); give another run") from error
 
 
-def _unknown_keys(node: DictConfig, prefix: str) -> Iterator[str]:
-    """Keys that ``+key=value`` put beside the fields of a dataclass; OmegaConf would drop them silently."""
-    settings = OmegaConf.get_type(node)
-    for key in node:
-        if is_dataclass(settings) and key not in {f.name for f in fields(settings)}:
-            yield f"{prefix}{key}"
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            yield from _unknown_keys(child, f"{prefix}{key}.")
+def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``values`` without the settings that earlier versions had."""
+    return {
+        name: _without_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in values.items()
+        if f"{prefix}{name}" in SETTINGS or removed(f"{prefix}{name}") is None
+    }

@@ -1,27 +1,32 @@
-"""Hydra's and OmegaConf's errors as one line that names the setting as it was typed and says what it takes."""
+"""Messages for names that do not exist: settings and files of config groups, with the name that was probably meant."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from fnmatch import fnmatchcase
 from pathlib import Path
-
-from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from distill.config.kinds import Setting
 from distill.methods import INSTALLED
+from fsdp_cp.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("experiment", "model", "method", "data", "cluster", "adapters", "mesh", "optim")
-"""What is chosen by the name of a file."""
-_REMOVED = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
-"""Experiments of earlier versions that are now composed."""
+GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters", "mesh")
+"""Config groups that a user chooses by the name of a file."""
+REMOVED = {
+    "checkpoint.verify": "sizes are always compared; docs/operations.md has a command that compares the sums",
+    "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
+    "mesh.own_groups": "a ring or Ulysses axis that spans the world always has a process group apart from FSDP's",
+    "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",
+    "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
+    "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",
+    "planning.before_run": "run plan=true before the run",
+    "*.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
+}
+"""Successor of each removed setting, or the reason, by pattern of its key."""
+_REMOVED_EXPERIMENT = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 _LONGEST = 200
 
 
@@ -32,200 +37,98 @@ def group_files(group: str) -> list[Path]:
 
 
 def search_path() -> list[str]:
-    """Return the override with which Hydra finds the YAML files of installed methods; none where there are no such."""
+    """Return the override that adds the YAML files of installed methods, if there are any."""
     folders = ",".join(f"'file://{folder}'" for folder in sorted(set(INSTALLED.values())))
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
-def explain(
-    error: Exception, words: Sequence[str], overrides: Sequence[str], known: Mapping[str, list[Setting]]
-) -> str:
-    """What is wrong with ``words``.
-
-    Args:
-        error: Hydra's or OmegaConf's, about ``overrides``.
-        words: as they were typed.
-        overrides: ``words`` as Hydra got them (:func:`distill.config.command_line.hydra_overrides`).
-        known: every setting by its key.
-    """
-    text = str(error.__cause__ or error) if "Could not override" not in str(error) else str(error)
-    parser = OverridesParser.create()
-    for word, override in zip(words, overrides, strict=True):
-        try:
-            if parser.parse_override(override).is_sweep_override():
-                hint = "; python -m distill.sweep runs several values in turn" if _key(word) in known else ""
-                return _wrong_value(word, words, known) + hint
-        except HydraException:  # which does not always say which word it was
-            return _wrong_value(word, words, known)
-    missing = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' (?:is )?not in", text)
-    if missing:
-        key = missing.group(1)
-        typed = next((name for name in map(_key, words) if name == key or name.endswith(f".{key}")), None)
-        return no_such_setting(typed, words, known) if typed else _not_of_this_method(key, words)
-    option = re.search(r"(?:Could not find|In .*: Could not find) '([^']+)'", text)
-    if option:
-        group, _, name = option.group(1).rpartition("/")
-        if group == "experiment" and (instead := words_instead(name)) is not None:
-            return (
-                f"there is no experiment={name} any more; use {' '.join(instead)}, and run_dir=runs/{name} to go on"
-                " with its run"
-            )
-        # h20 is h20x4 or h20x8, not h200.
-        longer = [each for each in _names(group) if re.match(rf"{re.escape(name)}(?!\d)", each)]
-        if len(longer) > 1:
-            return f"there is no {group}={name}; use {' or '.join(longer)}"
-        near = longer or difflib.get_close_matches(name, _names(group), n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        return f"there is no {group}={name}{hint}; use {choices(group)}"
-    if unset := re.search(r"missing mandatory value: (\w+)", text):
-        return f"{unset[1]} is not set, and no recipe of this method sets it; give {unset[1]}=VALUE"
-    about = re.search(r"full_key: (\S+)", text)
-    key = re.sub(r"\[\d+\]", "", about.group(1)) if about else ""
-    inside = next((name for name in map(_key, words) if name.startswith(f"{key}.") and name not in known), None)
-    if key in known and inside is not None:  # mesh.cp.x=1, which makes a group of mesh.cp
-        return no_such_setting(inside, words, known)
-    word = next((word for word in reversed(words) if _key(word) == key), None)
-    if word is not None and "${" in word:
-        return f"{_short(word)}: {' '.join(text.split(' full_key')[0].split())[:_LONGEST]}; give the value itself"
-    if word is not None and word.endswith("=???"):
-        return f"{word}: ??? stands for a value that is missing; give one"
-    if word is not None and key in known:
-        return _wrong_value(word, words, known)
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("object_type")]
-    return " ".join(lines)
-
-
-def _wrong_value(word: str, words: Sequence[str], known: Mapping[str, list[Setting]]) -> str:
-    key = _key(word)
-    if key not in known:
-        return no_such_setting(key, words, known)
-    settings = known[key]
-    if len(settings) > 1:  # of several methods or data sets
-        names = _chosen_names(words)
-        settings = [setting for setting in settings if _is_chosen(key, [setting], names)] or settings
-    if settings[0].group:
-        return f"{_short(word)}: {key} is a group of settings; use {settings[0].words(key)}"
-    return f"{_short(word)} must be {settings[0].words(key)}"
-
-
-def _not_of_this_method(key: str, words: Sequence[str]) -> str:
-    """The experiment's own file sets what the group that was chosen beside it does not know."""
-    chosen = {w.split("=")[0]: w.split("=")[1] for w in words if re.match(r"(experiment|method|data)=\w+$", w)}
-    experiment = chosen.get("experiment", "quickstart")
-    for group in ("method", "data"):
-        if group in chosen:
-            recipes = recipes_of(group, chosen[group])
-            near = [name for name in recipes if name.split("_")[0] == experiment.split("_")[0]]
-            listed = " or ".join(f"experiment={name}" for name in (near or recipes)[:3])
-            return (
-                f"experiment={experiment} is a recipe for another {group}: it sets {group}.{key}, which"
-                f" {group}={chosen[group]} does not have" + (f"; use {listed}" if listed else "")
-            )
-    return f"experiment={experiment} sets {key}, which there is not; see python train.py --help"
-
-
 def recipes_of(group: str, name: str) -> list[str]:
-    """The experiments whose own file chooses ``name`` of ``group``."""
+    """Return the experiments whose own file chooses ``name`` of ``group``."""
     line = re.compile(rf"^\s*- override /{group}: {re.escape(name)}$", re.MULTILINE)
     return [path.stem for path in group_files("experiment") if line.search(path.read_text())]
 
 
-def no_such_setting(key: str, words: Sequence[str], known: Mapping[str, list[Setting]]) -> str:
-    """``key`` is not a setting of the groups that ``words`` choose: which one may have been meant."""
-    names = _chosen_names(words)
-    group, dot, _ = key.partition(".")
-    if key in known and dot and group in names:  # of another method, or of another data set
-        owners = sorted(f"{group}={setting.owner.name}" for setting in known[key])
-        return (
-            f"{key} is a setting of {' or '.join(owners)}, and this run has {group}={names[group]}; leave it out, or"
-            " use a recipe for it"
-        )
-    role, dot, entry = key.partition(".architecture.")
-    if dot and f"{role}.architecture" in known:
-        return f"{key}: the recipe's {role}.architecture has no {entry}; use +{key}=VALUE to add it"
-    own = [name for name, settings in known.items() if not settings[0].group and _is_chosen(name, settings, names)]
-    near = _nearest(key, own)
-    if near is not None:
-        return f"there is no setting {_short(key)}; did you mean {near}?"
-    group = key.rpartition(".")[0]
-    if within := [name for name in own if name.rpartition(".")[0] == group and group and not name.endswith(".name")]:
-        return f"there is no setting {_short(key)}; use {', '.join(within[:6])}" + (", ..." if within[6:] else "")
-    return f"there is no setting {_short(key)}; see train.py --help"
+def check_choice(group: str, name: str) -> None:
+    """Check that ``name`` is a file of ``group``.
 
-
-def _nearest(key: str, own: Sequence[str]) -> str | None:
-    """The setting of ``own`` that ``key`` may have meant.
-
-    Those of its own group come first: over whole keys, mesh.context_parallel is nearest to method.teacher_sampler.
+    Raises:
+        UserError: it is not; names the nearest file.
     """
+    names = [path.stem for path in group_files(group)]
+    if name in names:
+        return
+    old = _REMOVED_EXPERIMENT.fullmatch(name) if group == "experiment" else None
+    if old is not None:
+        words = [f"experiment={old[1]}_{old[3]}", *(["data=video_folder_720p"] if old[2] else [])]
+        words += ["cluster=h20x8x4", "batch_size=32"] if old[4] else []
+        raise UserError(
+            f"experiment={name} was removed; use {' '.join(words)}, and run_dir=runs/{name} to continue its run"
+        )
+    # h20 means h20x4 or h20x8, not h200.
+    longer = [other for other in names if re.match(rf"{re.escape(name)}(?!\d)", other)] if name else []
+    near = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if len(names) > 10:
+        names = [*names[:6], f"another of the {len(names)} in configs/{group}"]
+    raise UserError(f"there is no {group}={short(name)}; use {' or '.join(near or names)}")
+
+
+def no_recipe(name: str) -> str:
+    """Return the message about a recipe ``MODEL_METHOD`` that does not exist."""
+    method = name.removeprefix(
+        next((model for model in map(_stem, group_files("model")) if name.startswith(model)), "")
+    )
+    others = [f"recipe={recipe}" for recipe in map(_stem, group_files("recipe")) if recipe.endswith(method)]
+    return (
+        f"no numbers are published for this model and method (recipe={name}); take those of another model with"
+        f" {' or '.join(word for word in others if 'quickstart' not in word)}"
+    )
+
+
+def removed(key: str) -> str | None:
+    """Return the successor of a removed setting, or the reason; ``None`` for another key."""
+    return next((reason for pattern, reason in REMOVED.items() if fnmatchcase(key, pattern)), None)
+
+
+def _stem(path: Path) -> str:
+    return path.stem
+
+
+def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str, Sequence[Setting]]) -> str:
+    """Return the message about a setting ``key`` that the run does not have.
+
+    Args:
+        key: as typed.
+        known: settings of the run.
+        others: settings of all methods and data sets.
+    """
+    if (reason := removed(key)) is not None:
+        return f"{key} was removed: {reason}"
+    group = key.partition(".")[0]
+    if key in others:
+        owners = sorted(f"{group}={setting.owner.name}" for setting in others[key])
+        chosen = known[f"{group}.name"].owner.name
+        return f"{key} is a setting of {' or '.join(owners)}, but this run has {group}={chosen}; leave it out"
+    names = [name for name, setting in known.items() if not setting.group and not name.endswith(".name")]
+    near = _nearest(key, names)
+    inside = [name for name in names if "." in key and name.rpartition(".")[0] == key.rpartition(".")[0]]
+    hint = f"did you mean {near}?" if near else f"use {', '.join(inside[:6])}" if inside else "see train.py --help"
+    return f"there is no setting {short(key)}; {hint}"
+
+
+def _nearest(key: str, names: Sequence[str]) -> str | None:
+    """Return the name that ``key`` probably means. Names of its own group come first."""
     group, _, last = key.rpartition(".")
-    inside = {name.rpartition(".")[2]: name for name in reversed(own) if group and name.startswith(f"{group}.")}
-    initials = "".join(word[:1] for word in last.split("_")) if "_" in last else last
-    for name in (last, initials):  # context_parallel is cp
-        if name in inside:
-            return inside[name]
-    if longer := [name for name in inside if name.startswith(f"{last}_")]:  # dp is dp_shard, not cp
+    inside = {name.rpartition(".")[2]: name for name in reversed(names) if group and name.startswith(f"{group}.")}
+    if longer := [name for name in inside if name.startswith(f"{last}_")]:  # dp means dp_shard, not cp
         return inside[min(longer, key=len)]
     if close := difflib.get_close_matches(last, list(inside), n=1, cutoff=0.5):
         return inside[close[0]]
-    if close := [name for name in own if name.endswith(f".{last}")]:  # lr, where optim.student.lr is meant
+    if close := [name for name in names if key.startswith(f"{name}.") or name.endswith(f".{last}")]:
         return max(close, key=lambda name: len(set(key.split(".")) & set(name.split("."))))
-    close = [] if inside else difflib.get_close_matches(key, [*own, *GROUPS], n=1, cutoff=0.5)
+    close = [] if inside else difflib.get_close_matches(key, [*names, *GROUPS], n=1, cutoff=0.5)
     return close[0] if close else None
 
 
-def _is_chosen(name: str, settings: Sequence[Setting], chosen: Mapping[str, str]) -> bool:
-    group, dot, _ = name.partition(".")
-    return not dot or group not in chosen or any(setting.owner.name == chosen[group] for setting in settings)
-
-
-def _chosen_names(words: Sequence[str]) -> dict[str, str]:
-    """The method and the data set that ``words`` choose; nothing where they choose what there is not."""
-    return _names_of(tuple(word for word in words if re.match(r"(experiment|method|data)=\w+$", word)))
-
-
-@cache
-def _names_of(groups: tuple[str, ...]) -> dict[str, str]:
-    for chosen in (groups, tuple(word for word in groups if not word.startswith("method=")), ()):
-        try:
-            with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-                composed: DictConfig = compose("config", overrides=[*chosen, *search_path()])
-            # An experiment may set what the method that was typed has not: typed it is all the same.
-            typed = {group: name for group, _, name in (word.partition("=") for word in groups)}
-            there = {g: n for g, n in typed.items() if g != "experiment" and n in _names(g)}
-            return {"method": composed.method.name, "data": composed.data.name} | there
-        except (HydraException, OmegaConfBaseException):
-            continue
-    return {}
-
-
-def words_instead(experiment: str) -> list[str] | None:
-    """What to type instead of an experiment that there was until settings that vary alone got groups of their own."""
-    name = _REMOVED.fullmatch(experiment)
-    if name is None or (CONFIGS / "experiment" / f"{experiment}.yaml").is_file():
-        return None
-    return [
-        f"experiment={name[1]}_{name[3]}",
-        *(["data=video_folder_720p"] if name[2] else []),
-        *(["cluster=h20x8x4", "batch_size=32"] if name[4] else []),
-    ]
-
-
-def _key(word: str) -> str:
-    return word.split("=")[0].lstrip("+")
-
-
-def _short(word: str) -> str:
-    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
-
-
-def _names(group: str) -> list[str]:
-    return [path.stem for path in group_files(group)]
-
-
-def choices(group: str) -> str:
-    """The files of a group, as in a sentence; of many the first."""
-    names = _names(group)
-    if len(names) > 10:
-        return f"{', '.join(names[:6])} or another of the {len(names)} in configs/{group}"
-    return " or ".join(names) or "another group"
+def short(text: str) -> str:
+    """Return at most 200 characters of what was typed."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,26 +1,35 @@
-"""What each setting takes, in words and as a check, from the hints of the dataclasses."""
+"""Types of settings: the values that a field takes, in words, and the conversion of composed values to dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
-from fsdp_cp.choices import members, words
+from omegaconf import MISSING
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
-_UNTYPED = {
-    "architecture": "a network's configuration, as {num_layers: 4}",
-    "lr_scale": "factors of at least 0 by pattern, as {patch_embedding.*: 0.1}",
-    "columns": "names of the table's columns, as {caption: prompt}",
-    "method": "the name of a method",
-    "data": "the name of a data set",
+from fsdp_cp.choices import members
+from fsdp_cp.errors import UserError, shown
+
+_WORDS = {bool: "true or false", int: "a 64-bit integer", float: "a finite fp32 number", str: "a text"}
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+_LISTS = {int: "[2,4]", float: "[0.5,0.25]", str: "[name,other]"}
+_MAPPINGS = {
+    "architecture": "{num_layers: 4}",
+    "lr_scale": "{patch_embedding.*: 0.1}",
+    "columns": "{caption: prompt}",
 }
-"""Of fields that OmegaConf is told nothing about, by their name."""
+"""Examples of the settings that take a mapping, by name."""
+_SWITCHES = {word: word in ("true", "yes", "on", "y", "1") for word in "true yes on y 1 false no off n 0".split()}
+_LONGEST = 200
+
+
+class NoSuchSetting(UserError):
+    """A composed key that no dataclass has; its text is the key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,86 +37,141 @@ class Setting:
     """A field of one of the dataclasses."""
 
     owner: type
-    """Whose field it is."""
+    """The dataclass that has the field."""
     types: tuple[Any, ...]
-    """The hints that a value may have, without ``None``; the dataclass itself for a group of settings."""
+    """Hints of the values, without ``None``; the dataclass itself for a group of settings."""
     optional: bool
-    """May it be null?"""
+    """Whether the value may be null."""
     default: Any
-    """``dataclasses.MISSING`` where there is none."""
+    """Default value; ``???`` where a value is required."""
 
     @property
     def is_text(self) -> bool:
-        """Does it take text alone, any or one of a few words?"""
-        return all(kind is str or typing.get_origin(kind) is typing.Literal for kind in self.types)
+        """Whether the setting takes only text, any or one of a few words."""
+        return all(kind is str or typing.get_origin(kind) is Literal for kind in self.types)
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the setting takes a mapping."""
+        return typing.get_origin(self.types[0]) is dict
 
     @property
     def group(self) -> bool:
-        """Is it a group of settings?"""
+        """Whether the setting is a group of settings."""
         return dataclasses.is_dataclass(self.types[0])
 
     def words(self, name: str) -> str:
-        """What the setting ``name`` takes; for a group, its settings."""
+        """Return the values that the setting ``name`` takes, in words; for a group, its settings."""
         if self.group:
-            (kind,) = self.types
-            keys = [f"{name}.{item.name}" for item in dataclasses.fields(kind)]
-            return ", ".join(keys[:3]) + (", ..." if keys[3:] else "")
+            keys = [f"{name}.{item.name}" for item in dataclasses.fields(self.types[0])]
+            return "given by its settings, " + ", ".join(keys[:3]) + (", ..." if keys[3:] else "")
         text = " or ".join(self._kind_in_words(kind, name) for kind in self.types)
         return f"{text}, or null" if self.optional else text
 
     def _kind_in_words(self, kind: Any, name: str) -> str:
-        if typing.get_origin(kind) is typing.Literal:
-            return " or ".join(kind.__args__)
-        if typing.get_origin(kind) is list:
-            example = self.default or (["name", "other"] if kind.__args__[0] is str else [2, 4])
-            return f"a list of {_SEVERAL[kind.__args__[0]]}, as [{','.join(map(str, example))}]"
-        text = _WORDS.get(kind) or _UNTYPED[name.rpartition(".")[2]]
-        # A word among whole numbers is no example of them.
-        if kind in (int, float, str) and self.default not in (None, "", "???", "auto", dataclasses.MISSING):
-            text += "" if "${" in str(self.default) else f", as {self.default}"
-        return text
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if origin is Literal:
+            return " or ".join(arguments)
+        if origin is dict:
+            return f"a mapping, as {_MAPPINGS.get(name.rpartition('.')[2], '{name: value}')}"
+        if origin is list:
+            return f"a list of {_PLURALS[arguments[0]]}, as {_LISTS[arguments[0]]}"
+        has_example = self.default not in ("", MISSING) and type(self.default) is kind and "${" not in str(self.default)
+        return _WORDS.get(kind, "a value") + (f", as {shown(self.default)}" if has_example and kind is not bool else "")
 
 
 def settings_of(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
-    """(dotted key, setting) of every field of ``cls``, groups and theirs included."""
+    """Yield (dotted key, setting) of every field of ``cls`` and of its groups."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        hint: Any = hints[item.name]
-        kinds = members(hint)
+        kinds = members(hints[item.name])
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         setting = Setting(
             owner=cls,
-            types=tuple(kind for kind in kinds if kind is not types.NoneType),
-            optional=types.NoneType in kinds or (hint is Any and default is None),
-            default=default,
+            types=tuple(kind for kind in kinds if kind is not NoneType),
+            optional=NoneType in kinds,
+            default=MISSING if default is dataclasses.MISSING else default,
         )
         yield f"{prefix}{item.name}", setting
         if setting.group:
             yield from settings_of(setting.types[0], f"{prefix}{item.name}.")
 
 
-def known_settings(classes: Mapping[str, list[type]]) -> dict[str, list[Setting]]:
-    """Every setting by its dotted key; of methods and data sets several may have one of a name.
+def defaults(cls: type) -> dict[str, Any]:
+    """Return the default of every field of ``cls``, with groups as dictionaries."""
+    own = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
+    return {key: defaults(own[key].types[0]) if own[key].group else own[key].default for key in own}
+
+
+def make(cls: type, values: Any, prefix: str = "") -> Any:
+    """Return the object of dataclass ``cls`` that composed values describe. Fields without a value get their default.
 
     Args:
-        classes: dataclasses by the prefix of their fields (``""``, ``"method."``, ``"data."``).
+        cls: the dataclass.
+        values: plain values by name, as YAML and Hydra's grammar read them.
+        prefix: text before a field's name in a message, e.g. ``"student."``.
+
+    Raises:
+        NoSuchSetting: a name that ``cls`` does not have.
+        UserError: a value of another type, or one that ``cls`` refuses.
     """
-    known: dict[str, list[Setting]] = {}
-    for prefix, owners in classes.items():
-        for owner in owners:
-            for key, setting in settings_of(owner, prefix):
-                known.setdefault(key, []).append(setting)
-    return known
+    own = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
+    hints = typing.get_type_hints(cls)
+    typed = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in own:
+            raise NoSuchSetting(key)
+        if value == MISSING:
+            raise UserError(f"{key} is not set, and no recipe of this method sets it; give {key}=VALUE")
+        if own[name].group and isinstance(value, Mapping):
+            typed[name] = make(own[name].types[0], value, f"{key}.")
+            continue
+        try:
+            typed[name] = _convert(value, hints[name])
+        except (ValueError, TypeError, KeyError, OverflowError):
+            raise UserError(f"{key}={shown(value)[:_LONGEST]} must be {own[name].words(key)}") from None
+    try:
+        return cls(**typed)
+    except UserError as error:
+        raise UserError(str(error) if str(error).startswith(prefix) else f"{prefix}{error}") from error
 
 
-def fits(value: Any, hint: Any) -> bool:
-    """Is ``value`` of the type that ``hint`` (of a field) says? OmegaConf lets lists into lists of numbers."""
-    if hint is Any or dataclasses.is_dataclass(hint) or words(hint):  # whose words are check_choices'
-        return True
+def _convert(value: Any, hint: Any) -> Any:
+    """Return ``value`` in the type of ``hint``.
+
+    Raises:
+        ValueError, TypeError, KeyError, OverflowError: a value of another type.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or (dataclasses.is_dataclass(hint) and isinstance(value, hint)):
+        return value
     if len(members(hint)) > 1:
-        return any(fits(value, each) for each in members(hint))
-    if typing.get_origin(hint) is list:
-        return isinstance(value, list) and all(fits(each, hint.__args__[0]) for each in value)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if hint is float else hint)
+        for member in members(hint):
+            with suppress(ValueError, TypeError, KeyError, OverflowError):
+                return _convert(value, member)
+    elif hint is NoneType and value is None:
+        return None
+    elif origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    elif origin is list and isinstance(value, list):
+        return [_convert(item, arguments[0]) for item in value]
+    elif origin is dict and isinstance(value, dict):
+        return {_text(key): _convert(item, arguments[1]) for key, item in value.items()}
+    elif hint is bool:
+        return _SWITCHES[str(value).lower()]
+    elif hint is int and type(value) in (int, str) and abs(number := int(value)) < 2**63:
+        return number
+    elif hint is float and type(value) in (int, float, str):
+        number = float(value)
+        if number == 0 or 1e-37 <= abs(number) <= 3e38:  # NaN is neither
+            return number
+    elif hint is str and isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value

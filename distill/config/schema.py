@@ -1,17 +1,24 @@
-"""Every setting: dataclasses, whose YAML is in ``configs/``."""
+"""Dataclasses of every setting; their YAML is in ``configs/``."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omegaconf import II, MISSING
 
-from distill.config.kinds import known_settings
+from distill.config.kinds import Setting, settings_of
 from distill.data import DATA
 from distill.methods import METHODS, add_installed_methods
+from fsdp_cp.choices import check_range
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
+
+MOST = 2**20
+"""Largest number of samples, ranks or clips: they become lists and loops."""
+_ALLOCATOR = re.compile(r"\w+:(\[[^\]\s]+\]|[^\[\],\s]+)(,\w+:(\[[^\]\s]+\]|[^\[\],\s]+))*", re.ASCII)
 
 
 @dataclass(kw_only=True)
@@ -39,6 +46,9 @@ class AttentionSettings:
     head_groups: int = 1
     """Overlap the Ulysses all-to-all with attention, over this many groups of a rank's heads."""
 
+    def __post_init__(self) -> None:
+        check_range(self, "head_groups", least=1)
+
 
 @dataclass(kw_only=True)
 class EmaSettings:
@@ -53,18 +63,22 @@ class EmaSettings:
     start: int = 0
     """Updates of the role before which the average just follows the weights."""
 
+    def __post_init__(self) -> None:
+        check_range(self, "decay", least=0, below=1)
+        check_range(self, "gamma", "start", least=0)
+
 
 @dataclass(kw_only=True)
 class RoleSettings(ShardSettings):
-    """``teacher.*``; how roles are sharded is in docs/sharding.md."""
+    """``teacher.*``; docs/sharding.md describes sharding."""
 
     checkpoint: str | None = None
     """Diffusers pipeline or transformer folder."""
-    architecture: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
+    architecture: dict[str, Any] | None = None
     """Configuration of a network with random weights, where there is no checkpoint."""
     boundary: float | None = None
-    """Makes an ``architecture`` two experts, of which the first serves from this time on, in (0, 1). A checkpoint of
-    two experts (Wan 2.2 A14B) has its own, ``boundary_ratio``."""
+    """Time in (0, 1) that makes two experts of an ``architecture``: the first serves from this time on. A checkpoint of
+    two experts (Wan 2.2 A14B) has its own ``boundary_ratio``."""
     family: str = "wan"
     """Model family: ``wan``, ``ltx``, or one that an installed package names."""
     precision: Literal["fp32", "bf16"] = II("precision")
@@ -73,7 +87,7 @@ class RoleSettings(ShardSettings):
 
 @dataclass(kw_only=True)
 class TrainedRoleSettings(RoleSettings):
-    """``fake.*``, and of ``student.*``."""
+    """``fake.*``, and the base of ``student.*``."""
 
     ema: EmaSettings = field(default_factory=EmaSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -84,8 +98,7 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Of a student of two experts, which to train: the other stays as its checkpoint has it
-    (docs/methods/experts.md)."""
+    """Experts to train, of a student of two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
 
 
 @dataclass(kw_only=True)
@@ -108,14 +121,21 @@ class OptimizerSettings:
     """Rate at the end of ``cosine``, as a share of ``lr``."""
     no_decay: list[str] = field(default_factory=list)
     """Names of parameters without weight decay, as patterns: ``[*.bias,*norm*]``."""
-    lr_scale: Any = None  # an optional dict; see RoleSettings.architecture
+    lr_scale: dict[str, float] | None = None
     """Factors of the rate by pattern of parameter names, ``{patch_embedding.*: 0.1}``; the first match counts."""
     additions_lr: float | None = None
     """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
     second time), which follows the same schedule; null for ``lr``."""
-    implementation: Literal["foreach", "fused", "for_loop"] = "foreach"
-    """``foreach`` (a temporary of 2**25 elements, or of the largest tensor), ``fused`` (one kernel for the update) or
-    ``for_loop`` (a temporary of one tensor)."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "lr", "additions_lr", "eps", "weight_decay", "warmup", "final_lr", least=0)
+        check_range(self, "betas", least=0, below=1)
+        if len(self.betas) != 2:
+            raise UserError(f"betas={shown(self.betas)} must be two numbers")
+        if self.lr == 0 and self.additions_lr is not None:  # it is kept as a factor of lr
+            raise UserError(f"lr=0 with additions_lr={self.additions_lr}; use lr=1e-20")
+        if any(not factor >= 0 for factor in (self.lr_scale or {}).values()):
+            raise UserError(f"lr_scale={self.lr_scale} must have factors of at least 0")
 
 
 @dataclass(kw_only=True)
@@ -129,6 +149,10 @@ class OptimSettings:
     max_skipped: int = 10
     """Updates with a non-finite gradient norm in a row (each is skipped) after which the run stops."""
 
+    def __post_init__(self) -> None:
+        check_range(self, "clip", above=0)
+        check_range(self, "max_skipped", least=1)
+
 
 @dataclass(kw_only=True)
 class CheckpointSettings:
@@ -137,20 +161,21 @@ class CheckpointSettings:
     every: int = 500
     """Steps between checkpoints; 0 for one at the end alone."""
     keep: int = 2
-    """How many of the newest to keep; 0 for all."""
+    """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int = 0
     """Keep those whose step is a multiple of this for good, too; 0 for none."""
     asynchronous: bool = True
     """Write while training goes on, from a copy in the host's memory; where that has no room, training waits."""
-    verify: bool = False
-    """Compare checksums when going on from one, which reads all of it; sizes are always compared."""
     at_end: bool = True
-    """Save one after the last step; without it the run cannot be gone on with from there."""
+    """Save one after the last step; without it the run cannot continue from there."""
     resume: str = "auto"
     """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
     accept: list[str] = field(default_factory=list)
     """Settings whose files or data may differ from those that the checkpoint was made with, as
     ``[teacher.checkpoint]``."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "every", "keep", "keep_every", least=0)
 
 
 @dataclass(kw_only=True)
@@ -161,8 +186,6 @@ class LogSettings:
     """Steps between lines of ``metrics.jsonl``."""
     norms_every: int = 0
     """Steps between lines of ``norms.jsonl``: each weight's and gradient's norm, by role; 0 for none."""
-    groups: bool = False
-    """Print at the start how each role is sharded: units, dtypes, bytes."""
     mesh_check: bool = False
     """Before training, compute the first step of each trained role on this mesh and on another one, with all ranks on
     its ``cp`` axis (``dp_shard`` where this mesh is that one); log and report show both losses and gradient norms."""
@@ -172,6 +195,10 @@ class LogSettings:
     """Log to TensorBoard too (needs the ``tensorboard`` extra)."""
     project: str = "fsdp_cp"
     """Project name at Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "every", least=1)
+        check_range(self, "norms_every", least=0)
 
 
 @dataclass(kw_only=True)
@@ -183,7 +210,14 @@ class ProfileSettings:
     ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])
     """Ranks that are profiled, as ``[0,8]``, or ``all``: a trace each in ``RUN_DIR/profile``."""
     memory: bool = False
-    """Record what the CUDA allocator did in these steps, too."""
+    """Record the CUDA allocator's work in these steps, too; on the CPU there is none."""
+
+    def __post_init__(self) -> None:
+        if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
+            raise UserError(f"steps={shown(self.steps)} must be the first and the last step, as [20,22]")
+        ranks = self.ranks
+        if ranks != "all" and (not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks)):
+            raise UserError(f"ranks={shown(ranks)} must be ranks from 0 on, each once, as [0,8], or all")
 
 
 @dataclass(kw_only=True)
@@ -208,6 +242,16 @@ class SampleSettings:
     report_clips: int = 0
     """Clips per row of ``report.html``; 0 for no report."""
 
+    def __post_init__(self) -> None:
+        check_range(self, "every", least=0)
+        check_range(self, "prompts", "student_steps", "teacher_steps", least=1, most=MOST)
+        check_range(self, "report_clips", least=0, most=MOST)
+        if not self.student_steps:
+            raise UserError("student_steps=[] must have a number of steps")
+        for name in ("student_steps", "teacher_steps"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise UserError(f"{name}={shown(getattr(self, name))} has a number twice; leave one out")
+
 
 @dataclass(kw_only=True)
 class ExportSettings:
@@ -230,6 +274,11 @@ class TimeoutSettings:
     step: float = 10.0
     """In every later step."""
 
+    def __post_init__(self) -> None:
+        check_range(self, "start", "step", least=0.01, most=7 * 24 * 60)
+        if self.step > self.start:
+            raise UserError(f"step={self.step} must be at most timeout.start={self.start}: first steps take longer")
+
 
 @dataclass(kw_only=True)
 class PlanningSettings:
@@ -239,25 +288,23 @@ class PlanningSettings:
     """GPU that is planned for, a file of configs/hardware: ``h20``, ``h100``, ...; null for memory alone."""
     model: str | None = None
     """Published network of roles that have no checkpoint, ``wan2_1_t2v_14b`` for example; brought by ``model=``."""
-    before_run: bool | None = None
-    """Plan each run before it loads anything, and say whether it fits; null for runs on GPUs alone."""
 
 
 @dataclass(kw_only=True)
 class Config:
-    """Everything that a run is told."""
+    """All settings of a run."""
 
     steps: int = MISSING
-    """Optimizer steps in all, of whichever role; a longer value on resume goes on."""
+    """Optimizer steps of all roles together; a resumed run with more steps continues."""
     seed: int = 0
-    """Of the data order and every random draw; the same on every mesh."""
+    """Seed for the data order and every random draw. Results do not depend on the mesh."""
     batch_size: int = MISSING
     """Samples per step over all ranks."""
     micro_batch_size: int | None = None
-    """Samples per data-parallel rank and forward; null for one forward a step, or one of each ``expert_draws``."""
+    """Samples per data-parallel rank and forward; null for one forward a step, or one per part of ``expert_draws``."""
     expert_draws: int = 1
-    """Parts of a batch, each of which draws the experts that it runs, and with them the length of DMD2's rollout; of
-    roles of two experts (Wan 2.2 A14B) alone (docs/methods/experts.md)."""
+    """Parts of a batch. Each part draws the experts that it runs, and the length of DMD2's rollout, for roles of two
+    experts (Wan 2.2 A14B; docs/methods/experts.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -267,12 +314,12 @@ class Config:
     run_dir: str | None = None
     """Folder of all output; ``runs/EXPERIMENT`` when not set."""
     dry_run: bool = False
-    """Check all that a run would, print what it would hold and write, and end, without a process group."""
+    """Run all checks, print memory and files of the run, and end, without a process group. ``plan`` goes first."""
     plan: bool | Literal["suggest"] = False
     """``true``: predict memory, operations and traffic of a rank on fake tensors, write ``RUN_DIR/plan.html``, and end.
     ``suggest``: look for settings that fit ``planning.hardware``, and end."""
     world: int | None = None
-    """With ``dry_run`` or ``plan``: the number of ranks, which need not be there; this process's world when null."""
+    """Number of ranks to check or plan for, with ``dry_run`` or ``plan``; this process's world when null."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     teacher: RoleSettings = field(default_factory=RoleSettings)
@@ -289,9 +336,24 @@ class Config:
     timeout: TimeoutSettings = field(default_factory=TimeoutSettings)
     planning: PlanningSettings = field(default_factory=PlanningSettings)
 
+    def __post_init__(self) -> None:
+        check_range(self, "steps", "expert_draws", least=1)
+        check_range(self, "seed", least=0)
+        check_range(self, "batch_size", "micro_batch_size", "world", least=1, most=MOST)
+        if self.cuda_allocator is not None and not _ALLOCATOR.fullmatch(self.cuda_allocator):
+            raise UserError(
+                f"cuda_allocator={self.cuda_allocator} must be name:value, with commas between, as"
+                " expandable_segments:True"
+            )
+
 
 add_installed_methods()
-SETTINGS = known_settings(
-    {"": [Config], "method.": [settings for _, settings in METHODS.values()], "data.": list(DATA.values())}
-)
-"""Every setting by its dotted key; of methods and data sets there may be several of a name."""
+SETTINGS: dict[str, list[Setting]] = {}
+"""Every setting by its dotted key; several methods or data sets may have one of the same name."""
+for _prefix, _owner in (
+    ("", Config),
+    *(("method.", settings) for _, settings in METHODS.values()),
+    *(("data.", settings) for settings in DATA.values()),
+):
+    for _key, _setting in settings_of(_owner, _prefix):
+        SETTINGS.setdefault(_key, []).append(_setting)

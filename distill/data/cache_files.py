@@ -34,16 +34,11 @@ def read_tensor(file: Path, name: str, fits: Callable[[Sequence[int]], bool]) ->
         raise Damaged(f"it holds {tensor.dtype} of shape {tuple(tensor.shape)}")
     if not tensor.isfinite().all():
         raise Damaged("it holds numbers that are not finite")
-    known = _metadata(content).get("crc32")
+    size = int.from_bytes(content[:8], "little")  # of the header, which load() has read
+    known = (json.loads(content[8 : 8 + size]).get("__metadata__") or {}).get("crc32")
     if known is not None and known != _checksum(tensor):  # files of earlier versions have none
         raise Damaged("its checksum is another")
     return tensor
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    """The notes in the header of a safetensors file that ``load`` has taken."""
-    size = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + size]).get("__metadata__") or {}
 
 
 def _checksum(tensor: torch.Tensor) -> str:

@@ -60,7 +60,7 @@ def read_captions(path: Path, columns: object = None) -> list[str]:
     if suffix in _NO_TEXT:
         raise UserError(f"data.path={path} ends in {suffix}; give {kinds}")
     if suffix in (".csv", ".jsonl"):
-        found = [row.values[0] or "" for row in read_table(path, names, where)]
+        found = [caption or "" for _, (caption,) in read_table(path, names, where)]
     else:
         found = io.StringIO(read_text(path, where), newline="").readlines()
         header = [part.strip().strip('"') for part in re.split("[,;\t|]", found[0])] if found else []

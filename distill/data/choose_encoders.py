@@ -8,13 +8,12 @@ from distill.data.encoders import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_
 from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
 from distill.data.ltx_encoders import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
 
-_CLASSES = {
-    VAE_CLASS: TEXT_CLASS,
-    LTX_VAE_CLASS: LtxTextEncoder.class_name,
-    HUNYUAN_VAE_CLASS: HunyuanTextEncoder.class_name,
+_ENCODERS = {
+    VAE_CLASS: (TEXT_CLASS, inspect_wan),
+    LTX_VAE_CLASS: (LtxTextEncoder.class_name, inspect_ltx),
+    HUNYUAN_VAE_CLASS: (HunyuanTextEncoder.class_name, inspect_hunyuan),
 }
-"""Of VAEs, and of the text encoder of each."""
-_INSPECT = {VAE_CLASS: inspect_wan, LTX_VAE_CLASS: inspect_ltx, HUNYUAN_VAE_CLASS: inspect_hunyuan}
+"""Class of the text encoder that belongs to a VAE's class, and the function that reads the folder's settings."""
 
 
 def choose_encoders(path: str | Path) -> EncoderFolder:
@@ -22,5 +21,5 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
 
     Raises: ``UserError`` as :func:`distill.data.encoders.read_encoders`, and for settings that the VAE's class has not.
     """
-    folder, where, vae, text = read_encoders(path, _CLASSES)
-    return _INSPECT[vae["_class_name"]](folder, where, vae, text)
+    folder, where, vae, text = read_encoders(path, {name: text for name, (text, _) in _ENCODERS.items()})
+    return _ENCODERS[vae["_class_name"]][1](folder, where, vae, text)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from distill.data.display import ClipError, ToBT709, is_mirrored, is_turned, other_colors, upright
+from distill.data.display import ClipError, ToBT709, is_turned, other_colors, upright
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Decoding rules that change pixels must change this name: it is part of every latent's key. A rule that changes the
-# pixels of few files changes what key_of_reading() says of these.
+# Decoding rules that change pixels must change this name: it is part of every latent's key.
 DECODER_VERSION = "nearest-time, centre crop, bicubic antialiased, 1"
 
 MAX_SIZE = 65536
@@ -42,7 +41,11 @@ _MAX_PIXELS = 2**26  # of a source's frame, twice 8K: a damaged header may claim
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ClipFormat:
-    """Length, size and rate of the clips to cut, in pixels and frames."""
+    """Length, size and rate of clips.
+
+    Raises:
+        UserError: a size that is not a whole number or is far too large, or a frame rate that no file can say.
+    """
 
     num_frames: int
     """Frames per clip."""
@@ -53,19 +56,14 @@ class ClipFormat:
     fps: float
     """Frames per second at which the source is sampled."""
 
-
-def check_sizes(*, num_frames: object, height: object, width: object, fps: object) -> None:
-    """Raises ``UserError`` for what is no size of a clip: not a whole number, none at all, or beyond all measure."""
-    for name, value in (("num_frames", num_frames), ("height", height), ("width", width)):
-        if type(value) is not int:
-            raise UserError(f"data.{name}={value} must be a whole number; use 64")
-        if value > MAX_SIZE:
-            raise UserError(f"data.{name}={value} is too large; use {MAX_SIZE} or less")
-    least, most = FPS
-    # nan is neither; `not` catches it
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not least <= fps <= most:
-        shown = f"{fps:g}" if isinstance(fps, float) else fps
-        raise UserError(f"data.fps={shown} must be between {least:g} and {most:g} frames per second, above 0; use 8")
+    def __post_init__(self) -> None:
+        for name in ("num_frames", "height", "width"):
+            value = getattr(self, name)
+            if type(value) is not int or value > MAX_SIZE:
+                raise UserError(f"data.{name}={value} must be a whole number of at most {MAX_SIZE}")
+        least, most = FPS
+        if type(self.fps) not in (int, float) or not least <= self.fps <= most:  # nan too
+            raise UserError(f"data.fps={self.fps} must be from {least:g} to {most:g} frames per second; use 8")
 
 
 def read_clip(file: str | Path, clip: ClipFormat) -> torch.Tensor:
@@ -119,6 +117,8 @@ def _video(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.V
 
 def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor:
     """Return the clip, by the frames' times or in their order; raise ``_TimesError`` where the times cannot be used."""
+    from av.video.reformatter import Interpolation as To
+
     frames: list[torch.Tensor] = []
     to_bt709 = ToBT709()
     with _video(file) as (container, stream):
@@ -138,46 +138,18 @@ def _read(file: str | Path, clip: ClipFormat, *, in_order: bool) -> torch.Tensor
                 if colors and frame is first:
                     logger.info("%s: is %s, converted to BT.709", file, colors)
                 shown = to_bt709(frame) if colors else frame
-                small = frame_to_tensor(shown, clip.height, clip.width, _pixel_aspect(stream))
+                # swscale's default drops half of the chroma resolution and rounds coarsely; the VAE would see both.
+                to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
+                rgb_HWC = torch.from_numpy(shown.to_ndarray(format="rgb24", interpolation=to_rgb))
+                aspect = Fraction(stream.sample_aspect_ratio or 1)  # width of one pixel over its height
+                aspect = 1 / aspect if is_turned(shown) else aspect
+                small = crop_and_resize(upright(rgb_HWC, shown), clip.height, clip.width, aspect)
             frames.append(small)
         if stream.average_rate and stream.average_rate < clip.fps * 0.999:
             logger.warning(
                 "%s: its %.3g fps are below data.fps=%g, frames repeat", file, float(stream.average_rate), clip.fps
             )
     return torch.stack(frames, dim=1)
-
-
-def key_of_reading(file: Path) -> dict[str, Any]:
-    """Return what a cache key must add for a file that an earlier version read otherwise, or may have; mostly nothing.
-
-    These are mirrored or interlaced files, files of other colors or with cover art, and those whose packets have times
-    that do not grow or do not tell the order of B-frames. The file's packets are read, and one frame is decoded.
-    """
-    first: av.VideoFrame | None = None
-    pts, dts = [], []
-    try:
-        with _video(file) as (container, stream):
-            for packet in container.demux(stream):
-                if first is None:
-                    first = next(iter(packet.decode()), None)
-                if packet.size:
-                    pts.append(packet.pts)
-                    dts += [] if packet.dts is None else [packet.dts]
-            if first is None:
-                return {}
-            in_decoding_order = None in pts or pts == sorted(pts)
-            suspicious = (
-                len(set(pts)) < len(pts)
-                or dts != sorted(dts)
-                or (stream.codec_context.has_b_frames and len(pts) > 2 and in_decoding_order)
-                or stream.index != container.streams.video[0].index
-                or first.interlaced_frame
-                or is_mirrored(first)
-                or other_colors(first)
-            )
-            return {"reading": 2} if suspicious else {}
-    except ClipError:  # read_clip() says so
-        return {"reading": 2}
 
 
 def first_frame(file: Path, clip: ClipFormat) -> torch.Tensor:
@@ -257,31 +229,11 @@ def _timed(
         yield frame, time - start
 
 
-def _pixel_aspect(stream: av.VideoStream) -> Fraction:
-    """Width of one pixel over its height; 1 where the file does not say."""
-    aspect = stream.sample_aspect_ratio
-    return Fraction(aspect) if aspect else Fraction(1)
-
-
-def frame_to_tensor(
-    frame: av.VideoFrame, height: int, width: int, pixel_aspect: Fraction = Fraction(1)
-) -> torch.Tensor:
-    """One decoded frame as float32 (3, ``height``, ``width``) in [-1, 1], upright, centre-cropped and resized."""
-    from av.video.reformatter import Interpolation as To
-
-    # swscale's default drops half of the chroma resolution and rounds coarsely; both would reach the VAE.
-    to_rgb = To.BICUBIC | To.FULL_CHR_H_INT | To.ACCURATE_RND
-    rgb_HWC = torch.from_numpy(frame.to_ndarray(format="rgb24", interpolation=to_rgb))
-    if is_turned(frame):
-        pixel_aspect = 1 / pixel_aspect
-    rgb_HWC = upright(rgb_HWC, frame)
-    return crop_and_resize(rgb_HWC, height, width, pixel_aspect)
-
-
 def crop_and_resize(
     rgb_HWC: torch.Tensor, height: int, width: int, pixel_aspect: Fraction = Fraction(1)
 ) -> torch.Tensor:
-    """Largest centred part of uint8 ``rgb_HWC`` of the wanted aspect, resized: float32 (3, height, width), [-1, 1]."""
+    """Return the largest centered part of uint8 ``rgb_HWC`` of the wanted aspect, resized: float32 (3, height, width),
+    from -1 to 1."""
     source_height, source_width = rgb_HWC.shape[:2]
     aspect = Fraction(width, height) / pixel_aspect  # in source pixels
     crop_width = min(source_width, max(1, round(source_height * aspect)))

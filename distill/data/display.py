@@ -30,7 +30,7 @@ def upright(rgb_HWC: torch.Tensor, frame: av.VideoFrame) -> torch.Tensor:
     Raises:
         ClipError: a matrix that turns by other angles than multiples of 90 degrees.
     """
-    (a, b, c, d), _ = _directions(frame)
+    a, b, c, d = _directions(frame)
     if b or c:  # columns become rows
         rgb_HWC = rgb_HWC.transpose(0, 1)
     return rgb_HWC.flip([dim for dim, sign in ((0, b + d), (1, a + c)) if sign < 0])
@@ -38,28 +38,20 @@ def upright(rgb_HWC: torch.Tensor, frame: av.VideoFrame) -> torch.Tensor:
 
 def is_turned(frame: av.VideoFrame) -> bool:
     """Whether :func:`upright` exchanges height and width."""
-    (_, b, _, _), _ = _directions(frame)
-    return b != 0
+    return _directions(frame)[1] != 0
 
 
-def is_mirrored(frame: av.VideoFrame) -> bool:
-    """Whether :func:`upright` mirrors the picture."""
-    _, determinant = _directions(frame)
-    return determinant < 0
-
-
-def _directions(frame: av.VideoFrame) -> tuple[tuple[int, int, int, int], int]:
-    """Return the signs of a, b, c, d in x' = a x + c y, y' = b x + d y (y down), and of the determinant."""
+def _directions(frame: av.VideoFrame) -> tuple[int, int, int, int]:
+    """Return the signs of a, b, c, d in x' = a x + c y, y' = b x + d y (y down)."""
     data = _side_data(frame).get("DISPLAYMATRIX")
     if data is None:
-        return (1, 0, 0, 1), 1
+        return 1, 0, 0, 1
     a, b, _, c, d, *_ = struct.unpack("=9i", bytes(data))
     small = max(map(abs, (a, b, c, d))) / 100
     a, b, c, d = (0 if abs(value) <= small else 1 if value > 0 else -1 for value in (a, b, c, d))
-    determinant = a * d - b * c
-    if abs(determinant) != 1:
+    if abs(a * d - b * c) != 1:
         raise ClipError(f"is rotated by {frame.rotation} degrees; only multiples of 90 can be turned upright")
-    return (a, b, c, d), determinant
+    return a, b, c, d
 
 
 def _side_data(frame: av.VideoFrame) -> Mapping[str, Any]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from distill.data.choose_encoders import choose_encoders
-from distill.data.clips import ClipFormat, check_sizes, first_frame
+from distill.data.clips import ClipFormat, first_frame
 from distill.data.encoders import EncoderFolder, VideoCodec, check_text_tokens
-from distill.data.first_frame import ImageInput, cache_parts
+from distill.data.first_frame import ImageInput
 from distill.data.latent_cache import LatentCache
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -77,11 +77,10 @@ class EncodedData:
         Raises: ``UserError`` on every rank for a setting that does not fit, before weights are loaded or videos
         decoded; and if no item can be used.
         """
-        check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
         for what, text in (("data.negative_prompt", negative_prompt), *(("the caption", text) for text in captions)):
             _require_text(what, text)
+        clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=fps)
         self.path, self.columns, self.fps = Path(path), columns, float(fps)
-        clip = ClipFormat(num_frames=num_frames, height=height, width=width, fps=self.fps)
 
         given = [Path(file).expanduser() for file in images]
 
@@ -200,7 +199,7 @@ class EncodedData:
     def _image_tensors(self, key: str) -> dict[str, torch.Tensor]:
         """The image's part of a condition: its latents, its mask, its features; or the first frame, and features."""
         assert self._image is not None
-        if "image_latents" not in cache_parts(self._image):
+        if self._image.latents != "image_latents":
             return self.cache.image(key, self._image)
         mask = torch.zeros(self.condition_shapes["image_mask"])
         mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline

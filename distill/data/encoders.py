@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat, check_sizes
-from distill.data.first_frame import FirstFrame, ImageInput, inspect_image
-from distill.data.image_encoder import ImageEncoderFolder
+from distill.data.clips import ClipFormat
+from distill.data.first_frame import ImageInput, inspect_image
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
     check_weight_files,
@@ -72,15 +71,14 @@ class EncoderFolder:
     ) -> dict[str, tuple[int, ...]]:
         """Of each tensor of a sample's condition (models/condition.py), with an image where its encoder is given."""
         shapes: dict[str, tuple[int, ...]] = {"text": (max_text_tokens, self.text_width)}
-        if isinstance(image, FirstFrame):
-            channels, _, height, width = self.latent_shape(clip)
-            shapes[FIRST_FRAME] = (channels, 1, height, width)
-        elif image is not None:
-            latent_shape = self.latent_shape(clip)
-            shapes["image_latents"] = latent_shape
-            shapes["image_mask"] = (self.temporal, *latent_shape[1:])
-            if isinstance(image, ImageEncoderFolder):
-                shapes["image_embeds"] = (image.tokens, image.width)
+        if image is not None:
+            channels, *sizes = self.latent_shape(clip)
+            if image.latents == FIRST_FRAME:
+                shapes[FIRST_FRAME] = (channels, 1, *sizes[1:])
+            else:
+                shapes |= {"image_latents": (channels, *sizes), "image_mask": (self.temporal, *sizes)}
+            if image.encoder is not None:
+                shapes["image_embeds"] = (image.encoder.tokens, image.encoder.width)
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
@@ -132,7 +130,6 @@ class EncoderFolder:
 
         The VAE would not complain: it drops the last frames of a clip that is not ``temporal * k + 1`` long.
         """
-        check_sizes(num_frames=clip.num_frames, height=clip.height, width=clip.width, fps=clip.fps)
         frames_per_token = self.temporal * self.patch[0]
         # t = (T - 1) / temporal + 1 must be a multiple of patch[0], so T = frames_per_token * n - temporal + 1.
         first = frames_per_token - self.temporal + 1

@@ -1,9 +1,4 @@
-"""How a pipeline folder gives its network an image: through encoders of its own, or as the first frame in its place.
-
-The latter is Wan 2.2's TI2V, whose ``model_index.json`` says ``expand_timesteps``: the image is encoded as a clip of
-one frame, and no image encoder is read. Wan 2.2's I2V A14B reads none either: of an image it gets the latents alone.
-HunyuanVideo 1.5 gets both, the frame for channels of its own.
-"""
+"""Image inputs: which tensors a pipeline folder makes of a first image for its network."""
 
 from __future__ import annotations
 
@@ -23,87 +18,48 @@ _OF_IMAGES = "WanImageToVideoPipeline"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class FirstFrame:
-    """The first frame alone, as the VAE encodes it, is all of an image that the network gets."""
+class ImageInput:
+    """Tensors that a network gets of an image, with ``data.image=first_frame``."""
 
+    latents: str
+    """``first_frame``: the VAE encodes the image as a clip of one frame. ``image_latents``: the VAE encodes a clip that
+    begins with the image, and a mask tells which frames are given."""
+    encoder: ImageEncoderFolder | None = None
+    """The image encoder, for networks that also get its features."""
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ImageLatents:
-    """Latents of the clip whose first frame is given, and a mask, are all of an image that the network gets."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class FrameAndFeatures:
-    """The first frame alone, as the VAE encodes it, and an image encoder's features of it."""
-
-    encoder: ImageEncoderFolder
-
-
-ImageInput = ImageEncoderFolder | FirstFrame | ImageLatents | FrameAndFeatures
-"""What is read of a pipeline folder for ``data.image=first_frame``."""
-
-
-def _index(folder: Path, where: str) -> dict[str, Any]:
-    """What the ``model_index.json`` of a pipeline folder says; nothing where there is none.
-
-    Raises:
-        UserError: one that cannot be read.
-    """
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {INDEX} cannot be read ({one_line(error)}); save it again") from error
-    return index if isinstance(index, dict) else {}
-
-
-def frame_in_place(folder: Path, where: str) -> bool:
-    """Does the pipeline of ``folder`` put a given first frame in its place?
-
-    Args:
-        folder: a pipeline folder; without ``model_index.json`` it does not.
-        where: setting and folder, for messages.
-
-    Raises:
-        UserError: an index that cannot be read, or with a value that is neither true nor false.
-    """
-    found = _index(folder, where).get(KEY)
-    if found is not None and type(found) is not bool:
-        raise UserError(f"{where}: {INDEX} has {KEY}={' '.join(repr(found).split())[:60]}; use true or false")
-    return bool(found)
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the encoded tensors, which are folders of the cache too."""
+        return (self.latents,) if self.encoder is None else (self.latents, "image_embeds")
 
 
 def inspect_image(folder: Path, where: str) -> ImageInput:
-    """What the pipeline of ``folder`` reads of an image, without loading weights.
+    """Return the image input of a Wan pipeline, without loading weights.
+
+    Wan 2.2's TI2V says ``expand_timesteps`` and puts the frame in the noisy one's place. Wan 2.2's I2V A14B has no
+    image encoder. Wan 2.1's I2V has one, and so has a folder without ``model_index.json``.
 
     Args:
         folder: a pipeline folder.
         where: setting and folder, for messages.
 
     Raises:
-        UserError: neither a folder of Wan 2.2's TI2V or I2V nor one with an image encoder; a part that is damaged.
+        UserError: none of these pipelines; a part that is damaged.
     """
-    if frame_in_place(folder, where):
-        return FirstFrame()
-    index = _index(folder, where)
+    index: Any = {}
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {INDEX} cannot be read ({one_line(error)}); save it again") from error
+    index = index if isinstance(index, dict) else {}
+    in_place = index.get(KEY)
+    if in_place is not None and type(in_place) is not bool:
+        raise UserError(f"{where}: {INDEX} has {KEY}={' '.join(repr(in_place).split())[:60]}; use true or false")
+    if in_place:
+        return ImageInput(latents=FIRST_FRAME)
     # diffusers writes [null, null] for a part that a pipeline does without.
     if index.get("_class_name") == _OF_IMAGES and index.get("image_encoder") in (None, [None, None]):
-        return ImageLatents()
-    return inspect_image_encoder(folder, where)
-
-
-def cache_parts(image: ImageInput) -> tuple[str, ...]:
-    """Folders of the cache that an image's tensors are in."""
-    if isinstance(image, FirstFrame):
-        return (FIRST_FRAME,)
-    if isinstance(image, FrameAndFeatures):
-        return FIRST_FRAME, "image_embeds"
-    return ("image_latents",) if isinstance(image, ImageLatents) else ("image_latents", "image_embeds")
-
-
-def image_encoder_of(image: ImageInput) -> ImageEncoderFolder | None:
-    """The image encoder that is read, if one is."""
-    if isinstance(image, FrameAndFeatures):
-        return image.encoder
-    return image if isinstance(image, ImageEncoderFolder) else None
+        return ImageInput(latents="image_latents")
+    return ImageInput(latents="image_latents", encoder=inspect_image_encoder(folder, where))

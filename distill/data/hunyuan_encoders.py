@@ -20,7 +20,7 @@ import torch
 
 from distill.data.clips import ClipFormat
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
-from distill.data.first_frame import FrameAndFeatures, ImageInput
+from distill.data.first_frame import ImageInput
 from distill.data.image_encoder import SIGLIP, inspect_image_encoder
 from distill.data.pipeline_folder import (
     MAX_NUMBER,
@@ -92,14 +92,14 @@ class HunyuanEncoderFolder(EncoderFolder):
         shapes: dict[str, tuple[int, ...]] = {"text": (max_text_tokens, self.text_width)}
         shapes |= {"text_mask": (max_text_tokens,)}
         shapes |= {"glyphs": (GLYPH_TOKENS, self.glyph_width), "glyph_mask": (GLYPH_TOKENS,)}
-        if isinstance(image, FrameAndFeatures):
+        if image is not None and image.encoder is not None:
             channels, _, height, width = self.latent_shape(clip)
             shapes[FIRST_FRAME] = (channels, 1, height, width)
             shapes["image_embeds"] = (image.encoder.tokens, image.encoder.width)
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
-        return FrameAndFeatures(encoder=inspect_image_encoder(self.path, where, SIGLIP))
+        return ImageInput(latents=FIRST_FRAME, encoder=inspect_image_encoder(self.path, where, SIGLIP))
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> HunyuanVideoCodec:
         return HunyuanVideoCodec(self, device=device, dtype=dtype, tiling=tiling)

@@ -21,17 +21,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distill.data.cache_files import Damaged, is_unfinished, read_tensor, write_tensor
-from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, key_of_reading, read_clip
+from distill.data.clips import DECODER_VERSION, ClipError, ClipFormat, first_frame, read_clip
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec
-from distill.data.first_frame import ImageInput, cache_parts, image_encoder_of
+from distill.data.first_frame import ImageInput
 from distill.data.image_encoder import ImageEncoder
-from distill.data.shares import ReadAhead, Shares, first_of_each, node
+from distill.data.shares import Shares, first_of_each, node, read_ahead
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
@@ -131,7 +132,7 @@ class LatentCache:
             try:
                 if files[i].exists() and not files[i].is_file():  # a pipe would never end
                     return "error", "is not a file", None
-                key = _hash(settings | {"bytes": _file_hash(files[i])} | key_of_reading(files[i]))
+                key = _hash(settings | {"bytes": _file_hash(files[i])})
             except FileNotFoundError:
                 return "error", "is missing", None
             except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
@@ -145,7 +146,7 @@ class LatentCache:
 
         def write(i: int) -> tuple[str, str]:
             nonlocal codec
-            what, value, video = ahead.take(i)
+            what, value, video = next(ahead)
             if video is None:
                 return what, value
             target = self._latents_file(value)
@@ -161,7 +162,7 @@ class LatentCache:
             return what, value
 
         written: set[Path] = set()
-        with ReadAhead(read, self._all.own(len(files))) as ahead:
+        with closing(read_ahead(read, self._all.own(len(files)))) as ahead:
             results = self._all.run(len(files), write, "latents", "clip")
         if codec is not None:
             codec = None
@@ -211,8 +212,7 @@ class LatentCache:
     def write_images(self, files: list[Path], folder: ImageInput) -> list[str]:
         """The first frame of every file, encoded by the VAE (with grey frames behind it) and by an image encoder.
 
-        For :class:`ImageLatents` by the VAE alone; for a :class:`FirstFrame` by it as a clip of one frame, for
-        :class:`FrameAndFeatures` so and by the image encoder.
+        The VAE encodes a :data:`FIRST_FRAME` as a clip of one frame. Only an input with an encoder is encoded by one.
 
         File i is rank ``i % world``'s. Returns the KEY of each, the same on every rank. Frees the encoders.
 
@@ -220,8 +220,8 @@ class LatentCache:
             UserError: on every rank, a file that gives no image.
         """
         settings: dict[str, Any] = {"decoder": DECODER_VERSION, "vae": self._identity("vae"), **self._tiling()}
-        clip, parts = [self.clip.num_frames, self.clip.height, self.clip.width], cache_parts(folder)
-        reads = image_encoder_of(folder)
+        clip, parts = [self.clip.num_frames, self.clip.height, self.clip.width], folder.parts
+        reads = folder.encoder
         settings |= {"image_encoder": self._identity(*reads.parts)} if reads is not None else {}
         if FIRST_FRAME in parts:
             settings |= {"first_frame": clip[1:], "dtype": str(self.vae_dtype)}
@@ -234,7 +234,7 @@ class LatentCache:
         def write(i: int) -> str:
             nonlocal loaded
             try:
-                key = _hash(settings | {"bytes": _file_hash(files[i])} | key_of_reading(files[i]))
+                key = _hash(settings | {"bytes": _file_hash(files[i])})
                 targets = {part: self._image_file(part, key) for part in parts}
                 if all(self._holds(targets[part], part, self._fits(part, folder)) for part in parts):
                     return key
@@ -286,7 +286,7 @@ class LatentCache:
             return lambda shape: tuple(shape) == (channels, 1, *sides)
         if part == "image_latents":
             return self._is_latents
-        reads = image_encoder_of(folder)
+        reads = folder.encoder
         assert reads is not None
         return lambda shape: tuple(shape) == (reads.tokens, reads.width)
 
@@ -299,9 +299,7 @@ class LatentCache:
 
         Raises ``UserError`` if a file of them is damaged.
         """
-        return {
-            part: self._get(self._image_file(part, key), part, self._fits(part, folder)) for part in cache_parts(folder)
-        }
+        return {part: self._get(self._image_file(part, key), part, self._fits(part, folder)) for part in folder.parts}
 
     def _is_latents(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == self.latent_shape

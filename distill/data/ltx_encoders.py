@@ -20,7 +20,7 @@ import torch
 
 from distill.data.clips import ClipFormat
 from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
-from distill.data.first_frame import FirstFrame, ImageInput
+from distill.data.first_frame import ImageInput
 from distill.data.pipeline_folder import class_defaults, load_part, part_settings, shown, whole_numbers
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
@@ -73,7 +73,7 @@ class LtxEncoderFolder(EncoderFolder):
 
     def inspect_image(self, where: str) -> ImageInput:
         """The first frame in its place, whichever of LTX's pipelines it is: all parts are there."""
-        return FirstFrame()
+        return ImageInput(latents=FIRST_FRAME)
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> LtxVideoCodec:
         return LtxVideoCodec(self, device=device, dtype=dtype, tiling=tiling)
@@ -94,7 +94,7 @@ class LtxEncoderFolder(EncoderFolder):
         return {"text": pad_text(text, max_tokens), "text_mask": torch.arange(max_tokens) < text.shape[0]}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
-        """``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx_attention.py."""
+        """``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx.py."""
         shift = (self.temporal - 1) / clip.fps if self.later else 0.0
         return {"latent_spacing": torch.tensor([self.temporal / clip.fps, self.spatial, self.spatial, shift])}
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.data.clips import check_sizes
+from distill.data.clips import MAX_SIZE, ClipFormat
 from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
 from models.condition import Condition
@@ -134,20 +134,21 @@ def render(scene: Scene, *, height: int, width: int) -> np.ndarray:
 
 
 class MovingShapes:
-    """The data set. Item i is a function of (seed, split, i) and the sizes alone, and has caption i modulo 64.
+    """Data set of the rendered clips. Item i has caption i modulo 64; it depends on (seed, split, i) and sizes alone.
 
     Args:
-        num_frames, height, width: of a clip; at least 6 frames of 16 x 16 pixels.
-        fps: frames per second at which the clips are meant to be seen.
-        seed: of the renders. The splits "train" and "heldout" are different streams of it.
+        encoders: folder with ``words.safetensors``.
+        num_frames, height, width: size of a clip; at least 6 frames of 16 x 16 pixels.
+        fps: frames per second at which the clips are shown.
+        seed: seed of the renders. The splits "train" and "heldout" are different streams of it.
         num_clips: length of the data set (nothing is stored).
-        encoders: the folder that holds ``words.safetensors``.
-        negative_prompt: what the unconditional branch of guidance is told; empty: pad words.
+        negative_prompt: caption of the unconditional branch of guidance; empty for pad words.
         split: "train" or "heldout".
-        colour_shares: of each of ``COLOURS`` among the clips of a caption, which then names none (item i has caption i
-            modulo 8); they sum to 1. Captions name the colour by default.
+        colour_shares: share of each of ``COLOURS`` among the clips of a caption, sum 1. Captions then name no color
+            (item i has caption i modulo 8). By default captions name it.
 
-    Raises UserError for a size that is too small, an unknown split or word, shares that are none, a missing word table.
+    Raises:
+        UserError: a number out of range, an unknown word in the negative prompt, a missing word table.
     """
 
     def __init__(
@@ -164,32 +165,31 @@ class MovingShapes:
         split: str = "train",
         colour_shares: Sequence[float] | None = None,
     ) -> None:
-        # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels.
-        check_sizes(num_frames=num_frames, height=height, width=width, fps=fps)
-        for name, value, least in (("num_frames", num_frames, 6), ("height", height, 16), ("width", width, 16)):
-            if value < least:
-                raise UserError(f"data.{name}={value} is too small for moving_shapes; use {least} or more")
+        ClipFormat(num_frames=num_frames, height=height, width=width, fps=fps)  # refuses sizes of no clip
         self._captions = captions_of(colour_shares)
-        if num_clips < len(self._captions):
-            raise UserError(
-                f"data.num_clips={num_clips} leaves captions without a clip; use {len(self._captions)} or more"
-            )
-        if num_clips > _MAX_CLIPS:  # an epoch's order is a list
-            raise UserError(f"data.num_clips={num_clips} is too large; use {_MAX_CLIPS} or less")
-        if seed < 0:
-            raise UserError(f"the seed of moving_shapes is {seed}; use 0 or more")
-        if split not in SPLITS:
-            raise UserError(f"split {split!r} is unknown; use {' or '.join(SPLITS)}")
+        # Below these sizes no motion shows: the blinking needs a full period, the small shape a few whole pixels. An
+        # epoch's order is a list of all clips.
+        for name, value, least, most in (
+            ("num_frames", num_frames, 6, MAX_SIZE),
+            ("height", height, 16, MAX_SIZE),
+            ("width", width, 16, MAX_SIZE),
+            ("num_clips", num_clips, len(self._captions), _MAX_CLIPS),
+        ):
+            if not least <= value <= most:
+                raise UserError(f"data.{name}={value} must be from {least} to {most} for moving_shapes")
         self._colour_shares = None if colour_shares is None else _checked_shares(colour_shares)
-        self._table = WordTable.load(encoders)
-        self._encoders, self._negative_prompt = encoders, negative_prompt
+        self._table = WordTable(encoders)
         self._size = {"num_frames": num_frames, "height": height, "width": width}
         self._seed, self._split, self._num_clips = seed, split, num_clips
+        self._settings = {
+            "encoders": encoders, **self._size, "fps": fps, "seed": seed, "num_clips": num_clips,
+            "negative_prompt": negative_prompt, "colour_shares": colour_shares,
+        }  # fmt: skip
         self.fps = float(fps)
         self.latent_shape = (3, num_frames, height, width)
         self.condition_shapes = {"text": (CAPTION_WORDS, self._table.dim)}
         self._caption_text = self._table.embed(list(self._captions), CAPTION_WORDS)
-        null_text, empty_text = self._table.embed([negative_prompt, ""], CAPTION_WORDS)
+        null_text, empty_text = self._table.embed([negative_prompt, ""], CAPTION_WORDS, "data.negative_prompt")
         self.null, self.empty = {"text": null_text}, {"text": empty_text}
         identity = repr(("moving_shapes", 1, self.latent_shape, seed, split, num_clips, self._table.words)).encode()
         identity += self._table.vectors.numpy().tobytes() + null_text.numpy().tobytes()
@@ -198,23 +198,14 @@ class MovingShapes:
         self.fingerprint = hashlib.sha256(identity).hexdigest()[:16]
 
     def heldout(self) -> "MovingShapes":
-        """The same data set from the held-out stream, which training never sees."""
-        return MovingShapes(
-            encoders=self._encoders,
-            **self._size,
-            fps=self.fps,
-            seed=self._seed,
-            num_clips=self._num_clips,
-            negative_prompt=self._negative_prompt,
-            split="heldout",
-            colour_shares=self._colour_shares,
-        )
+        """Return the same data set from the held-out stream, which training never sees."""
+        return MovingShapes(**self._settings, split="heldout")
 
     def __len__(self) -> int:
         return self._num_clips
 
     def __getitem__(self, index: int) -> dict:
-        """{"latents": fp32 (3, T, H, W) in [-1, 1], "text": fp32 (L, D), "caption": str}."""
+        """Return {"latents": fp32 (3, T, H, W) in [-1, 1], "text": fp32 (L, D), "caption": str}."""
         if not 0 <= index < self._num_clips:
             raise IndexError(index)
         return {

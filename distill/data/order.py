@@ -1,6 +1,6 @@
-"""Which clip is at which position of which global batch: a function of seed, epoch and position alone.
+"""Data order: the clip at each position of each global batch, a function of seed, epoch and position alone.
 
-So the order is the same on every mesh, and a resumed run goes on by its position; nothing is stored.
+So the order is the same on every mesh, and a resumed run needs no stored state.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from fsdp_cp.rng import permutation
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How a global batch is spread: micro-batches of ``micro_batch_size`` samples on each of ``dp_size`` ranks."""
+    """Split of a global batch into micro-batches of ``micro_batch_size`` samples on each of ``dp_size`` ranks."""
 
     global_size: int
     micro_batch_size: int
     dp_rank: int
     dp_size: int
     parts: int = 1
-    """Of the batch, neighbours in it: the same samples on every mesh. Each is of whole micro-batches."""
+    """Number of contiguous parts of the batch, with the same samples on every mesh and whole micro-batches each."""
 
     def __post_init__(self) -> None:
         assert self.global_size % (self.micro_batch_size * self.dp_size * self.parts) == 0
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per step."""
+        """Number of micro-batches per step."""
         return self.global_size // (self.micro_batch_size * self.dp_size)
 
     def positions(self, micro_batch: int) -> list[int]:
-        """Positions in the global batch of this rank's ``micro_batch``-th micro-batch."""
+        """Return the positions in the global batch of this rank's ``micro_batch``-th micro-batch."""
         first = (micro_batch * self.dp_size + self.dp_rank) * self.micro_batch_size
         return list(range(first, first + self.micro_batch_size))
 
     def part(self, micro_batch: int) -> int:
-        """The part that the ``micro_batch``-th micro-batch is of, on every rank."""
+        """Return the part that the ``micro_batch``-th micro-batch belongs to, on every rank."""
         return micro_batch * self.parts // self.accumulation
 
 
@@ -47,20 +47,20 @@ def _epoch(seed: int, epoch: int, clips: int) -> list[int]:
 
 
 def clip_at(seed: int, clips: int, position: int) -> int:
-    """Index of the clip at ``position`` of the endless stream of samples: each epoch is a permutation of its own."""
+    """Return the clip at ``position`` of the endless stream of samples, in which each epoch is a new permutation."""
     epoch, offset = divmod(position, clips)
     return _epoch(seed, epoch, clips)[offset]
 
 
 class MicroBatchSampler:
-    """For ``DataLoader(batch_sampler=...)``: clip indices of this rank's micro-batches, from ``first_step`` on.
+    """Clip indices of this rank's micro-batches, for ``DataLoader(batch_sampler=...)``.
 
     Args:
         seed: the run's seed.
         clips: length of the data set.
         batching: this rank's share.
-        first_sample: how many samples of the stream were used before ``first_step``.
-        steps: how many steps to give.
+        first_sample: number of samples of the stream that earlier steps used.
+        steps: number of steps.
     """
 
     def __init__(self, *, seed: int, clips: int, batching: Batching, first_sample: int, steps: int):

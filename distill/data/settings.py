@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,9 +29,9 @@ class DataSettings:
     """Base of the settings of a data set."""
 
     has_clips: ClassVar[bool] = True
-    """Are there latents to train on, or captions alone?"""
+    """Whether items have latents to train on. Captions alone have none."""
     cheap_frames: ClassVar[bool] = False
-    """Are clips so small that many are sampled at once?"""
+    """Whether clips are so small that many are sampled at once."""
     free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "columns")
     """Settings that do not change an item; a resumed run may have others."""
     name: str = ""
@@ -41,7 +41,7 @@ class DataSettings:
         return {}
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
-        """``(C, T, H, W)`` of a sample's latents and the shapes of its condition, without encoding anything.
+        """Return ``(C, T, H, W)`` of a sample's latents and the shapes of its condition, without encoding anything.
 
         Raises:
             UserError: folders that are not set or not there, sizes that the data set or the VAE does not take.
@@ -57,15 +57,15 @@ class DataSettings:
         captions: Sequence[str] = (),
         images: Sequence[str] = (),
     ) -> ClipDataset:
-        """The data set; called by all ranks (clips and captions are encoded by all together).
+        """Build the data set. All ranks must call this: they encode clips and captions together.
 
         Args:
-            seed: of what it renders.
-            device: where the encoders run.
-            run_dir: the cache is there unless the settings say otherwise.
-            captions: others that ``condition`` must know, beside the data set's own: the text encoder is freed before a
-                network is built. ``fingerprint`` does not depend on them.
-            images: of ``captions``, in their order, where images condition; empty for those of the data set.
+            seed: seed of rendered clips.
+            device: device of the encoders.
+            run_dir: folder of the cache, unless the settings name another.
+            captions: further captions for ``condition``: the text encoder is freed before a network is built.
+                ``fingerprint`` does not depend on them.
+            images: one image file for each of ``captions`` where images condition; empty for those of the data set.
 
         Raises:
             UserError: settings that do not fit, a folder without a usable clip, captions that cannot be embedded.
@@ -80,7 +80,7 @@ class DataSettings:
         """
 
     def table_in_words(self) -> str:
-        """How many items there are, and where; nothing is decoded.
+        """Say how many items there are, and where, without decoding any.
 
         Raises:
             UserError: a table that is missing or damaged, or names no clip that is there.
@@ -117,15 +117,7 @@ class MovingShapesSettings(DataSettings):
         data = self._data(seed=0)
         return data.latent_shape, data.condition_shapes
 
-    def build(
-        self,
-        *,
-        seed: int,
-        device: torch.device,
-        run_dir: Path,
-        captions: Sequence[str] = (),
-        images: Sequence[str] = (),
-    ) -> ClipDataset:
+    def build(self, *, seed: int, captions: Sequence[str] = (), **_: Any) -> ClipDataset:
         data = self._data(seed)
         data.condition(list(captions))
         return data
@@ -152,17 +144,7 @@ class MovingShapesSettings(DataSettings):
     def _data(self, seed: int) -> ClipDataset:
         from distill.data.moving_shapes import MovingShapes
 
-        return MovingShapes(
-            encoders=self.encoders,
-            num_frames=self.num_frames,
-            height=self.height,
-            width=self.width,
-            fps=self.fps,
-            negative_prompt=self.negative_prompt,
-            num_clips=self.num_clips,
-            colour_shares=self.colour_shares,
-            seed=seed,
-        )
+        return MovingShapes(seed=seed, **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"})
 
 
 @dataclass(kw_only=True)
@@ -173,7 +155,7 @@ class VideoFolderSettings(DataSettings):
     path: str | None = None
     """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
     ``caption``, or a ``.txt`` file next to each video."""
-    columns: Any = None  # an optional dict; typed so, OmegaConf takes no value for it from the command line
+    columns: dict[str, str] | None = None
     """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
@@ -247,13 +229,12 @@ class VideoFolderSettings(DataSettings):
 
     def fingerprints(self) -> dict[str, str]:
         from distill.data.choose_encoders import choose_encoders
-        from distill.data.first_frame import image_encoder_of
         from models.checkpoint_files import fingerprint_of
 
         folder = choose_encoders(self.encoders)
         parts = [*(["vae"] if self.has_clips else []), *folder.text_parts()]
         if self.image is not None:
-            encoder = image_encoder_of(folder.inspect_image(f"data.encoders={self.encoders}"))
+            encoder = folder.inspect_image(f"data.encoders={self.encoders}").encoder
             parts += encoder.parts if encoder is not None else []
         table = hashlib.sha256(json.dumps(self._table()).encode()).hexdigest()[:32]
         return {"data.path": table, "data.encoders": fingerprint_of(folder.files(*parts))}

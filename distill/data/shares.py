@@ -1,15 +1,14 @@
-"""Items shared out over the ranks: who does which, in rounds that all ranks share, and files read ahead by threads."""
+"""Work on many items, shared over the ranks in rounds, and files that threads read ahead."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from fsdp_cp.launch import rank, share_of_cores
 from fsdp_cp.progress import progress
@@ -23,20 +22,20 @@ _MOST_THREADS = 4  # a clip of 81 frames at 720p is 0.9 GB as the VAE takes it
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Which of ``ranks`` does which item: item i is that of ``ranks[i % len(ranks)]``. The same on every rank."""
+    """Assignment of items to ``ranks``, the same on every rank: ``ranks[i % len(ranks)]`` does item i."""
 
     ranks: tuple[int, ...]
 
     def own(self, count: int) -> range:
-        """Of ``count`` items those of this rank."""
+        """Return this rank's items of ``count``."""
         size = len(self.ranks)
         return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
 
     def run(self, count: int, work: Callable[[int], T], what: str, unit: str) -> list[T]:
-        """``work(i)`` for i below ``count``, each on its rank and in its order; all results on every rank.
+        """Call ``work(i)`` for i below ``count``, each on its rank and in order; return all results on every rank.
 
-        In rounds of a few: a failure reaches all ranks soon, and no rank waits in a collective while another works off
-        its whole share, which would pass the group's timeout. Rank 0 shows how far all ranks are, in ``unit``.
+        The ranks meet after every few items. So a failure reaches all ranks soon, and no rank waits in a collective for
+        another's whole share, which would exceed the group's timeout. Rank 0 shows the progress in ``unit``.
         """
         results: list[T] = []
         own, size = self.own(count), len(self.ranks) * _ROUND
@@ -52,45 +51,29 @@ class Shares:
 
 
 def node() -> str:
-    """What tells this rank's machine from others: torchrun's number of it, and its name."""
+    """Return an identifier of this rank's machine: torchrun's number of it, and its name."""
     return f"{os.environ.get('GROUP_RANK', '')} {socket.gethostname()}"
 
 
 def first_of_each(nodes: Sequence[str]) -> tuple[int, ...]:
-    """The lowest rank of each node, where ``nodes[i]`` is :func:`node` of rank i."""
+    """Return the lowest rank of each node, where ``nodes[i]`` is :func:`node` of rank i."""
     return tuple(sorted({name: rank for rank, name in reversed(list(enumerate(nodes)))}.values()))
 
 
-class ReadAhead(Generic[T]):
-    """``read(i)`` of each item, in order, by threads ahead of whoever takes it. A context manager.
+def read_ahead(read: Callable[[int], T], items: Iterable[int]) -> Iterator[T]:
+    """Yield ``read(item)`` for each item in order, or raise what it raised; threads read the next items meanwhile.
 
     Decoding and resizing hold no interpreter lock, so threads do (frames need not travel between processes): this
-    rank's share of the cores, four at most, and as many items read ahead.
+    rank's share of the cores, four at most, and as many items ahead. Close the generator to stop the threads.
     """
-
-    def __init__(self, read: Callable[[int], T], items: Iterable[int]) -> None:
-        self._read, self._items = read, iter(items)
-        self._threads = min(_MOST_THREADS, share_of_cores())
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
-        self._waiting: deque[tuple[int, Future[T]]] = deque()
-
-    def __enter__(self) -> ReadAhead[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def take(self, item: int) -> T:
-        """``read(item)``, the next in order; raises what it raised."""
-        self._fill()
-        known, future = self._waiting.popleft()
-        assert known == item, "items are taken in their order"
-        result = future.result()
-        self._fill()  # the threads go on while the caller works on this one
-        return result
-
-    def _fill(self) -> None:
-        while len(self._waiting) < self._threads and (item := next(self._items, None)) is not None:
-            self._waiting.append((item, self._pool.submit(self._read, item)))
+    threads, waiting = min(_MOST_THREADS, share_of_cores()), deque[Future[T]]()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
+    try:
+        for item in items:
+            waiting.append(pool.submit(read, item))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from distill.json_lines import parse
 from fsdp_cp.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts"}
 _QUOTES = 'put captions with commas in double quotes, and write a quote inside them twice ("")'
 _FIELD_LIMIT = 1 << 20  # characters; the longest captions have a few thousand
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Row:
-    """One row of a table."""
-
-    line: int
-    """Where it begins, counted from 1."""
-    values: tuple[str | None, ...]
-    """One for each wanted column; ``None`` where the row ends before it."""
+Row = tuple[int, tuple[str | None, ...]]
+"""Line where a row of a table begins, counted from 1, and its values: one for each wanted column, ``None`` where the
+row ends before it."""
 
 
 def read_text(file: Path, where: str) -> str:
@@ -89,13 +80,16 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
     lines = io.StringIO(text, newline="").readlines()  # as the csv module counts them
     if file.suffix.lower() == ".jsonl":
         return _json_rows(lines, columns, where)
-    _check_separator(lines[0] if lines else "", columns, where)
+    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        parts = [part.strip().strip('"') for part in (lines or [""])[0].split(separator)]
+        if "," not in (lines or [""])[0] and len(parts) > 1 and set(parts) >= set(columns):
+            raise UserError(f"{where} separates its columns with {name}; save it with commas")
     records = _records(lines, where)
-    if not records:
-        raise UserError(f"{where} has no column {columns[0]} (found nothing); use {','.join(columns)}")
-    (first, header), *body = records
+    (_, header), *body = records or [(1, [])]
     header = [name.strip() for name in header]
-    _check_header(header, first, columns, where)
+    for column in columns:
+        if header.count(column) != 1:
+            raise UserError(f"{where} must have the column {column} once (found {_found(header)}); {_hint(columns)}")
     wanted = [header.index(column) for column in columns]
     if not header[0]:  # pandas' row numbers
         for line, fields in body:
@@ -106,7 +100,6 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
                 )
         header[0] = "index"
     rows: list[Row] = []
-    broken = 0
     ends = [line for line, _ in records[2:]] + [len(lines) + 1]
     for (line, fields), end in zip(body, ends, strict=False):
         # A field without a name can only come from a comma too many: spreadsheets fill the header up with such names.
@@ -116,11 +109,8 @@ def read_table(file: Path, columns: Sequence[str], where: str) -> list[Row]:
                 f"{where}: line {line} has {len(fields)} fields for {len([n for n in header if n])} columns; {_QUOTES}"
             )
         if any("\n" in value or "\r" in value for value in fields):
-            broken += 1
             _check_swallowed(lines[line : end - 1], line, header, columns, file, where)
-        rows.append(Row(line=line, values=tuple(fields[i] if i < len(fields) else None for i in wanted)))
-    if broken:
-        logger.info("%d rows of %s hold line breaks in quotes", broken, file)
+        rows.append((line, tuple(fields[i] if i < len(fields) else None for i in wanted)))
     return rows
 
 
@@ -142,7 +132,7 @@ def _json_rows(lines: list[str], columns: Sequence[str], where: str) -> list[Row
                 (value or "").encode()
             except UnicodeEncodeError as error:  # half of a pair of \\u escapes
                 raise UserError(f"{where}: {column} in line {number} is not UTF-8 text; write it again") from error
-        rows.append(Row(line=number, values=values))
+        rows.append((number, values))
     if not rows:
         raise UserError(f"{where} has no rows; write one JSON object per line")
     return rows
@@ -180,22 +170,6 @@ def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
     finally:
         csv.field_size_limit(before)
     return records
-
-
-def _check_separator(header: str, columns: Sequence[str], where: str) -> None:
-    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
-        parts = [part.strip().strip('"') for part in header.split(separator)]
-        if "," not in header and len(parts) > 1 and set(parts) >= set(columns):
-            raise UserError(f"{where} separates its columns with {name}; save it with commas")
-
-
-def _check_header(header: list[str], line: int, columns: Sequence[str], where: str) -> None:
-    absent = [column for column in columns if column not in header]
-    if absent:
-        raise UserError(f"{where} has no column {absent[0]} (found {_found(header)}); {_hint(columns)}")
-    twice = next((name for name in header if name and header.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{where} has the column {twice[:60]!r} twice in line {line}; remove one")
 
 
 def _check_swallowed(

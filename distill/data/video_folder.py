@@ -150,16 +150,15 @@ def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
     if file is None:
         return [_beside(video) for video in _videos(path)]
     find, rows = _Finder(path), []
-    for row in read_table(file, names, f"data.path: {file}"):
-        name, caption = row.values
+    for line, (name, caption) in read_table(file, names, f"data.path: {file}"):
         if not name or not name.strip():
-            raise UserError(f"data.path: {file} has no {names[0]} in line {row.line}; fill it in or remove the line")
+            raise UserError(f"data.path: {file} has no {names[0]} in line {line}; fill it in or remove the line")
         if "\n" in name or "\r" in name:
-            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {row.line}; write it on one")
+            raise UserError(f"data.path: {file} has a line break in the {names[0]} of line {line}; write it on one")
         # A table that came with a data set must not reach other files; and the folder can be moved as a whole.
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise UserError(
-                f"data.path: {file} line {row.line} names {name[:100]!r}, which is outside the folder; use a path"
+                f"data.path: {file} line {line} names {name[:100]!r}, which is outside the folder; use a path"
                 f" relative to {path}, or link the file into it"
             )
         clip = find(name)

@@ -205,8 +205,7 @@ def guided_velocity(
 
 
 def scale_at(role: Role, scale: Guidance, at: float | None) -> float:
-    """That of the network of ``role`` which serves the time ``at``."""
+    """Return the scale of the network of ``role`` which serves the time ``at``; a single network has the first."""
     if not isinstance(scale, tuple):
         return scale
-    assert at is not None, "two scales are for two experts (Method.check_experts)"
-    return scale[role.expert_at(at)]
+    return scale[role.expert_at(at) if role.boundaries else 0]

@@ -18,6 +18,7 @@ from distill.methods.base import Batch, Loss, guided_velocity
 from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_mean
 from distill.schedules import add_noise, denoise, euler_times, per_sample
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 
@@ -34,8 +35,7 @@ class DcmSettings(StepListSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.grid_steps <= 10_000:
-            raise UserError(f"method.grid_steps={self.grid_steps} must be at least 1 and at most 10000")
+        check_range(self, "grid_steps", least=1, most=10_000, where="method.")
 
 
 class Dcm(FewStepMethod):

@@ -13,7 +13,7 @@ from torch import Tensor
 from distill.methods.base import Batch, Guidance, Method
 from distill.methods.expert_times import Times
 from distill.methods.sampling import Sampler, StudentSampler, guided_sample, rollout
-from fsdp_cp.choices import check_choices
+from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
@@ -41,8 +41,7 @@ class FewStepSettings:
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")
-        if self.shift <= 0:
-            raise UserError(f"method.shift={self.shift} must be above 0")
+        check_range(self, "shift", above=0, where="method.")
 
     @property
     def guidance(self) -> Guidance:

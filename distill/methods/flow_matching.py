@@ -14,8 +14,7 @@ from distill.methods.expert_times import draw_times, expert_of_step
 from distill.methods.sampling import Sampler, guided_sample
 from distill.observations import observe_by_time, observe_latents, per_sample_mean
 from distill.schedules import add_noise, shift_time
-from fsdp_cp.choices import check_choices
-from fsdp_cp.errors import UserError
+from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
 
@@ -45,10 +44,8 @@ class FlowMatchingSettings:
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")
-        if not 0 <= self.caption_dropout <= 1:
-            raise UserError(f"method.caption_dropout={self.caption_dropout} must be between 0 and 1")
-        if self.shift <= 0 or self.logit_std <= 0:
-            raise UserError(f"method.shift={self.shift} and method.logit_std={self.logit_std} must be above 0")
+        check_range(self, "caption_dropout", least=0, most=1, where="method.")
+        check_range(self, "shift", "logit_std", above=0, where="method.")
 
 
 class FlowMatching(Method):

@@ -21,7 +21,7 @@ from distill.methods.flow_matching import TimeDistribution, draw_time
 from distill.methods.sampling import StudentSampler
 from distill.observations import per_sample_mean, per_sample_norm
 from distill.schedules import add_noise, per_sample
-from fsdp_cp.errors import UserError
+from fsdp_cp.choices import check_range
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
@@ -54,7 +54,7 @@ class MeanFlowSettings(StepListSettings):
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.75, 0.5, 0.25])
     """Where the student's intervals begin, descending from 1; the last one ends at 0."""
     student_sampler: StudentSampler = "ode"
-    """``ode`` alone: the student crosses its intervals."""
+    """Without effect: the student crosses its intervals, without noise."""
     jvp: Mode = "exact"
     """How du/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
     jvp_step: float = 1e-4
@@ -63,24 +63,9 @@ class MeanFlowSettings(StepListSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("time_shift", "logit_std", "weight_floor", "jvp_step"):
-            if not getattr(self, key) > 0:
-                raise UserError(f"method.{key}={getattr(self, key)} must be above 0")
-        if self.student_sampler != "ode":
-            raise UserError(
-                f"method.student_sampler={self.student_sampler}: a student of MeanFlow crosses intervals and adds no"
-                " noise; leave it out"
-            )
-        for key in ("tangent_warmup", "weight_power"):
-            if getattr(self, key) < 0:
-                raise UserError(f"method.{key}={getattr(self, key)} must be at least 0")
-        if not 0 <= self.interval_ratio <= 1:
-            raise UserError(f"method.interval_ratio={self.interval_ratio} must be between 0 and 1")
-        if self.velocity == "data" and self.guidance_scale != 1:
-            raise UserError(
-                f"method.guidance_scale={self.guidance_scale} is for a teacher, and method.velocity=data has none;"
-                " use method.guidance_scale=1"
-            )
+        check_range(self, "time_shift", "logit_std", "weight_floor", "jvp_step", above=0, where="method.")
+        check_range(self, "tangent_warmup", "weight_power", least=0, where="method.")
+        check_range(self, "interval_ratio", least=0, most=1, where="method.")
 
 
 class MeanFlow(FewStepMethod):

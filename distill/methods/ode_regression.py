@@ -21,6 +21,7 @@ from distill.methods.few_step import FewStepMethod, StepListSettings
 from distill.methods.sampling import euler_sample
 from distill.observations import observe_latents, per_sample_mean
 from distill.schedules import denoise, euler_times
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.condition import Condition
@@ -44,16 +45,8 @@ class OdeRegressionSettings(StepListSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("num_trajectories", "teacher_steps"):
-            if getattr(self, key) < 1:
-                raise UserError(f"method.{key}={getattr(self, key)} must be at least 1")
-        if self.teacher_steps > 10_000:
-            raise UserError(f"method.teacher_steps={self.teacher_steps} must be at most 10000")
-        if self.teacher_sampler != "euler":
-            raise UserError(
-                f"method.teacher_sampler={self.teacher_sampler}: the trajectories are Euler's, and the training samples"
-                " no teacher; leave it out"
-            )
+        check_range(self, "num_trajectories", least=1, where="method.")
+        check_range(self, "teacher_steps", least=1, most=10_000, where="method.")
 
 
 class OdeRegression(FewStepMethod):

@@ -22,6 +22,7 @@ from distill.methods.expert_times import Draw, Times, draw_times, expert_of_step
 from distill.methods.scm import Scm, ScmSettings
 from distill.observations import observe_by_time, observe_latents, per_sample_norm
 from distill.schedules import shift_time
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
@@ -46,16 +47,12 @@ class RcmSettings(ScmSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.consistency_steps < 0:
-            raise UserError(f"method.consistency_steps={self.consistency_steps} must be at least 0")
+        check_range(self, "consistency_steps", least=0, where="method.")
+        check_range(self, "consistency_weight", above=0, where="method.")
         if self.student_every < 2:
             raise UserError(
                 f"method.student_every={self.student_every} leaves no step to the fake score; use 2 or more,"
                 " or method=scm"
-            )
-        if self.consistency_weight is not None and self.consistency_weight <= 0:
-            raise UserError(
-                f"method.consistency_weight={self.consistency_weight} must be above 0, or null for the published ratio"
             )
 
 

@@ -23,6 +23,7 @@ from distill.methods.few_step import FewStepMethod, FewStepSettings
 from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
 from distill.schedules import per_sample
+from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 
@@ -55,12 +56,8 @@ class ScmSettings(FewStepSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("time_std", "jvp_step", "sigma_max"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise UserError(f"method.{key}={value} must be above 0")
-        if self.tangent_warmup < 0:
-            raise UserError(f"method.tangent_warmup={self.tangent_warmup} must be at least 0")
+        check_range(self, "time_std", "jvp_step", "sigma_max", above=0, where="method.")
+        check_range(self, "tangent_warmup", least=0, where="method.")
         times = self._trig_times()
         if times[-1] <= 0 or any(a <= b for a, b in zip(times, times[1:], strict=False)):
             raise UserError(

@@ -1,8 +1,8 @@
-"""A method's steps on fake tensors: the run's own code on rank 0 of a world that is not there, and what it held.
+"""A method's steps on fake tensors: the run's own code as rank 0 of a world that does not exist.
 
 Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/fake_world.py); only
-weights, clips and numbers are missing. Memory is therefore what the same operations allocate, and nothing is a formula
-but what no operation shows: the memory that kernels and backends allocate for themselves.
+weights, clips and numbers are missing. Memory is what these operations allocate. Formulas cover only memory that no
+operation shows: what kernels and backends allocate for themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distill.gradients import accumulate_gradients
 from distill.methods import Batch, Method, build_method
 from distill.observations import Observations
 from distill.optimizers import RoleOptimizer
-from distill.planning.watched import HOST, Shapes, WatchedRole, WatchedSharding, build_watched, is_offloaded
+from distill.planning.roles import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
 from distill.setup import RunPlan
 from fsdp_cp.fake_world import fake_world
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -41,19 +41,21 @@ from models.role import Role
 
 @dataclass
 class StepCost:
-    """What one step of one role takes on rank 0."""
+    """Operations and traffic of one step of one role on rank 0."""
 
     flops: float = 0.0
-    """Of the networks, backward and tangents counted, recomputation not; of the samples of one data-parallel rank."""
+    """Operations of the networks with backward and tangents, without recomputation, for the samples of one
+    data-parallel rank."""
     recomputed: float = 0.0
-    """Of forwards that activation checkpointing runs again; without attention where ``selective`` keeps its output."""
+    """Operations of forwards that activation checkpointing repeats; without attention if ``selective`` keeps its
+    output."""
     sent: Mapping[tuple[str, str], float] = field(default_factory=Counter)
     """Bytes by kind of collective and group; see :class:`CollectiveCounter`."""
     copied: float = 0.0
-    """Bytes of activations that go to the host's memory, and come back (``activation_offload``)."""
+    """Bytes of activations that move to the host's memory and back (``activation_offload``)."""
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
-        """The sum with ``times`` as much as ``other``."""
+        """Return ``self + times * other``."""
         return StepCost(
             flops=self.flops + times * other.flops,
             recomputed=self.recomputed + times * other.recomputed,
@@ -64,44 +66,39 @@ class StepCost:
 
 @dataclass
 class Simulation:
-    """What the steps of a run hold, compute and send on rank 0."""
+    """Memory, operations and traffic of a run's steps on rank 0."""
 
     resting: dict[tuple[str, str], int]
-    """Bytes between steps, by role and kind; :data:`HOST` among them."""
+    """Bytes between steps, by role and kind; :data:`HOST` is a kind."""
     peaks: dict[str, Peak]
-    """By phase of a step, e.g. ``"student/dmd/backward"``; labels are of role and kind."""
+    """Peaks by phase of a step, e.g. ``"student/dmd/backward"``; labels are (role, kind)."""
     steps: dict[str, StepCost]
-    """Mean over the run's steps at which a role trains, by role."""
+    """Mean over the run's steps that train a role, by role."""
     host: Peak = field(default_factory=lambda: Peak(0, {}))
-    """The most in host memory; labels are of role and :data:`HOST`."""
+    """Peak of the host's memory; labels are (role, :data:`HOST`)."""
     queries: dict[str, int] = field(default_factory=dict)
-    """Elements of the largest attention layer's queries, of all samples and ranks of ``cp``, by phase of a forward that
-    has a backward."""
-
-    @property
-    def peak_phase(self) -> str:
-        """The phase in which most is held."""
-        return max(self.peaks, key=lambda name: self.peaks[name].bytes)
+    """Elements of the largest attention layer's queries, over all samples and ranks of ``cp``, by phase of a forward
+    that has a backward."""
 
     @property
     def peak(self) -> Peak:
-        """What is held then."""
-        return self.peaks[self.peak_phase]
+        """Largest peak of any phase."""
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
 
 @dataclass
 class _Lengths:
-    """How the whole numbers of a step come out, which say how many forwards it runs."""
+    """The random integers of a step, which decide how many forwards it runs."""
 
     shortest: bool = False
-    """All at their lower end; else at the upper one."""
+    """Whether all take their lower bound; else their upper one."""
     differ: bool = False
-    """Was one drawn whose ends differ?"""
+    """Whether an integer with different bounds was drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draws(StepRandom):
-    """Draws without values; whole numbers as ``lengths`` has them."""
+    """Draws without values. Integers follow ``lengths``."""
 
     lengths: _Lengths
 
@@ -116,39 +113,17 @@ class _Draws(StepRandom):
         return low if self.lengths.shortest else high
 
 
-@dataclass
-class _HostBuffers:
-    """Where activations are moved to, while :meth:`watched`."""
-
-    bytes: int = 0
-    """Moved since this was last set to 0."""
-
-    @contextmanager
-    def watched(self, storages: AttributedStorages) -> Iterator[None]:
-        """They have the kind :data:`HOST`, and the role for which they are made."""
-        allocate = activations.host_buffer
-
-        def labelled(size: int, pinned: bool) -> Tensor:
-            assert isinstance(storages.label, tuple)
-            self.bytes += size
-            with storages.labelled((storages.label[0], HOST)):
-                return allocate(size, pinned)
-
-        with mock.patch.object(activations, "host_buffer", labelled):
-            yield
-
-
 def simulate(config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu") -> Simulation:
-    """Run some steps of ``config`` on fake tensors; takes no GPU, weights, clips or process group.
+    """Run some steps of ``config`` on fake tensors, without GPU, weights or clips.
 
     Args:
         config: the checked configuration.
-        plan: of it, for the world that is asked about.
-        shapes: of a sample's latents and condition.
+        plan: its plan, for the world in question.
+        shapes: shapes of a sample's latents and condition.
         stands_for: device type whose tiles attention's forward-mode derivative takes.
 
     Raises:
-        RuntimeError: there is a process group.
+        RuntimeError: a process group exists.
     """
     with fake_world(plan.mesh.world, stands_for) as fakes:
         return run_steps(config, plan, shapes, fakes)
@@ -162,45 +137,46 @@ def run_steps(
     *,
     every_micro_batch: bool = False,
 ) -> Simulation:
-    """:func:`simulate`'s steps in the process group that there is.
+    """Run the steps of :func:`simulate` in the existing process group.
 
     Args:
         config, plan, shapes: as of :func:`simulate`.
-        tensors: a ``FakeTensorMode``; or a context of nothing, and they are real, of random weights, and measured.
-        every_micro_batch: run all of a step's, where its cost is else told from one and two.
+        tensors: a ``FakeTensorMode``; or an empty context, to measure real tensors with random weights.
+        every_micro_batch: run all micro-batches of a step; otherwise its cost follows from one and two.
     """
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = AttributedStorages(
         place=phase_now, elsewhere=lambda label: label is not None and label[1] == HOST, fakes=True
     )
-    sent, host_buffers, queries = CollectiveCounter(), _HostBuffers(), {}
+    sent, queries = CollectiveCounter(), {}
     method = build_method(config.method, build_watched(plan, shapes, mesh, storages, tensors, queries))
-    with tensors, sent, storages, host_buffers.watched(storages):
-        run = _Run(config, plan, shapes, method, storages, sent, host_buffers)
+    with tensors, sent, storages:
+        run = _Run(config, plan, shapes, method, storages, sent)
         chosen = {name: method.representative_steps(name, config.steps) for name in plan.method.trained_roles}
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
-        with _planned_pools(method, storages) as pooled:
-            for steps in chosen.values():  # a first forward gathers nothing ahead, and FSDP2 allocates what it keeps
-                for step in steps if pooled else list(steps)[:1]:
-                    run.step(step, run.batches[: 2 if pooled else 1])
-        with ExitStack() as stack:
-            for role in {id(role.network): role for role in method.roles.values()}.values():
-                # without a first forward there is nothing to watch
-                if has_run(role.network):
-                    stack.enter_context(WatchedSharding(role, storages))
-            storages.reset_peaks()
-            resting = {label: size for label, size in storages.by.items() if size}
-            costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
-            run.sample()
+        with mock.patch.object(activations, "host_buffer", run.host_buffer):
+            with _planned_pools(method, storages) as pooled:
+                # Before the measured steps: a first forward gathers nothing ahead, and FSDP2 allocates what it keeps.
+                for steps in chosen.values():
+                    for step in steps if pooled else list(steps)[:1]:
+                        run.step(step, run.batches[: 2 if pooled else 1])
+            with ExitStack() as stack:
+                for role in {id(role.network): role for role in method.roles.values()}.values():
+                    if has_run(role.network):  # otherwise there is nothing to watch
+                        stack.enter_context(WatchedSharding(role, storages))
+                storages.reset_peaks()
+                resting = {label: size for label, size in storages.by.items() if size}
+                costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}
+                run.sample()
     return Simulation(resting=resting, peaks=storages.peaks, steps=costs, host=storages.away, queries=queries)
 
 
 @contextmanager
 def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[bool]:
-    """Inside, the buffers of collectives are noted of networks that pool them (are there any?); then they are planned.
+    """Record the buffers of collectives inside, for networks that pool them (yields whether any does); then plan them.
 
-    Every kind of step must run inside, and a second micro-batch: what is alive at once is not to be seen of fake
-    tensors that share memory. The memory is that of the first role that has a part in it.
+    Every kind of step must run inside with a second micro-batch: fake tensors that share memory do not show what is
+    alive at once. The pool's memory counts for the first role with a part in it.
     """
     networks = {name: role.network for name, role in method.roles.items()}
     pools = {id(pool): (name, pool) for name, each in reversed(networks.items()) if (pool := pool_at(each)) is not None}
@@ -224,40 +200,43 @@ class _Run:
         method: Method,
         storages: AttributedStorages,
         sent: CollectiveCounter,
-        host_buffers: _HostBuffers,
     ):
         self.config, self.plan, self.shapes, self.method = config, plan, shapes, method
-        self.storages, self.sent, self.host_buffers = storages, sent, host_buffers
+        self.storages, self.sent, self.copied = storages, sent, 0
         self.lengths = _Lengths()
-        self.optimizers: dict[str, RoleOptimizer] = {}
-        self.averages: dict[str, Ema] = {}
-        self.held: list[RoleOptimizer | Ema] = []
-        for name in plan.method.trained_roles:
-            role, ema = method.roles[name], getattr(config, name).ema
-            with storages.labelled((name, HOST if is_offloaded(role) else "optimizer")):
-                self.optimizers[name] = RoleOptimizer(role, getattr(config.optim, name))
-            if ema.enabled:
-                with storages.labelled((name, HOST if is_offloaded(role) else "ema")):
-                    self.averages[name] = Ema(role, decay=ema.decay, gamma=ema.gamma, start=ema.start)
-            self._hold(role, config)
-        if "student" in self.averages:
-            method.student_average = self.averages["student"].swapped_in
+        self.allocate_host_buffer = activations.host_buffer
+        self.states = {name: self._states(method.roles[name]) for name in plan.method.trained_roles}
+        experts = [
+            Role(name=name, networks=(network,), trainable=True)
+            for name in self.states
+            for network in method.roles[name].idle
+        ]
+        self.idle_states = [self._states(expert) for expert in experts]
+        _, average = self.states.get("student", (None, None))
+        if average is not None:
+            method.student_average = average.swapped_in
         self.accumulation = config.batch_size // plan.mesh.dp // plan.micro_batch_size
         with storages.labelled(("data", "activations")):
-            # the trainer has a step's all at once
+            # The trainer holds all micro-batches of a step at once.
             self.batches = [self._batch(self.plan.micro_batch_size) for _ in range(self.accumulation)]
 
-    def _hold(self, role: WatchedRole, config: Config) -> None:
-        """The states of experts that no step of the simulation runs."""
-        ema = getattr(config, role.name).ema
-        for network in role.idle:
-            expert = Role(name=role.name, networks=(network,), trainable=True)
-            host = HOST if is_offloaded(role) else None
-            with self.storages.labelled((role.name, host or "optimizer")):
-                self.held.append(RoleOptimizer(expert, getattr(config.optim, role.name)))
-            if ema.enabled:
-                with self.storages.labelled((role.name, host or "ema")):
-                    self.held.append(Ema(expert, decay=ema.decay, gamma=ema.gamma, start=ema.start))
+    def _labelled(self, role: Role, kind: str) -> AbstractContextManager:
+        return self.storages.labelled((role.name, HOST if is_offloaded(role) else kind))
+
+    def _states(self, role: Role) -> tuple[RoleOptimizer, Ema | None]:
+        with self._labelled(role, "optimizer"):
+            optimizer = RoleOptimizer(role, getattr(self.config.optim, role.name))
+        ema = getattr(self.config, role.name).ema
+        with self._labelled(role, "ema"):
+            average = Ema(role, decay=ema.decay, gamma=ema.gamma, start=ema.start) if ema.enabled else None
+        return optimizer, average
+
+    def host_buffer(self, size: int, pinned: bool) -> Tensor:
+        """Replace :func:`activations.host_buffer`: count the bytes that move to the host, and label the buffer."""
+        assert isinstance(self.storages.label, tuple)
+        self.copied += size
+        with self.storages.labelled((self.storages.label[0], HOST)):
+            return self.allocate_host_buffer(size, pinned)
 
     def _batch(self, count: int) -> Batch:
         latent_shape, condition_shapes = self.shapes
@@ -274,32 +253,29 @@ class _Run:
         )
 
     def step(self, step: int, batches: list[Batch]) -> None:
-        """One step of the run, on the ``batches`` alone."""
+        """Run one step of the run on ``batches``."""
         name = self.method.trained_role(step)
         role = self.method.roles[name]
-
-        def random(i: int) -> StepRandom:
-            return self._draws(step, self.plan.micro_batch_size)
-
+        optimizer, average = self.states[name]
         with self.storages.labelled((name, "activations")):
             share = self.plan.micro_batch_size / self.config.batch_size
-            accumulate_gradients(self.method, step, batches, share=share, random=random)
-            host = is_offloaded(role)  # where the gradients are, these work too
-            with phase(f"{name}/clip"), self.storages.labelled((name, HOST if host else "activations")):
+            random = self._draws(step, self.plan.micro_batch_size)
+            accumulate_gradients(self.method, step, batches, share=share, random=lambda i: random)
+            with phase(f"{name}/clip"), self._labelled(role, "activations"):  # offloaded gradients are clipped there
                 grad_square(role.parameters())
                 if self.config.optim.clip is not None:
                     scale_grads(role.parameters(), 0.5)
             with phase(f"{name}/update"):
-                with self.storages.labelled((name, HOST if host else "optimizer")):
-                    self.optimizers[name].step(1e-5)
-                if name in self.averages:
-                    with self.storages.labelled((name, HOST if host else "ema")):
-                        self.averages[name].update(step)
+                with self._labelled(role, "optimizer"):
+                    optimizer.step(1e-5)
+                if average is not None:
+                    with self._labelled(role, "ema"):
+                        average.update(step)
         self.method.observations = Observations()
 
     @torch.no_grad()
     def sample(self) -> None:
-        """A rank's first samples of each role that the run samples, in as few steps as show what one holds."""
+        """Make a rank's first samples of each role that the run samples, in few steps: all hold the same memory."""
         chosen = self.config.sample
         if not (chosen.at_end or chosen.every):
             return
@@ -316,7 +292,7 @@ class _Run:
                     self.method.generate(name, noise, batch.condition, min(2, *steps), random)
 
     def cost(self, steps: Mapping[int, float], every_micro_batch: bool) -> StepCost:
-        """The mean over ``steps`` by their shares, of as many micro-batches as a step has."""
+        """Return the mean over ``steps`` by their shares, with all micro-batches of a step."""
         mean = StepCost()
         for step, share in steps.items():
             mean = mean.plus(self._mean_of_lengths(step, every_micro_batch), share)
@@ -324,37 +300,35 @@ class _Run:
         return mean
 
     def _mean_of_lengths(self, step: int, every_micro_batch: bool) -> StepCost:
-        """Of one step, over the whole numbers that it draws: what a rollout costs grows evenly with its steps.
+        """Return the mean cost over the integers that a step draws: the cost of a rollout is linear in its length.
 
-        What one micro-batch more computes and sends is the difference of two and one: gradients may be reduced, and
-        weights gathered, once a step, however long its rollouts.
+        The cost of one more micro-batch is the difference between two and one: a step may reduce gradients or gather
+        weights once, whatever its number of micro-batches. A shorter rollout saves the same in every micro-batch.
         """
         self.lengths.shortest = self.lengths.differ = False
         few = self.batches if every_micro_batch else self.batches[:1]
-        longest = self._summed(step, few)
+        longest = self._measured(step, few)
         more = self.accumulation - len(few)
-        another = self._summed(step, self.batches[:2]).plus(longest, -1) if more else StepCost()
+        another = self._measured(step, self.batches[:2]).plus(longest, -1) if more else StepCost()
         mean = longest
         if self.lengths.differ:
             self.lengths.shortest = True
-            shortest = self._summed(step, few)
-            mean = longest.plus(shortest.plus(longest, -1), 0.5)
-            # It is shorter by as much in every micro-batch.
-            another = another.plus(shortest.plus(longest, -1), 0.5)
+            saved = self._measured(step, few).plus(longest, -1)
+            mean, another = longest.plus(saved, 0.5), another.plus(saved, 0.5)
         return mean.plus(another, more)
 
-    def _summed(self, step: int, batches: list[Batch]) -> StepCost:
+    def _measured(self, step: int, batches: list[Batch]) -> StepCost:
         roles = self.method.roles.values()
         for role in roles:
             role.flops, role.recomputed = 0, 0.0
         self.sent.by_group.clear()
-        self.host_buffers.bytes = 0
+        self.copied = 0
         self.step(step, batches)
         return StepCost(
             flops=sum(role.flops for role in roles),
             recomputed=sum(role.recomputed for role in roles),
             sent=Counter(self.sent.by_group),
-            copied=self.host_buffers.bytes,
+            copied=self.copied,
         )
 
     def _draws(self, step: int, count: int) -> StepRandom:

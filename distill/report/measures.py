@@ -17,7 +17,6 @@ from scipy.ndimage import label, maximum_filter
 from scipy.stats import wasserstein_distance
 
 from distill.data.moving_shapes import BACKGROUND, BLINK_PERIOD, RGB, caption_parts
-from fsdp_cp.errors import UserError
 
 FEATURES = ("area", "compactness", "edge_sharpness", "displacement")
 HIGHER_IS_BETTER = {
@@ -50,8 +49,8 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Geometry:
-    """Per frame, arrays (n, T) and centres (n, T, 2); NaN where a frame has no foreground."""
+class Geometry:
+    """Shape of the foreground per frame, arrays (n, T) and centres (n, T, 2); NaN where a frame has no foreground."""
 
     coverage: np.ndarray
     mask: np.ndarray
@@ -64,20 +63,14 @@ class _Geometry:
     unit: float
 
 
-def _check(clips: np.ndarray, what: str) -> np.ndarray:
-    clips = np.asarray(clips)
-    if clips.ndim != 5 or clips.shape[-1] != 3 or clips.dtype != np.uint8 or not len(clips):
-        raise UserError(f"{what} must be uint8 clips of shape (n, T, H, W, 3), not {clips.dtype} {clips.shape}")
-    return clips
-
-
 def coverage(clips: np.ndarray) -> np.ndarray:
     """Foreground share of each pixel, (n, T, H, W) in [0, 1]: each colour has one channel at full brightness."""
     brightest = clips.max(axis=-1) / 255.0
     return np.clip((brightest - BACKGROUND) / (1 - BACKGROUND), 0.0, 1.0)
 
 
-def _geometry(clips: np.ndarray) -> _Geometry:
+def geometry_of(clips: np.ndarray) -> Geometry:
+    """Measure the foreground of uint8 clips (n, T, H, W, 3)."""
     alpha = coverage(clips)
     height, width = alpha.shape[2:]
     unit = min(height, width) / 16.0
@@ -106,7 +99,7 @@ def _geometry(clips: np.ndarray) -> _Geometry:
         roundness = area**2 / (2 * np.pi * (soft * spread).sum(axis=(2, 3)))
     for values in (compactness, sharpness, step, roundness, centre):
         values[~seen] = np.nan
-    return _Geometry(alpha, mask, area, compactness, sharpness, step, roundness, centre, unit)
+    return Geometry(alpha, mask, area, compactness, sharpness, step, roundness, centre, unit)
 
 
 def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -137,7 +130,7 @@ def features(clips: np.ndarray) -> dict[str, np.ndarray]:
 
     The last three are 0 for a clip in which they can be measured nowhere, so that it cannot drop out of the sample.
     """
-    geometry = _geometry(_check(clips, "clips"))
+    geometry = geometry_of(clips)
     height, width = geometry.coverage.shape[2:]
     moved = np.diff(geometry.centre, axis=1) / min(height, width)
     found = {
@@ -156,19 +149,19 @@ def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
 
     Both are None for a clip that is blurred or incoherent (torn apart, scattered) or empty.
     """
-    clips = _check(clips, "clips")
-    geometry = _geometry(clips)
+    geometry = geometry_of(clips)
     found = []
     for i in range(len(clips)):
         seen = ~np.isnan(geometry.sharpness[i])
-        if not _coherent(geometry, i, seen):
+        if not is_coherent(geometry, i, seen):
             found.append((None, None))
         else:
             found.append((_colour(clips[i], geometry.coverage[i]), _motion(geometry, i, seen)))
     return found
 
 
-def _coherent(geometry: _Geometry, i: int, seen: np.ndarray) -> bool:
+def is_coherent(geometry: Geometry, i: int, seen: np.ndarray) -> bool:
+    """Whether clip ``i`` shows one sharp, round shape in every frame of ``seen`` (T,)."""
     if not seen.any():
         return False
     if geometry.step[i, seen].mean() < _MIN_STEP or geometry.roundness[i, seen].min() < _MIN_ROUNDNESS:
@@ -199,7 +192,7 @@ def _line_misfit(values: np.ndarray) -> float:
     return float(abs(values - design @ solution).max())
 
 
-def _motion(geometry: _Geometry, i: int, seen: np.ndarray) -> str | None:
+def _motion(geometry: Geometry, i: int, seen: np.ndarray) -> str | None:
     centre = geometry.centre[i] / geometry.unit
     radius = np.sqrt(geometry.area[i] / np.pi) / geometry.unit
     still = np.ptp(centre[seen], axis=0).max() <= _MAX_WANDER
@@ -246,13 +239,8 @@ def measure(
     reference should be balanced alike. A caption that names no colour is met by any. The keys are those of
     ``HIGHER_IS_BETTER``.
 
-    Raises UserError for arrays of other shapes, a caption that moving_shapes does not have, or counts that differ.
+    Raises UserError for a caption that moving_shapes does not have.
     """
-    clips, reference = _check(clips, "clips"), _check(reference, "reference")
-    if len(captions) != len(clips):
-        raise UserError(f"{len(captions)} captions for {len(clips)} clips; give one caption per clip")
-    if clips.shape[1:] != reference.shape[1:]:
-        raise UserError(f"clips are {clips.shape[1:]}, the reference is {reference.shape[1:]}; render it alike")
     asked = [caption_parts(caption) for caption in captions]
     found = detect(clips)
     result = {
@@ -265,55 +253,6 @@ def measure(
     for name in FEATURES:
         result[f"distance/{name}"] = _distance(ours[name], theirs[name], resamples, seed)
     return result
-
-
-def diversity(clips: np.ndarray, captions: Sequence[str], *, resamples: int = 100, seed: int = 0) -> dict[str, Measure]:
-    """How much clips (uint8, (n, T, H, W, 3)) of the same caption differ, in what the caption leaves open.
-
-    spread/position: of the shape's centre, in frame sides. spread/phase: of where it is in its motion, as its radius in
-    the first and in the last frame and the way between, in frame sides. Both are standard deviations within a caption
-    (unbiased variance, mean over captions and coordinates, root), of clips that the detector understands; NaN where no
-    caption has two of them. Standard errors by a bootstrap over captions. Renders have the spread to compare with.
-
-    Raises UserError for arrays of other shapes or counts that differ.
-    """
-    clips = _check(clips, "clips")
-    if len(captions) != len(clips):
-        raise UserError(f"{len(captions)} captions for {len(clips)} clips; give one caption per clip")
-    geometry = _geometry(clips)
-    side = min(clips.shape[2:4])
-    understood = [_coherent(geometry, i, ~np.isnan(geometry.sharpness[i])) for i in range(len(clips))]
-    groups: dict[str, list[int]] = {}
-    for i, caption in enumerate(captions):
-        if understood[i]:
-            groups.setdefault(caption, []).append(i)
-    variances: dict[str, list[float]] = {"spread/position": [], "spread/phase": []}
-    for members in groups.values():
-        if len(members) < 2:
-            continue
-        positions, phases = [], []
-        for i in members:
-            seen = ~np.isnan(geometry.sharpness[i])
-            centre, radius = geometry.centre[i, seen] / side, np.sqrt(geometry.area[i, seen] / np.pi) / side
-            positions.append(centre.mean(axis=0))
-            phases.append([radius[0], radius[-1], centre[-1, 1] - centre[0, 1]])
-        variances["spread/position"].append(float(np.var(positions, axis=0, ddof=1).mean()))
-        variances["spread/phase"].append(float(np.var(phases, axis=0, ddof=1).mean()))
-    rng = np.random.default_rng(seed)
-    return {name: _root_of_mean(np.array(found), resamples, rng) for name, found in variances.items()}
-
-
-def _root_of_mean(values: np.ndarray, resamples: int, rng: np.random.Generator) -> Measure:
-    if not len(values):
-        return Measure(float("nan"), float("nan"))
-    drawn = [np.sqrt(values[rng.integers(len(values), size=len(values))].mean()) for _ in range(resamples)]
-    return Measure(float(np.sqrt(values.mean())), float(np.std(drawn, ddof=1)))
-
-
-def colour_shares(clips: np.ndarray) -> dict[str | None, float]:
-    """Shares of clips (uint8, (n, T, H, W, 3)) by the colour that the detector finds; ``None``: undecided."""
-    found = [colour for colour, _ in detect(clips)]
-    return {colour: found.count(colour) / len(found) for colour in (*RGB, None)}
 
 
 def worse_by(a: Measure, b: Measure, key: str) -> float:

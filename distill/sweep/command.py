@@ -1,36 +1,25 @@
-"""``python -m distill.sweep``, and ``train.py --multirun``: points checked, started one by one, and shown."""
+"""``python -m distill.sweep`` and ``train.py --multirun``: check all points, run them one by one, write the table."""
 
 from __future__ import annotations
 
-import collections
+import argparse
+import json
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
-from distill.run_folder import held_run_dir, this_start
-from distill.sweep.check import Checked, check_points, refuse_ours
-from distill.sweep.folder import (
-    FILE,
-    PICTURE,
-    TABLE,
-    read_point,
-    read_settings,
-    refuse_another,
-    refuse_foreign_points,
-    rows,
-    swept_before,
-    write_json,
-    write_settings,
-)
-from distill.sweep.job import PointTask, is_open
-from distill.sweep.launcher import check_launcher, launch
-from distill.sweep.outcome import REFUSED
-from distill.sweep.picture import write_picture
-from distill.sweep.points import parse_words
-from distill.sweep.table import markdown, write_csv
-from distill.sweep.torchrun import Arguments, parse_arguments
+import torch
+
+from distill.report.media import atomic_path
+from distill.run_folder import STARTS, held_run_dir
+from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
+from distill.sweep.points import check_points, parse_words
+from distill.sweep.results import write_csv, write_picture
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
@@ -40,27 +29,47 @@ from fsdp_cp.words import counted
 USAGE = """\
 python -m distill.sweep [OPTIONS] experiment=NAME [key=value ...] key=A,B ...
 
-Starts a torchrun job of train.py for each combination of the values, one after another, and writes sweep.csv,
-sweep.json and sweep.png into sweep_dir= (runs/EXPERIMENT_sweep). Started again, it goes on where it stopped.
+Run a torchrun job of train.py for each combination of the values, one after another, and write sweep.csv, sweep.json
+and sweep.png into sweep_dir= (runs/EXPERIMENT_sweep). The same command resumes a sweep that was stopped.
 
-  key=A,B  key=range(6,33,8)  key=glob(NAME*)   Hydra's grammar of sweeps, in quotes for the shell
-  --nproc-per-node N, and torchrun's others     handed on; N is this machine's number of GPUs, or 1
-  --plan                                        the planner alone: nothing is trained
-  --no-plan                                     no prediction beside the measurements, which may take minutes a point
+  key=A,B  key=range(6,33,8)                    Hydra's grammar of sweeps, in quotes for the shell
+  --nproc-per-node N, and torchrun's others     options of each torchrun; N is this machine's number of GPUs, or 1
+  --plan                                        run the planner only; nothing is trained
+  --no-plan                                     skip the predictions, which may take minutes a point
   --prefix 'srun -n 2'                          words in front of each torchrun
-  hydra/launcher=NAME hydra.launcher.KEY=VALUE  one of Hydra's launcher plugins (submitit_slurm)
 
-docs/sweep.md says what is measured, and what a sweep sets."""
+docs/sweep.md says what is measured, and which settings a sweep sets."""
+FILE, TABLE, PICTURE = "sweep.json", "sweep.csv", "sweep.png"
+PLANNED, INTERRUPTED = "planned", "interrupted"
+_FINISHED = (DONE, OUT_OF_MEMORY)
+"""Statuses of points that do not run again."""
+_PRINTED = ("tokens_per_second", "mfu", "allocated_gib", "predicted_allocated_gib")
+_MADE_BY = "fsdp_cp sweep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The parts of a sweep's command line."""
+
+    launcher: list[str]
+    """Command that starts a job's processes: ``--prefix``, torchrun and its options."""
+    world: int
+    """Ranks of a point's job."""
+    settings: list[str]
+    """Words ``key=value``, without ``sweep_dir``."""
+    folder: Path
+    train: bool
+    predict: bool
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0; 2 with one line where nothing could run; 75 for a sweep that a signal stopped and that can go on."""
+    """Return 0; 2 with one line if no point could run; 75 if a signal stopped the sweep, which then can resume."""
 
     def work() -> None:
         if {"-h", "--help"} & set(arguments):
             print(USAGE)
             return
-        logging.basicConfig(format="%(message)s", stream=sys.stdout)
+        logging.basicConfig(level=logging.ERROR)  # each point's run repeats the warnings of the checks
         with StopSignal():
             sweep(arguments)
 
@@ -68,89 +77,150 @@ def main(arguments: list[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> None:
-    """Check all points, run those that are not done, and write the table and the picture.
+    """Check all points, run the open ones, and write the table and the picture.
 
     Raises:
-        UserError: a mistake in what all points share, another sweep's folder, or every point refused.
-        Stopped: by a signal; what is done is in the table.
+        UserError: a mistake that all points share, another sweep's directory, or every point refused.
+        Stopped: by a signal; the table holds what is done.
     """
-    given = parse_arguments(arguments)
-    refuse_ours(given.words)
-    folder = _folder(given)
-    found = parse_words(given.words, swept_before(folder))
-    refuse_another(read_settings(folder), found, given.torchrun, folder)
-    check_launcher(given.hydra, folder)
-    points = found.points()
-    refuse_foreign_points(folder, read_settings(folder), (point.name for point in points))
-    print(
-        f"{counted(len(points), 'point')} of {counted(given.world, 'rank')} each (torchrun {' '.join(given.torchrun)});"
-        " checking them",
-        flush=True,
-    )
-    checked = check_points(found.fixed, points, world=given.world, planned=given.plan, elsewhere=bool(given.hydra))
-    refused = [point for point in checked if point.refusal is not None]
-    if len(refused) == len(checked):
-        raise UserError(refused[0].refusal + _and_others(len(refused)))
+    options = parse_arguments(arguments)
+    fixed, swept = parse_words(options.settings)
+    folder = options.folder
+    about = {"made_by": _MADE_BY, "fixed": fixed, "swept": list(swept), "world": options.world}
+    known = read_rows(folder, about)
+    print(f"checking the points; each is {shlex.join(options.launcher)} train.py ...", flush=True)
+    points = check_points(fixed, swept, world=options.world, planned=not options.train)
+    if all(point.refusal is not None for point in points):
+        raise UserError(f"{points[0].refusal} (all points are refused: {len(points)})")
+    if foreign := [point.name for point in points if point.name not in known and (folder / point.name).exists()]:
+        raise UserError(f"sweep_dir={folder} has a {foreign[0]} that no sweep wrote; give a new folder")
     with held_run_dir(folder, "sweep_dir"):
-        settings = write_settings(
-            folder,
-            read_settings(folder),
-            sweep=found,
-            torchrun=given.torchrun,
-            prefix=given.prefix,
-            world=given.world,
-            points=checked,
-            start=this_start(["python", "-m", "distill.sweep", *arguments]),
-        )
-        for point in refused:
-            print(f"{point.point.name}: {REFUSED}: {point.refusal}")
-        names = _open_points(folder, checked, given)
-        done = len(checked) - len(refused) - len(names)
-        if done:
-            print(f"done already: {counted(done, 'point')}")
-        task = PointTask(folder=folder, names=tuple(names), predict=given.predict, train=not given.plan)
+        rows = read_rows(folder, about)  # again: another sweep may have ended meanwhile
+        for point in points:
+            row = rows.setdefault(point.name, {"name": point.name, "overrides": point.overrides, "status": None})
+            if row["status"] not in _FINISHED:
+                row |= {"tokens": point.tokens, "reason": point.refusal}
+                row["status"] = row["status"] if point.refusal is None else REFUSED
+
+        def save() -> None:
+            with atomic_path(folder / FILE) as part:
+                part.write_text(json.dumps(about | {"rows": [*rows.values()]}, indent=1) + "\n")
+            write_csv(folder / TABLE, [*rows.values()])
+
+        waiting = [point for point in points if point.refusal is None and not _is_done(rows[point.name], options)]
+        print(f"{counted(len(waiting), 'point')} of {len(points)} to run", flush=True)
         try:
-            if names:
-                launch(task, names, words=given.hydra, folder=folder)
+            for number, point in enumerate(waiting, 1):
+                row, run_dir = rows[point.name], folder / point.name
+                save()
+                run_dir.mkdir(exist_ok=True)
+                if options.predict and not _is_predicted(row):
+                    row |= plan_point(point, run_dir, world=options.world)
+                if options.train:
+                    row["status"] = INTERRUPTED  # until it ends
+                    save()
+                    row |= train_point(point, run_dir, launcher=options.launcher)
+                elif row["status"] not in _FINISHED:
+                    row["reason"] = row["plan_reason"]
+                    row["status"] = PLANNED if row["reason"] is None else REFUSED
+                values = [f"{name} {row[name]:.5g}" for name in _PRINTED if row.get(name) is not None]
+                text = ", ".join([row["status"], *values, *filter(None, [row["reason"]])])
+                print(f"[{number}/{len(waiting)}] {point.name}: {text}", flush=True)
         except Stopped as stopped:
-            again = shlex.join(["python", "-m", "distill.sweep", *arguments])
-            left = len(_open_points(folder, checked, given))
-            raise Stopped(f"{stopped}; {counted(left, 'point')} left, and {again} goes on") from None
+            left = sum(not _is_done(rows[point.name], options) for point in waiting)
+            raise Stopped(f"{stopped}; {counted(left, 'point')} left, the same command resumes the sweep") from None
         finally:
-            _write(folder, settings, arguments)
-    print(f"\n{markdown(rows(folder, settings))}\n\nwritten to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
-    if all(row.get("status") == REFUSED for row in rows(folder, settings)):
-        raise UserError("every point was refused; sweep.csv has the reasons")
+            save()
+            write_picture(
+                folder / PICTURE,
+                [*rows.values()],
+                title=f"{folder.name}, {counted(options.world, 'rank')}; cross: out of memory",
+            )
+    print(f"written to {folder}: {TABLE}, {FILE}, {PICTURE}", flush=True)
+    if all(row["status"] == REFUSED for row in rows.values()):
+        raise UserError(f"all points were refused; {TABLE} has the reasons")
 
 
-def _folder(given: Arguments) -> Path:
-    if given.sweep_dir is not None:
-        return user_path(given.sweep_dir, "sweep_dir")
-    experiment = next((word.partition("=")[2] for word in given.words if word.startswith("experiment=")), "quickstart")
-    return Path("runs", f"{experiment}_sweep" if experiment.isidentifier() else "sweep")
+def _is_done(row: dict[str, Any], options: Options) -> bool:
+    return row["status"] in _FINISHED if options.train else _is_predicted(row)
 
 
-def _open_points(folder: Path, checked: Sequence[Checked], given: Arguments) -> list[str]:
-    return [
-        point.point.name
-        for point in checked
-        if point.refusal is None
-        and is_open(read_point(folder, point.point.name), predict=given.predict, train=not given.plan)
-    ]
+def _is_predicted(row: dict[str, Any]) -> bool:
+    return row.get("predicted_allocated_gib") is not None
 
 
-def _and_others(count: int) -> str:
-    return f" (and so for all {count} points)" if count > 1 else ""
+def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows of ``sweep.json`` by name; empty if no sweep has run in ``folder``.
+
+    Raises:
+        UserError: a run's directory, a sweep with other settings than ``about``, or files that no sweep wrote.
+    """
+    if not (folder / FILE).exists():
+        for name in (STARTS, TABLE, PICTURE):
+            if (folder / name).exists():
+                raise UserError(f"sweep_dir={folder} has a {name} that no sweep wrote; give a new folder")
+        return {}
+    try:
+        earlier = json.loads((folder / FILE).read_text())
+        changed = [key for key in about if earlier[key] != about[key]]
+        rows = {row["name"]: row for row in earlier["rows"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder / FILE} was not written by a sweep of this version; give a new folder") from error
+    if changed:
+        raise UserError(
+            f"sweep_dir={folder} has another sweep: its {changed[0]} is {earlier[changed[0]]}, and this one's is"
+            f" {about[changed[0]]}; give a new folder"
+        )
+    return rows
 
 
-def _write(folder: Path, settings: dict, arguments: Sequence[str]) -> None:
-    """Table, JSON and picture of what there is by now."""
-    table = rows(folder, settings)
-    write_csv(folder / TABLE, table)
-    write_json(folder / FILE, {**settings, "rows": table})
-    counts = collections.Counter(row.get("status") or "not begun" for row in table)
-    fixed = [word for word in settings["fixed"] if word.startswith("experiment=")]
-    title = f"{' '.join(fixed) or 'quickstart'}, {settings['world']} ranks: " + ", ".join(
-        f"{count} {status.replace('_', ' ')}" for status, count in counts.items()
+def parse_arguments(arguments: Sequence[str]) -> Options:
+    """Split a sweep's command line: our options, torchrun's, and settings.
+
+    Raises:
+        UserError: an unknown option, options after the first setting, an unknown number of ranks, a sweep in torchrun.
+    """
+    from torch.distributed.run import determine_local_world_size, get_args_parser
+
+    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
+        raise UserError(
+            "a sweep starts torchrun for each point; run it with python -m distill.sweep --nproc-per-node N"
+        )
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ours.add_argument("-m", "--multirun", action="store_true")
+    ours.add_argument("--prefix", type=shlex.split, default=[])
+    planner = ours.add_mutually_exclusive_group()
+    planner.add_argument("--plan", action="store_true")
+    planner.add_argument("--no-plan", action="store_true")
+    theirs = get_args_parser()
+    theirs.set_defaults(nnodes="1", nproc_per_node=str(max(1, torch.cuda.device_count())))
+    ours.error = theirs.error = _refuse  # type: ignore[method-assign]  # instead of printing a usage and exiting
+    given, rest = ours.parse_known_args(arguments)
+    parsed = theirs.parse_args([*rest, "-"])  # the last word takes the script's place if there is no setting
+    settings = [parsed.training_script, *parsed.training_script_args][:-1]
+    torchrun = rest[: len(rest) - len(settings)]
+    if late := [word for word in settings if word.startswith("-")]:
+        _refuse(f"{late[0]} stands after a setting; give torchrun's options first")
+    try:
+        nodes, processes = int(parsed.nnodes), determine_local_world_size(parsed.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--nnodes and --nproc-per-node must be numbers ({error})") from error
+    if nodes == 1 and not any(word.lstrip("-").startswith(("standalone", "rdzv", "master")) for word in torchrun):
+        torchrun.insert(0, "--standalone")
+    torchrun.append(f"--nproc-per-node={processes}")
+    chosen = dict(word.split("=", 1) for word in settings if "=" in word)
+    folder = chosen.get("sweep_dir", f"runs/{chosen.get('experiment', 'quickstart')}_sweep")
+    if not folder:
+        _refuse("sweep_dir= is empty (an unset shell variable?); give a folder")
+    return Options(
+        launcher=[*given.prefix, sys.executable, "-m", "torch.distributed.run", *torchrun],
+        world=nodes * processes,
+        settings=[word for word in settings if not word.startswith("sweep_dir=")],
+        folder=user_path(folder, "sweep_dir"),
+        train=not given.plan,
+        predict=not given.no_plan,
     )
-    write_picture(folder / PICTURE, table, title=title)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; options are torchrun's, --plan, --no-plan and --prefix")

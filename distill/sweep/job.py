@@ -1,135 +1,146 @@
-"""One point: the planner's process, then its torchrun job, in a folder of its own; and how both are ended."""
+"""The processes of one point: the planner's and the torchrun job; how they end, and what the run measured."""
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from distill.config.errors import CONFIGS
-from distill.planning.files import FILE as PLAN_FILE
-from distill.sweep.folder import POINT, TABLE, read_point, read_settings, rows, write_json
-from distill.sweep.outcome import (
-    DONE,
-    INTERRUPTED,
-    OUT_OF_MEMORY,
-    PLANNED,
-    REFUSED,
-    RUNNING,
-    classify,
-    measurements,
-    read_tail,
-)
-from distill.sweep.table import in_a_line, write_csv
+from distill.json_lines import finite_number, read_objects
+from distill.planning.command import FILE as PLAN_FILE
+from distill.run_folder import STARTS
+from distill.sweep.points import Point
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import outside_of_torchrun
 from fsdp_cp.signals import end_with_parent
 
-log = logging.getLogger(__name__)
-
 TRAIN = CONFIGS.parent / "train.py"
 OUTPUT, PLAN_OUTPUT = "output.txt", "plan.txt"
-"""What the job's and the planner's processes print; ``log.txt`` is the run's own."""
-FINISHED = (DONE, OUT_OF_MEMORY)
-"""States of points that are not run again."""
-_PATIENCE = 30.0
-"""Seconds that torchrun has to clean up behind its workers."""
+"""Output of the job's and the planner's processes; ``log.txt`` is the run's own."""
+DONE, OUT_OF_MEMORY, FAILED, REFUSED = "done", "out_of_memory", "failed", "refused"
+_TAIL = 2**20
+"""Bytes at the end of a job's output that :func:`classify` reads."""
+_LONGEST = 300
+_NO_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUDNN_STATUS_ALLOC_FAILED"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 'out of memory'"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|\bMemoryError\b|_ArrayMemoryError"
+    r"|std::bad_alloc|Cannot allocate memory"
+)
+_OF_RANK = re.compile(r"^(\[(rank|default)\d+\]: ?)+")
+_ERROR = re.compile(r"error: |(?!.*(ChildFailed|Signal|ProcessRaised))[\w.]*(Error|Exception|Interrupt)\b(: |$)")
+_ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.S)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PointTask:
-    """What a launcher of Hydra's calls, here or on another machine: one point, by its name in ``sweep.json``."""
-
-    folder: Path
-    names: tuple[str, ...]
-    """Points of this start, in their order."""
-    predict: bool
-    train: bool
-
-    def __call__(self, config: Any) -> str:
-        """Run the point that ``config.point`` names; returns its status."""
-        name = str(config.point)
-        row = run_point(self.folder, name, predict=self.predict, train=self.train)
-        place = f"[{self.names.index(name) + 1}/{len(self.names)}]"
-        print(f"{place} {name}: {in_a_line(row)}", flush=True)
-        write_csv(self.folder / TABLE, rows(self.folder, read_settings(self.folder), ended=False))
-        return row["status"]
-
-
-def is_open(row: dict[str, Any], *, predict: bool, train: bool) -> bool:
-    """Whether anything is left to be done for a point with this row."""
-    return (train and row.get("status") not in FINISHED) or (predict and not _has_prediction(row))
-
-
-def run_point(folder: Path, name: str, *, predict: bool, train: bool) -> dict[str, Any]:
-    """Plan and train one point, each unless it has been already; returns its row, which ``point.json`` keeps.
-
-    Args:
-        folder: the sweep's.
-        name: of the point.
-        predict: ask the planner.
-        train: start the torchrun job.
-    """
-    settings = read_settings(folder)
-    about, run_dir = settings["points"][name], folder / name
-    run_dir.mkdir(parents=True, exist_ok=True)
-    row = read_point(folder, name)
-    words = [*about["words"], f"run_dir={run_dir}"]
-    if predict and not _has_prediction(row):
-        command = [sys.executable, str(TRAIN), *words, "plan=true", f"world={settings['world']}"]
-        code, _ = _run(command, run_dir / PLAN_OUTPUT)
-        row |= _prediction(code, run_dir, about["batch_size"])
-        write_json(run_dir / POINT, row)
-    if train and row.get("status") not in FINISHED:
-        command = [*settings["prefix"], sys.executable, "-m", "torch.distributed.run", *settings["torchrun"]]
-        write_json(run_dir / POINT, row | {"status": RUNNING, "reason": None})
-        try:
-            code, seconds = _run([*command, str(TRAIN), *words], run_dir / OUTPUT)
-        except BaseException as stopped:  # a signal: the table says so, whatever becomes of this process
-            write_json(run_dir / POINT, row | {"status": INTERRUPTED, "reason": str(stopped) or type(stopped).__name__})
-            raise
-        status, reason = classify(code, read_tail(run_dir / OUTPUT))
-        row |= {"status": status, "reason": reason, "seconds": round(seconds, 1)}
-        if status == DONE:
-            row |= measurements(run_dir, warm_up=about["warm_up"], measured=about["measured"])
-    elif not train and row.get("status") not in FINISHED:
-        refused = row.get("plan_reason")
-        row |= {"status": PLANNED if refused is None else REFUSED, "reason": refused}
-    write_json(run_dir / POINT, row)
-    return row
-
-
-def _has_prediction(row: dict[str, Any]) -> bool:
-    return row.get("predicted_allocated_gib") is not None
-
-
-def _prediction(code: int, run_dir: Path, batch_size: int | None) -> dict[str, Any]:
-    """The planner's part of a row."""
-    names = ("predicted_allocated_gib", "predicted_tokens_per_second", "predicted_mfu")
+def plan_point(point: Point, run_dir: Path, *, world: int) -> dict[str, Any]:
+    """Plan one point in a process of its own; returns the ``predicted_*`` part of its row, or ``plan_reason``."""
+    command = [sys.executable, str(TRAIN), *point.words, f"run_dir={run_dir}", "plan=true", f"world={world}"]
+    code, _ = _run(command, run_dir / PLAN_OUTPUT)
     if code != 0:
-        _, reason = classify(code, read_tail(run_dir / PLAN_OUTPUT))
-        return {**dict.fromkeys(names), "plan_reason": reason}
+        return {"plan_reason": classify(code, _tail(run_dir / PLAN_OUTPUT))[1]}
     plan = json.loads((run_dir / PLAN_FILE).read_text())
     seconds = plan["seconds_per_step"]
-    rate = None if seconds is None or batch_size is None else plan["tokens"] * batch_size / seconds
-    return dict(zip(names, (plan["allocated_gib"], rate, plan["mfu"]), strict=True)) | {"plan_reason": None}
+    return {
+        "predicted_allocated_gib": plan["allocated_gib"],
+        "predicted_tokens_per_second": seconds and plan["tokens"] * point.batch_size / seconds,
+        "predicted_mfu": plan["mfu"],
+        "plan_reason": None,
+    }
+
+
+def train_point(point: Point, run_dir: Path, *, launcher: Sequence[str]) -> dict[str, Any]:
+    """Run one point's job to its end; returns the part of its row that the job decides.
+
+    Args:
+        point: a point that is not refused.
+        run_dir: existing directory of the run.
+        launcher: torchrun with its options, and what stands before it.
+    """
+    code, seconds = _run([*launcher, str(TRAIN), *point.words, f"run_dir={run_dir}"], run_dir / OUTPUT)
+    status, reason = classify(code, _tail(run_dir / OUTPUT))
+    row = {"status": status, "reason": reason, "seconds": round(seconds, 1)}
+    return row | (measurements(run_dir, point.warm_up, point.measured) if status == DONE else {})
+
+
+def classify(exit_code: int, output: str) -> tuple[str, str | None]:
+    """Return ``status`` and ``reason`` of a process from its exit code and the end of its output.
+
+    Args:
+        exit_code: of torchrun or train.py; negative for a signal.
+        output: of all processes of the job.
+    """
+    if exit_code == 0:
+        return DONE, None
+    lines = [line for line in (_OF_RANK.sub("", line).strip() for line in output.splitlines()) if line]
+    if root := _ROOT_CAUSE.search(output):
+        exit_code = int(root[1])
+    errors = [line for line in lines if _ERROR.match(line)]
+    if no_memory := [line for line in lines if _NO_MEMORY.search(line)]:
+        status, reason = OUT_OF_MEMORY, no_memory[0]
+    elif exit_code == -signal.SIGKILL:
+        status, reason = (
+            OUT_OF_MEMORY,
+            "a process was killed by SIGKILL, probably by the kernel for lack of host memory",
+        )
+    elif errors and errors[0].startswith("error: "):
+        status, reason = REFUSED if exit_code == 2 else FAILED, errors[0].removeprefix("error: ")
+    else:
+        status, reason = FAILED, errors[-1] if errors else f"exit code {exit_code}: {lines[-1] if lines else ''}"
+    reason = " ".join(reason.split())
+    return status, reason if len(reason) <= _LONGEST else f"{reason[: _LONGEST - 3]}..."
+
+
+def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
+    """Return the measured columns of a finished run: rates over the ``measured`` steps after the first ``warm_up``.
+
+    Rates are weighted by the seconds of their steps, so that each role's steps count as often as they come.
+    ``allocated_gib`` is the peak of the whole run on the rank with the largest: on CUDA the bytes that torch allocated,
+    on a CPU the resident memory above that of the start. Values that the files do not hold are ``None``.
+    """
+    records = read_objects(run_dir / "metrics.jsonl").records
+    chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]
+    seconds = [finite_number(record.get("perf/seconds_per_step")) for record in chosen]
+    total = sum(seconds)
+
+    def mean(key: str) -> float | None:
+        value = sum(finite_number(record.get(key)) * s for record, s in zip(chosen, seconds, strict=True))
+        return value / total if total > 0 and math.isfinite(value) else None
+
+    peaks = [finite_number(record.get("memory/peak_gib")) for record in records]
+    peak = max(filter(math.isfinite, peaks), default=None)
+    starts = read_objects(run_dir / STARTS).records
+    resident = finite_number(starts[-1].get("resident_gib_before")) if starts else math.nan
+    if peak is not None and math.isfinite(resident):  # on the CPU
+        peak -= resident
+    return {
+        "measured_steps": len(chosen),
+        "seconds_per_step": total / len(chosen) if chosen and math.isfinite(total) else None,
+        "tokens_per_second": mean("perf/tokens_per_second"),
+        "mfu": mean("perf/mfu"),
+        "allocated_gib": peak,
+    }
+
+
+def _tail(file: Path) -> str:
+    return file.read_bytes()[-_TAIL:].decode(errors="replace").replace("\r", "\n")
 
 
 def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
-    """Exit code and seconds of a process, its output in a file; ended with all that it started when this one is told.
+    """Return exit code and seconds of a process. An exception here, such as a signal's, ends the process first.
 
     Raises:
-        UserError: a program that is not there, or a file that cannot be written.
+        UserError: a program that does not exist, or a file that cannot be written.
     """
-    environment = outside_of_torchrun()
     started = time.monotonic()
     try:
         with output.open("wb") as stream:
@@ -138,54 +149,37 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C comes to the sweep alone, which ends its point in order
-                # A sweep that is killed leaves no torchrun behind, in a folder that the next start wants.
-                preexec_fn=end_with_parent,
+                env=outside_of_torchrun() | {"PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C reaches the sweep alone, which ends its point in order
+                preexec_fn=end_with_parent,  # a killed sweep leaves no torchrun in a directory that the next one needs
             )
     except OSError as error:
-        raise UserError(
-            f"{command[0]} cannot be started ({error.strerror}); {output} was to have its output"
-        ) from error
+        raise UserError(f"{command[0]} cannot be started with its output in {output} ({error.strerror})") from error
     try:
         return process.wait(), time.monotonic() - started
     except BaseException:
-        end_processes(process)
+        _end(process)
         raise
 
 
-def end_processes(process: subprocess.Popen) -> None:
-    """End a job that is of no use any more: its workers at once, torchrun when it has cleaned up.
+def _end(process: subprocess.Popen) -> None:
+    """End a job: its workers at once, torchrun after it has cleaned up.
 
-    Told by SIGTERM alone, the workers would finish their step and save a checkpoint, which may be hundreds of GB and
-    which nobody wants of a point that is run afresh. torchrun puts each into a session of its own, so that no signal to
-    a process group reaches them.
+    After SIGTERM alone the workers would finish their step and save a checkpoint that no start uses. A signal to the
+    process group does not reach them: torchrun starts each worker in its own session.
     """
+    workers = _descendants(process.pid)
     process.terminate()
-    for each in _descendants(process.pid):
-        try:
-            os.kill(each, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    try:
-        process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
-def _descendants(parent: int) -> list[int]:
-    """Processes that ``parent`` started, and theirs; Linux alone."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            above = int(entry.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):  # it has ended meanwhile
-            continue
-        children.setdefault(above, []).append(int(entry.parent.name))
-    found, open_ones = [], [parent]
-    while open_ones:
-        below = children.get(open_ones.pop(), [])
-        found += below
-        open_ones += below
-    return found
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below ``pid`` (Linux only)."""
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            children += map(int, file.read_text().split())
+    return [*children, *(below for child in children for below in _descendants(child))]

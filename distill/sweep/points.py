@@ -1,168 +1,183 @@
-"""The words of a sweep in Hydra's grammar, and the points that they stand for, each with a name for its folder."""
+"""The points of a sweep: Hydra's grammar of several values, and for each point the words of its run or its refusal."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from distill.config.errors import group_files
+from distill.config import Config, compose_config
+from distill.methods import METHODS
+from distill.planning.command import as_planned, planned_shapes
+from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 
 MOST = 1000
-"""Points of a sweep; a range that was meant otherwise has more."""
-_LONGEST_VALUE = 40
-_LONGEST_NAME = 180
+"""Limit on the points of a sweep: a mistyped range has more."""
+WARM_UP = 2
+"""Minimal number of steps before the measured ones: allocators, kernels and graphs settle."""
+MEASURED = 8
+"""Minimal number of measured steps, if the sweep chooses ``steps``."""
+_PERIODS = 1000
+"""Steps among which :func:`role_turns` looks for a period."""
+_LONGEST_NAME = 150
+_DEFAULTS = {
+    "checkpoint.every": "0",
+    "checkpoint.at_end": "false",
+    "checkpoint.resume": "never",
+    "export.at_end": "false",
+    "sample.every": "0",
+    "sample.at_end": "false",
+    "log.every": "1",
+}
+"""Settings of a point that the user's words do not set."""
+_RESERVED = ("run_dir", "log.every", "world", "plan", "dry_run")
+"""Settings that only the sweep sets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """What is swept, and what is not."""
-
-    fixed: tuple[str, ...]
-    """Words as they were typed."""
-    values: Mapping[str, tuple[str, ...]]
-    """Of each swept key, as Hydra writes them (strings with their quotes), in the order given."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """What is swept, in the order typed."""
-        return tuple(self.values)
-
-    def points(self) -> list[Point]:
-        """The Cartesian product, the last key fastest.
-
-        Raises:
-            UserError: more than :data:`MOST`.
-        """
-        count = 1
-        for values in self.values.values():
-            count *= len(values)
-        if count > MOST:
-            raise UserError(f"the sweep has {count} points; use {MOST} or less")
-        product = itertools.product(*self.values.values())
-        return [Point(tuple(zip(self.keys, values, strict=True))) for values in product]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Point:
-    """One combination of values."""
+    """One combination of the swept values."""
 
-    overrides: tuple[tuple[str, str], ...]
-    """(key, value), as in :class:`Sweep`."""
-
-    @property
-    def words(self) -> list[str]:
-        """For the command line of ``train.py``."""
-        return [f"{key}={value}" for key, value in self.overrides]
-
-    @property
-    def name(self) -> str:
-        """``num_frames=21,cp=2``: fit for a folder, and the same whatever the sweep's other points are.
-
-        A value that a file's name cannot show in full has a few digits of its hash behind it, so that no two points
-        share a name.
-        """
-        short = short_keys(key for key, _ in self.overrides)
-        name = ",".join(f"{short[key]}={_in_a_name(value)}" for key, value in self.overrides)
-        return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{_hash(name)}"
+    name: str
+    """Directory name, for example ``num_frames=21,cp=2``."""
+    overrides: dict[str, str]
+    """Swept keys and values as Hydra writes them: strings keep their quotes."""
+    refusal: str | None = None
+    """Reason in one line why this point cannot run. The fields below are then unset."""
+    words: tuple[str, ...] = ()
+    """Command line of the run, without ``run_dir``."""
+    tokens: int | None = None
+    """Tokens of a sample."""
+    batch_size: int | None = None
+    warm_up: int = 0
+    """Steps before the measured ones."""
+    measured: int = 0
+    """Measured steps: whole periods of the roles' turns."""
 
 
-def parse_words(words: Sequence[str], swept_before: Iterable[str] = ()) -> Sweep:
-    """Tell what is swept (``a=1,2``, ``choice``, ``range``, ``glob``) from what is not.
+def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Split settings into fixed words and swept keys with their values (``a=1,2``, ``choice(...)``, ``range(...)``).
 
-    A word that Hydra's grammar does not read is not swept: a path or a prompt needs no quotes, as in a run. A comma
-    outside of quotes and brackets is a sweep's, in a path too.
-
-    Args:
-        words: ``key=value``.
-        swept_before: keys of the sweep that goes on; one of their values alone stands for a sweep of one.
+    A word that Hydra's grammar does not read is fixed: a path or a prompt needs no quotes, as in a run.
 
     Raises:
-        UserError: an interval, which has no values to list; a sweep without a value; a setting that is swept and also
-            given otherwise; nothing swept.
+        UserError: a setting that the sweep sets itself; values that cannot be listed; a swept setting that is given
+            twice; no swept setting, or more than :data:`MOST` points.
     """
-    parser = OverridesParser.create(config_loader=_Groups())  # type: ignore[arg-type]
-    before = set(swept_before)
+    parser = OverridesParser.create()
     fixed: list[str] = []
-    values: dict[str, tuple[str, ...]] = {}
-    keys: list[str] = []
-    for word in words:
-        typed = word.partition("=")[0]
-        override = _parsed(parser, word)
-        keys.append(typed.lstrip("+"))
-        if override is not None and (override.is_sweep_override() or typed in before):
-            values[typed] = _values(word, override)
-        elif typed in before:
-            values[typed] = (word.partition("=")[2],)
-        else:
+    swept: dict[str, list[str]] = {}
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    for key, word in zip(keys, words, strict=True):
+        if key in _RESERVED:
+            raise UserError(f"{word}: a sweep sets {key} itself; use sweep_dir=FOLDER, --plan or --nproc-per-node")
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            override = None
+        if override is None or not override.is_sweep_override():
             fixed.append(word)
-    for typed in values:
-        if keys.count(typed.lstrip("+")) > 1:
-            raise UserError(f"{typed} is swept and given a second time; give it once")
-    if not values:
-        raise UserError("nothing is swept; give a setting several values, as in 'data.num_frames=21,41,81'")
-    return Sweep(tuple(fixed), values)
+            continue
+        if keys.count(key) > 1:
+            raise UserError(f"{key} is swept and given a second time; give it once")
+        try:
+            values = list(dict.fromkeys(itertools.islice(override.sweep_string_iterator(), MOST + 1)))
+        except (HydraException, ValueError, ArithmeticError):
+            values = []
+        if not values:
+            raise UserError(f"{word} lists no values; use KEY=A,B or KEY=range(START,STOP,STEP)")
+        swept[word.partition("=")[0]] = values
+    if not swept:
+        raise UserError("no setting is swept; give one several values, as in 'data.num_frames=21,41,81'")
+    if (count := math.prod(map(len, swept.values()))) > MOST:
+        raise UserError(f"the sweep has at least {count} points; use {MOST} or less")
+    return fixed, swept
+
+
+def check_points(fixed: Sequence[str], swept: Mapping[str, Sequence[str]], *, world: int, planned: bool) -> list[Point]:
+    """Compose and check the run of every combination of ``swept``, the last key fastest.
+
+    Args:
+        fixed: words of all points.
+        swept: values by key.
+        world: ranks of a point's job.
+        planned: check as the planner does: checkpoints, data and GPUs may be missing.
+    """
+    combinations = itertools.product(*swept.values())
+    return [_check(fixed, dict(zip(swept, values, strict=True)), world, planned) for values in combinations]
+
+
+def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned: bool) -> Point:
+    words = [*fixed, *(f"{key}={value}" for key, value in overrides.items())]
+    name = point_name(overrides)
+    try:
+        given = {word.partition("=")[0].lstrip("+") for word in words}
+        words += [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in given]
+        first, period = role_turns(compose_config(words))
+        warm_up = first + -(-WARM_UP // period) * period
+        if "steps" not in given:
+            words.append(f"steps={warm_up + -(-MEASURED // period) * period}")
+        config = compose_config(words)
+        if config.steps < warm_up + period:
+            raise UserError(
+                f"steps={config.steps} leaves no step to measure after {warm_up} steps of warm-up; use"
+                f" steps={warm_up + period} or more, or leave it out"
+            )
+        config.world = world
+        config = as_planned(config) if planned else config
+        shapes = planned_shapes(config) if planned else None
+        plan = plan_run(config, shapes=shapes)
+        tokens = plan.roles[0].tokens(*(shapes or config.data.sample_shapes()))
+    except UserError as error:
+        return Point(name=name, overrides=overrides, refusal=" ".join(str(error).split()))
+    return Point(
+        name=name,
+        overrides=overrides,
+        words=tuple(words),
+        tokens=tokens,
+        batch_size=config.batch_size,
+        warm_up=warm_up,
+        measured=(config.steps - warm_up) // period * period,
+    )
+
+
+def role_turns(config: Config) -> tuple[int, int]:
+    """Return the step from which the order of the trained roles is periodic, and its period in steps.
+
+    (0, 1) if one role trains longer than a sweep runs: a method that begins with 1000 steps of the student is measured
+    in that part.
+    """
+    method = METHODS[config.method.name][0](config.method, {})
+    turns = [method.trained_role(step) for step in range(_PERIODS)]
+    tail = turns[_PERIODS // 2 :]
+    for period in range(1, len(tail) // 2):
+        if tail[period:] == tail[:-period]:
+            irregular = [i for i in range(_PERIODS - period) if turns[i] != turns[i + period]]
+            return (irregular[-1] + 1 if irregular else 0), period
+    return 0, 1
+
+
+def point_name(overrides: Mapping[str, str]) -> str:
+    """Return a directory name such as ``num_frames=21,cp=2``, independent of the sweep's other points.
+
+    A name that cannot show the values in full ends with digits of their hash.
+    """
+    short = short_keys(overrides)
+    text = ",".join(f"{short[key]}={value}" for key, value in overrides.items())
+    name = re.sub(r"[^\w.+=,-]+", "_", text, flags=re.ASCII)
+    if name == text and len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
-    """The last part of each key; more of it where two keys end alike."""
-    keys = list(keys)
-    short = {}
-    for key in keys:
-        parts = re.split(r"[./]", key.lstrip("+"))
-        for length in range(1, len(parts) + 1):
-            short[key] = ".".join(parts[-length:])
-            same = [other for other in keys if re.split(r"[./]", other.lstrip("+"))[-length:] == parts[-length:]]
-            if len(same) == 1:
-                break
-    return short
-
-
-def plain(value: str) -> str:
-    """A value without Hydra's quotes."""
-    return value[1:-1] if re.fullmatch(r"'.*'|\".*\"", value, re.S) else value
-
-
-def _parsed(parser: OverridesParser, word: str) -> Override | None:
-    try:
-        return parser.parse_overrides([word])[0]  # parse_override leaves glob without its names
-    except HydraException:
-        return None
-
-
-def _values(word: str, override: Override) -> tuple[str, ...]:
-    if not override.is_sweep_override():
-        return (override.get_value_element_as_str(),)
-    if not override.is_discrete_sweep():
-        raise UserError(f"{word}: an interval has no values to list; use range(START, STOP, STEP) or a list")
-    try:
-        values = tuple(dict.fromkeys(itertools.islice(override.sweep_string_iterator(), MOST + 1)))
-    except (HydraException, ValueError, ArithmeticError) as error:
-        raise UserError(f"{word}: {' '.join(str(error).split())}") from error
-    if not values:
-        raise UserError(f"{word} has no value")
-    return values
-
-
-class _Groups:
-    """The names that ``glob`` chooses from: our files, without the schemas that Hydra's own loader lists too."""
-
-    def get_group_options(self, group_name: str, results_filter: Any = None) -> list[str]:
-        return [path.stem for path in group_files(group_name)]
-
-
-def _in_a_name(value: str) -> str:
-    shown = re.sub(r"[^\w.+-]+", "_", plain(value), flags=re.ASCII)
-    return shown if shown == value and len(value) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}-{_hash(value)}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
+    """Return the last part of each key, or the whole key if two keys end alike."""
+    last = {key: key.lstrip("+").rpartition(".")[2] for key in keys}
+    return {key: name if [*last.values()].count(name) == 1 else key.lstrip("+") for key, name in last.items()}

@@ -6,9 +6,7 @@ derivative; docs/attention.md is the guide.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -16,12 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.arguments import check_arguments, check_split_arguments, check_total_keys
+from fsdp_cp.attention.arguments import check_joint, check_options, check_split, check_tensors
 from fsdp_cp.attention.derivative import choose_dual
-from fsdp_cp.attention.failures import Failure, StopRecomputation, raise_in_backward
-from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
-from fsdp_cp.attention.operators import attend_in_ring, keep_failure_of_backward, make_ring
+from fsdp_cp.attention.operators import attend_in_ring, make_ring
 from fsdp_cp.attention.ring import ring_dual
 from fsdp_cp.attention.ulysses import (
     finish_exchange,
@@ -34,8 +30,8 @@ from fsdp_cp.attention.ulysses import (
 from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
-from fsdp_cp.sequence import gather_tokens, local_token_count, split_own
-from fsdp_cp.sequence_lengths import keep_with, known_total, refuse_split_keys, running, segments_of, total_of
+from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
+from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
 __all__ = ["context_parallel_attention", "cross_attention"]
 
@@ -56,7 +52,7 @@ def context_parallel_attention(
     joint: tuple[Tensor, Tensor, Tensor] | None = None,
     head_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention over tokens that are split over the ``cp`` axis, by Ulysses all-to-all x ring attention.
+    """Compute self-attention over tokens split over the ``cp`` axis, by Ulysses all-to-all x ring attention.
 
     Among the ``ulysses`` ranks one all-to-all gives each all their tokens and a share of the heads (DeepSpeed-Ulysses,
     Jacobs et al. 2023); around the ``ring`` K and V travel (Ring Attention, Liu et al. 2023); a second all-to-all
@@ -70,15 +66,12 @@ def context_parallel_attention(
         mesh: the mesh, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``. ``ulysses`` must divide ``Hk``.
         total_tokens: ``S``, which says how many pads there are. Several numbers, e.g. ``(text, video)``: the local
             sequence is the concatenation of segments that were split each by itself. A string is a name of the plan:
-            ``("encoder_hidden_states", "hidden_states")`` are as many as were split under these names. By default it
-            comes from the splits of the forward that runs, of a network of
-            :func:`fsdp_cp.context_parallel.parallelize_context`, as the one count that makes ``S_local`` per rank;
-            so a shape alone decides, in a block that runs again in backward too
-            (:mod:`fsdp_cp.sequence_lengths`). Where none of these forwards runs, there are no pads.
+            ``("encoder_hidden_states", "hidden_states")`` are as many as were split under these names. Inside a
+            network of :func:`fsdp_cp.context_parallel.parallelize_context` the default is the one count of its splits
+            that makes ``S_local`` per rank (:mod:`fsdp_cp.sequence_lengths`); elsewhere it is required with ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (the log says once which and why), ``"cpu_flash"``, ``"flash"``,
-            ``"cudnn"``, ``"efficient"``, ``"flash_attn_2"``, ``"flash_attn_3"``, ``"transformer_engine"``,
-            ``"reference"``.
+            ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.
         key_mask: ``(B, all tokens)`` bool, True where a key may be attended to; over the text (with ``joint``) or the
             segments in their order, then the video; the same on all ranks. A row that may attend to nothing gives 0.
         causal_block: tokens of a block (frames x tokens per frame); a query attends to its own block and to earlier
@@ -93,33 +86,31 @@ def context_parallel_attention(
         Its gradient is a partial sum on each rank (docs/gradients.md), so backward sums it over them.
 
     Raises:
-        ValueError: shapes, dtypes, devices, degrees or a backend that do not fit; before anything is sent. A number of
-            tokens that is neither given nor to be told: splits with pads, of which none, or more than one, fits.
+        ValueError: shapes, dtypes, devices, degrees or a backend that do not fit, or ``total_tokens`` that is missing;
+            before anything is sent.
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
-        What a kernel raises, once the others have what they wait for in this call (:mod:`fsdp_cp.attention.failures`).
+        What a kernel raises, once this rank's messages in flight have arrived. The other ranks wait for this rank until
+            it ends (docs/attention.md, "When it fails").
     """
     groups = context_groups(mesh)
-    check_arguments(q, k, v, key_mask, scale, backend)
-    check_split_arguments(total_tokens, causal_block, head_groups, joint)
-    q, k, v = _autocast((q, k, v))
-    if joint is not None:
-        if not isinstance(mesh, Mesh):
-            raise ValueError("joint text needs a mesh of fsdp_cp.build_mesh, not a DeviceMesh")
-        q, k, v, total_tokens = _with_text((q, k, v), _autocast(joint), mesh, total_tokens, causal_block)
+    q, k, v = check_tensors(q, k, v)
     segments = segments_of(total_tokens, q.shape[1], groups)
-    _check(q, k, v, key_mask, sum(segments), backend)
-    _check_split(q, k, segments, causal_block, groups, head_groups)
-    layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, causal_block=causal_block)
-    attend = partial(_attend, q, k, v, key_mask, scale, backend, layout, groups, head_groups)
-    out: Tensor | tuple[Tensor, Tensor]
-    if joint is None:
-        out = attend()
-    else:
+    check_split(q, k, segments, causal_block, head_groups, groups)
+    text = None if joint is None else check_joint(joint, (q, k, v), segments, causal_block, mesh)
+    segments = segments if text is None else (text[0].shape[1], *segments)
+    check_options(q, key_mask, scale, backend, sum(segments))
+
+    if text is not None:
         assert isinstance(mesh, Mesh)
-        out = _text_apart(attend, (q, k, v), segments[0], mesh)
-    if (record := running(groups)) is not None:
-        keep_with(out, record)
-    return out
+        q, k, v = (torch.cat([split_tokens(x, mesh), own], dim=1) for x, own in zip(text, (q, k, v), strict=True))
+    layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, causal_block=causal_block)
+    out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
+    if text is None:
+        return out
+    assert isinstance(mesh, Mesh)
+    own_text = local_token_count(segments[0], mesh.cp_size)
+    out_text, out = out.split([own_text, out.shape[1] - own_text], dim=1)
+    return out, gather_tokens(out_text, mesh, total=segments[0], partial_grad=True)
 
 
 def cross_attention(
@@ -133,7 +124,7 @@ def cross_attention(
     mesh: Mesh | None = None,
     total_keys: int | str | None = None,
 ) -> Tensor:
-    """Attention of the rank's own tokens to keys and values of another sequence (text).
+    """Compute attention of the rank's own tokens to keys and values of another sequence (text).
 
     By default every rank holds these in full, and there is no communication. With ``mesh`` they are split over ``cp``
     like the queries, though with a number of tokens of their own: one all-gather of both, and one reduce-scatter in
@@ -150,8 +141,8 @@ def cross_attention(
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: as in :func:`context_parallel_attention`.
         mesh: the mesh whose ``cp`` axis the keys are split over.
-        total_keys: ``L``, or a name of the plan; by default as ``total_tokens`` there. Without ``mesh`` it says that
-            every rank does hold all ``L`` keys, where they are as many as its share of a sequence that the plan splits.
+        total_keys: ``L``, or a name of the plan; by default as ``total_tokens`` there. Without ``mesh`` it confirms
+            that every rank holds all ``L`` keys, where these are as many as its share of a sequence of the plan.
 
     Returns:
         ``(B, S_local, H, D)``.
@@ -159,63 +150,26 @@ def cross_attention(
     Raises:
         ValueError, RuntimeError: as :func:`context_parallel_attention`.
     """
-    check_arguments(q, k, v, key_mask, scale, backend)
-    check_total_keys(total_keys)
-    q, k, v = _autocast((q, k, v))
+    q, k, v = check_tensors(q, k, v)
+    keys = k.shape[1]
     if mesh is not None:
         check_mesh(mesh)
-        total = known_total(k.shape[1], mesh.context, "k", "total_keys") if total_keys is None else total_keys
-        total = total_of(total, mesh.context, "total_keys") if isinstance(total, str) else total
-        if local_token_count(total, mesh.context.cp_size) != k.shape[1]:
+        (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
+        if local_token_count(keys, mesh.cp_size) != k.shape[1]:
             raise UserError(
-                f"k has {k.shape[1]} local tokens, but total_keys={total} over cp={mesh.context.cp_size} makes"
-                f" {local_token_count(total, mesh.context.cp_size)}; use fsdp_cp.sequence.split_tokens"
+                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes"
+                f" {local_token_count(keys, mesh.cp_size)}; use fsdp_cp.sequence.split_tokens"
             )
-        _check(q, k, v, key_mask, total, backend)  # before anything is sent
-        k, v = gather_tokens(torch.stack((k, v)), mesh, total, 2, partial_grad=True).unbind()
     elif total_keys is None:
-        refuse_split_keys(q.shape[1], k.shape[1])
-    elif total_keys != k.shape[1]:
-        raise UserError(f"k has {k.shape[1]} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
-    _check(q, k, v, key_mask, None, backend)
-    layout = Layout((q.shape[1],), (k.shape[1],), ulysses=1, ring=1)
+        refuse_split_keys(q.shape[1], keys)
+    elif total_keys != keys:
+        raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
+    check_options(q, key_mask, scale, backend, keys)
+
+    if mesh is not None:
+        k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()
+    layout = Layout((q.shape[1],), (keys,), ulysses=1, ring=1)
     return _attend(q, k, v, key_mask, scale, backend, layout, _ONE_RANK, 1)
-
-
-def _with_text(
-    tensors, joint, mesh: Mesh, total_tokens, causal_block
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-    """q, k and v with the rank's share of the text in front, and the tokens of text and video."""
-    if causal_block is not None:
-        raise ValueError("causal_block counts video tokens; it cannot be combined with joint text")
-    if isinstance(total_tokens, Sequence) and not isinstance(total_tokens, str):
-        raise ValueError(f"with joint text total_tokens is the number of video tokens, not {tuple(total_tokens)}")
-    for name, x, video in zip("qkv", joint, tensors, strict=True):
-        if x.ndim != 4 or x.shape[0] != video.shape[0] or x.shape[2:] != video.shape[2:]:
-            raise ValueError(f"joint {name} {tuple(x.shape)} does not fit {name} {tuple(video.shape)} but for tokens")
-        if x.dtype != video.dtype or x.device != video.device:
-            raise ValueError(f"joint {name} is {x.dtype} on {x.device}, but {name} is {video.dtype} on {video.device}")
-        if x.shape[1] != joint[0].shape[1]:
-            raise ValueError(f"joint {name} has {x.shape[1]} tokens, joint q {joint[0].shape[1]}")
-    (total,) = segments_of(total_tokens, tensors[0].shape[1], mesh.context)
-    q, k, v = (torch.cat([split_own(text, mesh), x], dim=1) for text, x in zip(joint, tensors, strict=True))
-    return q, k, v, (joint[0].shape[1], total)
-
-
-def _text_apart(
-    attend: Callable[[], Tensor], tensors: tuple[Tensor, Tensor, Tensor], length: int, mesh: Mesh
-) -> tuple[Tensor, Tensor]:
-    """The video's output, and the text's gathered, of which a rank that fails brings NaN."""
-    with Failure() as failure:
-        out = failure.attempt(attend)
-        if out is None:
-            out = torch.full_like(tensors[0], torch.nan)
-            if may_be_dual(out) and unpack_duals(tensors, "context-parallel attention")[1] is not None:
-                out = forward_ad.make_dual(out, out.clone())
-        own = local_token_count(length, mesh.cp_size)
-        text, video = out.split([own, out.shape[1] - own], dim=1)
-        text = gather_tokens(text, mesh, total=length, partial_grad=True)
-    return video, text
 
 
 def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
@@ -260,99 +214,19 @@ def _exchanged(
     if ranks == 1:
         return attend(tensors)
     heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
-    failure, reports = Failure(), torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if reports:
-        tensors = raise_in_backward(tuple(tensors), failure)
-
-    def attend_packed(received: list[Tensor]) -> Tensor:
-        done = attend(unpack_heads(received.pop(), heads, head_dim))
-        if reports:
-            keep_failure_of_backward(done[0], failure)
-        return pack_heads(done, ranks)
-
     # All exchanges are begun at once and wait their turn; each one back begins as soon as its heads are done.
     coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
     coming.reverse()
     going: list[Tensor] = []
-    with failure:
-        try:
-            while coming:  # popped, so that a group's buffer goes when its heads are done
-                received = [finish_exchange(coming.pop(), group)]
-                shape = received[0].shape[:-1]
-                done = failure.attempt(attend_packed, received)  # which takes it out: it goes when it is unpacked
-                if done is None:
-                    done = tensors[0].new_full((*shape, outputs * heads[0] * head_dim), torch.nan)
-                going.append(start_exchange(done, group))
-                del done
-        except StopRecomputation:
-            # Exchanges that nobody waits for would keep their buffers for ever.
-            for x in (*coming, *going):
-                finish_exchange(x.detach(), group)
-            raise
-        back = [finish_exchange(x, group) for x in going]
-    return unpack_tokens(back, outputs, head_dim)
-
-
-def _autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What autocast does to scaled_dot_product_attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keys: int | None, backend: str) -> None:
-    """Before anything is sent; ``keys`` is the number of all keys, ``None`` for those of ``k``."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; no size may be 0")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}, but q is {q.dtype} on {q.device}; they must agree")
-    if k.shape != v.shape:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same shape")
-    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
-        raise ValueError(f"k {tuple(k.shape)} and q {tuple(q.shape)} must agree in batch and head_dim")
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"the {k.shape[2]} heads of k and v must divide the {q.shape[2]} heads of q")
-    if mask is not None:
-        if mask.dtype != torch.bool or mask.device != q.device:
-            raise ValueError(f"key_mask is {mask.dtype} on {mask.device}; it must be bool on {q.device}")
-        wanted = (q.shape[0], k.shape[1] if keys is None else keys)
-        if mask.shape != wanted:
-            raise ValueError(f"key_mask has shape {tuple(mask.shape)}; it must be (batch, keys) = {wanted}")
-    _check_kernel(q, mask, backend)
-
-
-def _check_kernel(q: Tensor, mask: Tensor | None, backend: str) -> None:
-    """Refuse before anything is sent. A compiled graph finds out when it runs."""
-    if not torch.compiler.is_compiling():
-        choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
-
-
-def _check_split(
-    q: Tensor, k: Tensor, segments: tuple[int, ...], causal_block: int | None, groups: ContextGroups, head_groups: int
-) -> None:
-    if not segments or min(segments) < 1:
-        raise ValueError(f"total_tokens={segments} must be at least 1")
-    local = sum(local_token_count(total, groups.cp_size) for total in segments)
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[1] != local:
-            total = segments[0] if len(segments) == 1 else segments
-            raise ValueError(
-                f"{name} has {x.shape[1]} local tokens, but total_tokens={total} over cp={groups.cp_size} makes"
-                f" {local}; use fsdp_cp.sequence.split_tokens"
-            )
-    if causal_block is not None and (causal_block < 1 or len(segments) > 1):
-        raise ValueError(f"causal_block={causal_block} must be at least 1, over one segment (it has {len(segments)})")
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[2] % groups.ulysses_size:
-            common = math.gcd(q.shape[2], k.shape[2], groups.cp_size)
-            fitting = [n for n in range(1, common + 1) if common % n == 0]
-            raise ValueError(
-                f"mesh.ulysses={groups.ulysses_size} does not divide the {x.shape[2]} heads of {name};"
-                f" use mesh.ulysses={' or '.join(map(str, fitting))}"
-            )
-        share = x.shape[2] // groups.ulysses_size
-        if head_groups < 1 or share % head_groups:
-            raise ValueError(f"head_groups={head_groups} does not divide the {share} heads of {name} that a rank gets")
+    try:
+        while coming:  # popped, so that a group's buffer goes when its heads are done
+            done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim))
+            going.append(start_exchange(pack_heads(done, ranks), group))
+            del done
+    except BaseException:
+        # Exchanges that nobody waits for would keep their buffers for ever. An exception here may also be how
+        # checkpointing ends a recomputation, on all ranks at the same place.
+        for x in (*coming, *going):
+            finish_exchange(x.detach(), group)
+        raise
+    return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)

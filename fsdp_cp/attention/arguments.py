@@ -1,70 +1,120 @@
-"""Kinds of the attention's arguments: what is no tensor, no number of tokens or no name is refused by name.
-
-Shapes and dtypes are checked where they must fit each other.
-"""
+"""Checks of the attention's arguments, before anything is sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import ContextGroups, Mesh
+from fsdp_cp.sequence import is_count, local_token_count
+
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
-def check_arguments(q: Any, k: Any, v: Any, key_mask: Any, scale: Any, backend: Any) -> None:
-    """Refuse what every attention would choke on.
-
-    Raises:
-        UserError: naming the argument.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} is a {type(x).__name__}; use a tensor (batch, tokens, heads, head_dim)")
-        if x.ndim != 4:
-            raise UserError(f"{name} has shape {tuple(x.shape)}; it must be (batch, tokens, heads, head_dim)")
-    if key_mask is not None and not isinstance(key_mask, Tensor):
-        raise UserError(f"key_mask is a {type(key_mask).__name__}; use a bool tensor (batch, keys), or None")
-    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
-        raise UserError(f"scale={scale!r} is no finite number; use a float, or None for head_dim ** -0.5")
-    if not isinstance(backend, str):
-        raise UserError(f"backend={backend!r} is no name of a kernel; use 'auto'")
-
-
-def check_split_arguments(total_tokens: Any, causal_block: Any, head_groups: Any, joint: Any) -> None:
-    """Refuse what only split tokens have.
+def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
+    """Check that q, k and v fit each other; return them as autocast casts them for scaled_dot_product_attention.
 
     Raises:
-        UserError: naming the argument.
+        UserError: naming the tensor, with ``where`` in front.
     """
-    if total_tokens is not None and not _is_count(total_tokens) and not isinstance(total_tokens, str):
-        if not isinstance(total_tokens, Sequence) or not all(_is_count(x) or isinstance(x, str) for x in total_tokens):
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
             raise UserError(
-                f"total_tokens={total_tokens!r} is no number of tokens; use an integer or a name of the plan, or one"
-                " per segment"
+                f"{where}{name} must be a tensor (batch, tokens, heads, head_dim) with no size 0, got {_shown(x)}"
             )
-    if causal_block is not None and not _is_count(causal_block):
-        raise UserError(f"causal_block={causal_block!r} is no number of tokens; use an integer, or None")
-    if not _is_count(head_groups):
-        raise UserError(f"head_groups={head_groups!r} is no number of groups; use an integer of at least 1")
-    if joint is not None and (
-        not isinstance(joint, (tuple, list)) or len(joint) != 3 or not all(isinstance(x, Tensor) for x in joint)
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype or x.device != q.device:
+            raise UserError(f"{where}{name} must be {q.dtype} on {q.device}, as {where}q is, got {_shown(x)}")
+    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]) or q.shape[2] % k.shape[2]:
+        raise UserError(
+            f"{where}q {tuple(q.shape)}, {where}k {tuple(k.shape)} and {where}v {tuple(v.shape)} must agree in batch"
+            " and head_dim, k and v in all sizes, and the heads of k and v must divide those of q"
+        )
+    return q, k, v
+
+
+def check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
+    """Check what every attention of ``q`` to ``keys`` keys takes. A compiled graph checks ``backend`` when it runs.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    wanted = (q.shape[0], keys)
+    if key_mask is not None and (
+        not isinstance(key_mask, Tensor)
+        or (key_mask.dtype, key_mask.device, key_mask.shape) != (torch.bool, q.device, wanted)
     ):
-        raise UserError("joint is not q, k and v of the text; use a tuple of three tensors (batch, L, heads, head_dim)")
+        raise UserError(
+            f"key_mask must be a bool tensor (batch, keys) = {wanted} on {q.device}, got {_shown(key_mask)}"
+        )
+    if scale is not None and (not isinstance(scale, (int, float)) or not math.isfinite(scale)):
+        raise UserError(f"scale must be a finite number, or None for head_dim ** -0.5, got {scale!r}")
+    if not torch.compiler.is_compiling():
+        masked = key_mask is not None
+        choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
 
 
-def check_total_keys(total_keys: Any) -> None:
-    """Refuse what counts no keys.
+def check_split(
+    q: Tensor, k: Tensor, segments: tuple[int, ...], causal_block: Any, head_groups: Any, groups: ContextGroups
+) -> None:
+    """Check that the rank's tokens and heads are a share of ``segments`` and of the mesh.
 
     Raises:
         UserError: naming the argument.
     """
-    if total_keys is not None and not _is_count(total_keys) and not isinstance(total_keys, str):
-        raise UserError(f"total_keys={total_keys!r} is no number of tokens; use an integer or a name of the plan")
+    if causal_block is not None and (not is_count(causal_block) or len(segments) > 1):
+        raise UserError(
+            "causal_block must be a number of tokens of at least 1, of one segment (total_tokens), got"
+            f" {causal_block!r} and {len(segments)} segments"
+        )
+    ranks, cp = groups.ulysses_size, groups.cp_size
+    local = sum(local_token_count(total, cp) for total in segments)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] != local:
+            raise UserError(
+                f"{name} has {x.shape[1]} local tokens, but total_tokens={segments} over cp={cp} makes {local}; use"
+                " fsdp_cp.sequence.split_tokens"
+            )
+        if x.shape[2] % ranks:
+            common = math.gcd(q.shape[2], k.shape[2], cp)
+            fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+            raise UserError(
+                f"mesh.ulysses={ranks} does not divide the {x.shape[2]} heads of {name}; use mesh.ulysses={fitting}"
+            )
+        if not is_count(head_groups) or x.shape[2] // ranks % head_groups:
+            raise UserError(
+                f"head_groups must divide the {x.shape[2] // ranks} heads of {name} that a rank gets, got"
+                f" {head_groups!r}"
+            )
 
 
-def _is_count(x: Any) -> bool:
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+def check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], causal_block: Any, mesh: Mesh | DeviceMesh) -> QKV:
+    """Check the text that every rank holds in full; return its q, k and v.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    if not isinstance(joint, (tuple, list)) or len(joint) != 3 or not isinstance(mesh, Mesh):
+        raise UserError("joint must be q, k and v of the text, (batch, L, heads, head_dim), on a mesh of build_mesh")
+    if causal_block is not None or len(segments) > 1:
+        raise UserError("joint text takes neither causal_block nor total_tokens of several segments")
+    text = check_tensors(joint[0], joint[1], joint[2], where="joint ")
+    for name, x, video in zip("qkv", text, tensors, strict=True):
+        wanted = (video.shape[0], text[0].shape[1], *video.shape[2:])
+        if (x.shape, x.dtype, x.device) != (wanted, video.dtype, video.device):
+            raise UserError(f"joint {name} must be {video.dtype} {wanted} on {video.device}, got {_shown(x)}")
+    return text
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -1,23 +1,26 @@
-"""Local attention kernels for CUDA: torch's own, FlashAttention 2 and 3, Transformer Engine.
+"""Local attention kernels for CUDA: torch's own, FlashAttention 3, Transformer Engine.
 
 All of them take the log-sum-exp and the output of a whole row in backward, wherever the row's other keys are: their
-``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` are read from these tensors, never made anew. With
-no dropout, the random states that they also take are not read.
+``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` are read from these tensors, never computed again.
+With no dropout, the random states that they also take are not read.
 
-Private functions of torch and of the other packages are called in one place each, beside the versions that were read:
-torch 2.11 and 2.13, flash-attn 2.6.0 to 2.8.3, FlashAttention 3 (``hopper``) from July 2024 to August 2026,
-Transformer Engine 2.11 to 2.18. Arguments of the packages are bound by name, and a kernel refuses a signature that asks
-for something unknown. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D head size.
+Private functions of torch and of the other packages are called in one place each, by the signatures of torch 2.11 to
+2.13, FlashAttention 3 (``hopper``) from August 2025 on, and Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
+query and key tokens, H query heads, Hk key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_cp.attention.foreign import Foreign, bind, load, parameters
 from fsdp_cp.attention.kernel import Kernel, fold_query_groups, unfold_query_groups
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -32,8 +35,10 @@ def _deterministic() -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x``, or a dense copy where rows don't start at multiples of 16 bytes, which is what the kernels load at once,
-    or are broadcast (stride 0), which ``efficient`` got wrong in torch 2.12 (pytorch issue 191937)."""
+    """Return ``x``, or a dense copy where rows do not start at multiples of 16 bytes, which kernels load at once.
+
+    Also where they are broadcast (stride 0), which ``efficient`` got wrong in torch 2.12 (pytorch issue 191937).
+    """
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if 0 not in strides and all(start * x.element_size() % 16 == 0 for start in (x.storage_offset(), *strides)):
         return x
@@ -41,7 +46,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """``x`` dense and aligned, with the strides of its shape even where a dimension has size 1."""
+    """Return ``x`` dense and aligned, with the strides of its shape even where a dimension has size 1."""
     dense = _aligned(x) if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return dense.view(-1).view(x.shape)
 
@@ -57,10 +62,10 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
-    """``(B, Sk)`` bool to what is added to the logits, ``(B, 1, 1, Sk)`` with ``Sk`` padded by masked keys.
+    """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)`` with ``Sk`` padded by masked keys.
 
-    Finite, so that rows without keys are no NaN (-inf - -inf), and far from the largest number, so that a kernel
-    that works in base 2 does not overflow.
+    The bias is finite, so that rows without keys are not NaN (-inf - -inf), and far from the largest number, so that a
+    kernel that works in base 2 does not overflow.
     """
     hidden = _padded(mask, 1, multiple, False).logical_not()
     bias = torch.zeros(hidden.shape, dtype=dtype, device=mask.device)
@@ -68,7 +73,7 @@ def _bias(mask: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
 
 
 class _CudaKernel(Kernel):
-    """What the kernels below share: the limits by which they refuse."""
+    """Limits by which the kernels below refuse."""
 
     dtypes: tuple[torch.dtype, ...] = _HALF
     max_head_dim: int | None = 256
@@ -95,11 +100,11 @@ class _CudaKernel(Kernel):
         return self.unavailable(capability, head_dim)
 
     def unavailable(self, capability: tuple[int, int], head_dim: int) -> str | None:
-        """Why it cannot run on this machine, beyond the limits above."""
+        """Return why it cannot run on this machine, beyond the limits above, or ``None``."""
         return None
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _dotted(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 
 
@@ -195,7 +200,7 @@ def _cudnn_unavailable(name: str) -> str | None:
     if version is None:
         return "needs a torch that is built with cuDNN"
     if version <= 91500:
-        # Earlier ones reach out of bounds for token counts that are no multiple of 128 (pytorch issue 169849).
+        # Earlier ones reach out of bounds for token counts that are not multiples of 128 (pytorch issue 169849).
         return f"needs cuDNN 9.15.1 or later, not {version}"
     if _deterministic():
         return "is not deterministic, which torch.use_deterministic_algorithms asks for"
@@ -249,68 +254,21 @@ class Efficient(_CudaKernel):
         return _bias(mask, q.dtype, 16).narrow(3, 0, keys).expand(batch, heads, queries, keys)
 
 
-class _FlashAttention(_CudaKernel):
-    """FlashAttention as its own package: native grouped-query attention, no masks."""
-
-    modules: tuple[str, ...]
-    at_least: tuple[str, tuple[int, int]] | None = None
-    install: str
-    sm_margin: int = 0
-
-    def functions(self) -> Foreign:
-        names, known = ("_flash_attn_forward", "_flash_attn_backward"), (_FLASH_FORWARD, _FLASH_BACKWARD)
-        return load(self.modules, names, known, _FLASH_ESSENTIAL, self.at_least, self.install)
-
-    def unavailable(self, capability, head_dim):
-        return self.functions().problem
-
-    def forward(self, q, k, v, mask, scale):
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        settings = {"out": None, "softmax_scale": scale, "sm_margin": self.sm_margin, **_FLASH_CONSTANTS}
-        result = bind(self.functions().forward, q=q, k=k, v=v, **settings)
-        # Seven or eight results are the older form: out, q, k, v, out_padded, lse, ...
-        return result[0], result[5 if len(result) >= 7 else 1]
-
-    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        # The kernel takes the log-sum-exp for dense without looking at its strides.
-        rows = {"dout": _packed(grad_out), "out": _packed(out), "softmax_lse": lse.contiguous()}
-        written = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-        settings = {"softmax_scale": scale, "deterministic": _deterministic(), "sm_margin": self.sm_margin}
-        bind(self.functions().backward, q=q, k=k, v=v, **rows, **written, **settings, **_FLASH_CONSTANTS)
-        return tuple(grads)
-
-
-# No dropout, no causal mask, no window, none of the rest. FlashAttention 3 has no defaults for them before August 2025.
-_FLASH_CONSTANTS = {
-    **{"dropout_p": 0.0, "softcap": 0.0, "causal": False, "is_causal": False, "return_softmax": False},
-    **{"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1},
-    **dict.fromkeys(
-        "alibi_slopes k_new v_new qv cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k "
-        "max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale "
-        "k_descale v_descale".split()
-    ),
-}
-_FLASH_FORWARD = frozenset({"q", "k", "v", "out", "softmax_scale", "sm_margin", *_FLASH_CONSTANTS})
-_FLASH_BACKWARD = _FLASH_FORWARD | {"dout", "softmax_lse", "dq", "dk", "dv", "deterministic"}
-_FLASH_ESSENTIAL = (
-    frozenset({"q", "k", "v", "softmax_scale"}),
-    frozenset({"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv", "softmax_scale"}),
-)
-
-
-class FlashAttention2(_FlashAttention):
-    """The ``flash-attn`` package, 2.6 to 2.8 (Dao 2023)."""
-
-    name = "flash_attn_2"
-    modules = ("flash_attn.flash_attn_interface",)
-    at_least = ("flash_attn", (2, 6))  # earlier ones pad the log-sum-exp
-    install = "pip install flash-attn --no-build-isolation"
+@lru_cache(maxsize=8)
+def _package(name: str, module: str, install: str, at_least: tuple[int, int] = (0, 0)) -> ModuleType | str:
+    """Import ``module`` of the package ``name``; return it, or the clause that says why it cannot be used."""
+    try:
+        version = getattr(importlib.import_module(name), "__version__", "")
+        if (found := tuple(map(int, re.findall(r"\d+", version)[:2]))) < at_least:
+            return f"needs {name} {_dotted(at_least)} or later, not {_dotted(found)} ({install})"
+        return importlib.import_module(module)
+    except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        return f"is not installed, or does not load: {first_line} ({install})"
 
 
 SM_MARGIN = 4
-"""SMs of a GPU that FlashAttention 3 leaves to the messages of a ring; a lead, to be settled on GPUs.
+"""SMs of a GPU that FlashAttention 3 leaves to the messages of a ring; not yet measured on GPUs.
 
 Its forward is persistent (``StaticPersistentTileScheduler``): a thread block on every SM until all is done, so that
 NCCL's kernel, where it comes second, starts when attention has ended. NCCL has more blocks than this for a large
@@ -320,32 +278,56 @@ number of SMs left, and at head size 128 blocks come in clusters of two.
 """
 
 
-class FlashAttention3(_FlashAttention):
-    """The ``flash_attn_3`` package, FlashAttention's folder ``hopper`` (Shah et al. 2024).
+class FlashAttention3(_CudaKernel):
+    """The ``flash_attn_3`` package, FlashAttention's folder ``hopper`` (Shah et al. 2024): no masks.
 
     Args:
-        sm_margin: SMs that it leaves free; versions without such an argument take them all. The backward takes the
-            number and makes no use of it: it has one block for each tile, and each makes room as it ends.
+        sm_margin: SMs that it leaves free. The backward takes the number and makes no use of it: it has one block for
+            each tile, and each makes room as it ends.
     """
 
     name = "flash_attn_3"
-    modules = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-    install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
 
     def __init__(self, sm_margin: int = 0):
         self.sm_margin = sm_margin
 
-    def beside_messages(self):
+    def next_to_messages(self):
         return FlashAttention3(SM_MARGIN)
+
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
+        package = _package("flash_attn_interface", "flash_attn_interface", install)
+        if isinstance(package, str):  # where other versions have it
+            package = _package("flash_attn_3", "flash_attn_3.flash_attn_interface", install)
+        return package
 
     def unavailable(self, capability, head_dim):
         if capability != (9, 0):
             return f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"
-        return super().unavailable(capability, head_dim)
+        package = self.package()
+        return package if isinstance(package, str) else None
+
+    def forward(self, q, k, v, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        flash = self.package()._flash_attn_forward
+        out, lse, *_ = flash(q, k, v, softmax_scale=scale, causal=False, sm_margin=self.sm_margin)
+        return out, lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        # The kernel takes the log-sum-exp for dense without looking at its strides.
+        self.package()._flash_attn_backward(
+            _packed(grad_out), q, k, v, _packed(out), lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale,
+            is_causal=False, deterministic=_deterministic(), sm_margin=self.sm_margin,
+        )  # fmt: skip
+        return dq, dk, dv
 
 
 class TransformerEngine(_CudaKernel):
-    """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``, 2.11 to 2.18; only when asked for.
+    """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``; only when asked for.
 
     Its statistics are the natural log-sum-exp, ``(B, H, Sq, 1)``, the first of the auxiliary tensors. It derives
     strides from the layout's name, hence packed tensors.
@@ -354,38 +336,30 @@ class TransformerEngine(_CudaKernel):
     name = "transformer_engine"
     max_head_dim = 128
 
-    def functions(self) -> Foreign:
-        return load(
-            ("transformer_engine.pytorch.cpp_extensions.fused_attn",),
-            ("fused_attn_fwd", "fused_attn_bwd"),
-            (_TE_FORWARD, _TE_BACKWARD),
-            (_TE_COMMON - {"o_format"} | {"is_training"}, _TE_COMMON - {"o_format"} | {"o", "d_o", "aux_ctx_tensors"}),
-            ("transformer_engine", (2, 11)),
-            "pip install 'fsdp-cp[te]'",
-        )
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+        return _package("transformer_engine", module, "pip install 'fsdp-cp[te]'", (2, 15))
 
     def unavailable(self, capability, head_dim):
-        return _cudnn_unavailable(self.name) or self.functions().problem
+        package = self.package()
+        return _cudnn_unavailable(self.name) or (package if isinstance(package, str) else None)
 
     def forward(self, q, k, v, mask, scale):
-        te = self.functions()
-        out, aux, *_ = bind(te.forward, is_training=True, **self._common(te, q, k, v, scale))
+        out, aux, *_ = self.package().fused_attn_fwd(is_training=True, **self._settings(q, k, v, scale))
         return out, aux[0].squeeze(-1)
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        te = self.functions()
-        assert te.module is not None
         stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
-        rows = {"o": _packed(out), "d_o": _packed(grad_out), "do_format": "bshd", "dqkv_layout": "bshd_bshd_bshd"}
-        rows["aux_ctx_tensors"] = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
-        if "dqkv_dtype" in parameters(te.backward):  # up to 2.14
-            rows["dqkv_dtype"] = next(t for t, dtype in te.module.TORCH_DType.items() if dtype == q.dtype)
-        dq, dk, dv, *_ = bind(te.backward, deterministic=_deterministic(), **rows, **self._common(te, q, k, v, scale))
+        aux = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
+        dq, dk, dv, *_ = self.package().fused_attn_bwd(
+            o=_packed(out), d_o=_packed(grad_out), aux_ctx_tensors=aux, do_format="bshd", dqkv_layout="bshd_bshd_bshd",
+            deterministic=_deterministic(), **self._settings(q, k, v, scale),
+        )  # fmt: skip
         return dq, dk, dv
 
-    @staticmethod
-    def _common(te: Foreign, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict:
-        assert te.module is not None
+    def _settings(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict:
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         ends_q, ends_k = (
             torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (queries, keys)
@@ -393,22 +367,14 @@ class TransformerEngine(_CudaKernel):
         return {
             **{"q": _packed(q), "k": _packed(k), "v": _packed(v), "fake_dtype": q.dtype},
             **{"max_seqlen_q": queries, "max_seqlen_kv": keys, "cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_k},
-            "fused_attention_backend": te.module.FusedAttnBackend["F16_arbitrary_seqlen"],
+            "fused_attention_backend": self.package().FusedAttnBackend["F16_arbitrary_seqlen"],
             **{"attn_scale": scale, "attn_mask_type": "no_mask", "qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"},
         }
 
 
-_TE_COMMON = frozenset(
-    "q k v fake_dtype max_seqlen_q max_seqlen_kv cu_seqlens_q cu_seqlens_kv fused_attention_backend attn_scale "
-    "attn_mask_type qkv_layout o_format".split()
-)
-_TE_FORWARD = _TE_COMMON | {"is_training"}
-_TE_BACKWARD = _TE_COMMON | {"o", "d_o", "aux_ctx_tensors", "dqkv_dtype", "do_format", "dqkv_layout", "deterministic"}
-
 CUDA_KERNELS: tuple[Kernel, ...] = (
     FlashAttention3(),
     Cudnn(),
-    FlashAttention2(),
     Flash(),
     Efficient(),
     TransformerEngine(),
@@ -416,9 +382,10 @@ CUDA_KERNELS: tuple[Kernel, ...] = (
 
 
 def preferred(device: torch.device) -> tuple[Kernel, ...]:
-    """Kernels in the order in which ``auto`` tries them on ``device``; never Transformer Engine."""
+    """Return the kernels in the order in which ``auto`` tries them on ``device``; never Transformer Engine."""
     kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
     capability = _capability(device)
+    names = ["flash", "cudnn", "efficient"]
     if capability is not None and capability[0] in (9, 10):
-        return tuple(kernels[n] for n in ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "efficient"))
-    return tuple(kernels[n] for n in ("flash_attn_2", "flash", "cudnn", "efficient"))
+        names = ["flash_attn_3", "cudnn", "flash", "efficient"]
+    return tuple(kernels[name] for name in names)

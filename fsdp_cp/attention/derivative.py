@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_cp.attention import reference
 from fsdp_cp.attention.operators import group_by_name
 from fsdp_cp.attention.reference import Dual
-from fsdp_cp.fake_operators import device_type, is_fake
+from fsdp_cp.fake_world import device_type, is_fake
 from fsdp_cp.mesh import ContextGroups
 
 log = logging.getLogger("fsdp_cp.attention")

@@ -21,11 +21,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
-        """Why this kernel cannot run such tensors ("takes bf16, not fp32"); ``None`` if it can."""
+        """Return why this kernel cannot run such tensors ("takes bf16, not fp32"), or ``None`` if it can."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the logits.
+        """Compute the output and the log-sum-exp of the logits.
 
         Args:
             q: ``(B, Sq, H, D)``; its last dimension is contiguous, the other strides are arbitrary.
@@ -50,7 +50,7 @@ class Kernel(ABC):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What these keys add to the gradients, where ``out`` and ``lse`` belong to the whole rows.
+        """Compute what these keys add to the gradients, where ``out`` and ``lse`` belong to the whole rows.
 
         Args:
             grad_out, out: ``(B, Sq, H, D)``.
@@ -60,26 +60,28 @@ class Kernel(ABC):
             Gradients of ``q``, ``k`` and ``v``.
         """
 
-    def beside_messages(self) -> Kernel:
-        """The kernel to take where messages are in flight meanwhile, as in a ring of several ranks.
+    def next_to_messages(self) -> Kernel:
+        """Return the kernel to use while messages are in flight, as in a ring of several ranks.
 
-        The same numbers; a kernel that would hold every SM leaves some to what sends them.
+        It computes the same numbers; a kernel that would hold every SM leaves some to the messages.
         """
         return self
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over chunks, log-sum-exps and their merging are kept in: fp32, or fp64 for fp64."""
+    """Return the dtype of sums over chunks and of log-sum-exps: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def fold_query_groups(q: Tensor, kv_heads: int) -> Tensor:
-    """``(B, S, H, D)`` to ``(B, G S, Hk, D)``: rows of attention are independent, so the G = H / Hk query heads that
-    share a K/V head are as good as G times the queries, and no kernel needs to know of grouped-query attention."""
+    """Reshape ``(B, S, H, D)`` to ``(B, G S, Hk, D)``, for kernels without grouped-query attention.
+
+    Rows of attention are independent: the G = H / Hk query heads that share a K/V head become G times the queries.
+    """
     return q if q.shape[2] == kv_heads else rearrange(q, "b s (k g) d -> b (g s) k d", k=kv_heads)
 
 
 def unfold_query_groups(out: Tensor, heads: int) -> Tensor:
-    """The inverse of :func:`fold_query_groups`."""
+    """Invert :func:`fold_query_groups`."""
     kv_heads = out.shape[2]
     return out if kv_heads == heads else rearrange(out, "b (g s) k d -> b s (k g) d", g=heads // kv_heads)

@@ -1,4 +1,4 @@
-"""Where each token of a split sequence lies: who holds it, at which position of a padded buffer, and who attends to it.
+"""Places of the tokens of a split sequence: the rank, the position in a padded buffer, and the ranks that attend to it.
 
 Everything here follows from the true token counts alone, so that no sizes are exchanged and nothing waits for the
 device. A *chunk* is what one ring rank works on: the tokens of the ``ulysses`` neighbouring ranks of its Ulysses group,
@@ -38,14 +38,14 @@ class Chunk:
         return self.size == self.padded
 
     def take(self, x: Tensor) -> Tensor:
-        """The true tokens out of ``(B, padded, ...)``: a view where they lie together."""
+        """Return the true tokens of ``(B, padded, ...)``: a view where they lie together."""
         if self.is_whole:
             return x
         parts = [x[:, start:stop] for start, stop in self.positions]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else x[:, :0]
 
     def put(self, x: Tensor) -> Tensor:
-        """``(B, size, ...)`` back into ``(B, padded, ...)``, zeros at the pads."""
+        """Put ``(B, size, ...)`` back into ``(B, padded, ...)``, with zeros at the pads."""
         if self.is_whole:
             return x
         out = x.new_zeros((x.shape[0], self.padded, *x.shape[2:]))
@@ -67,7 +67,7 @@ class Chunk:
             offset += stop - position
 
     def select(self, mask: Tensor) -> Tensor:
-        """The columns of a mask ``(B, all tokens)`` that belong to this chunk, ``(B, size)``."""
+        """Return the columns of a mask ``(B, all tokens)`` that belong to this chunk, ``(B, size)``."""
         parts = [mask[:, start:stop] for start, stop in self.tokens]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else mask[:, :0]
 
@@ -105,22 +105,22 @@ class Layout:
         return _chunk(self.keys, self.ulysses, self.ring, ring_rank)
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
-        """What the queries of one ring rank see of the keys of another; empty if nothing."""
+        """Return the rectangles in which the queries of one ring rank see keys of another."""
         return _tiles(self, query_rank, key_rank)
 
     def alone(self, ring_rank: int) -> bool:
-        """Is there nothing to merge: one tile of all the rank's queries and keys, in a ring of one?"""
+        """Whether nothing is merged: one tile of all the rank's queries and keys, in a ring of one."""
         if self.ring > 1:
             return False
         tiles = self.tiles(ring_rank, ring_rank)
         return len(tiles) == 1 and tiles[0].queries == (0, self.chunk(ring_rank).size)
 
     def keys_travel(self, chunk: int, hop: int) -> bool:
-        """Does the ``hop``-th hop (from 0) of ``chunk``'s K and V around the ring reach anyone who looks at them?"""
+        """Whether a rank at or after the ``hop``-th hop (from 0) of ``chunk``'s K and V attends to them."""
         return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(hop + 1, self.ring))
 
     def grads_travel(self, chunk: int, hop: int) -> bool:
-        """Has anyone added to ``chunk``'s gradients before their ``hop``-th hop, which leaves rank chunk + 1 + hop?"""
+        """Whether a rank has added to ``chunk``'s gradients before their ``hop``-th hop, from rank chunk + 1 + hop."""
         return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(1, hop + 2))
 
 

@@ -17,32 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_cp.attention.failures import Failure, is_local
 from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.kernels import choose_kernel
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.ring import Ring, ring_backward, ring_forward
 
-_FAILURE = "_fsdp_cp_failure"
-"""Attribute of the operator's node in autograd's graph."""
-
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
+    """Return the group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # GroupName, a str
 
 
 def make_ring(layout: Layout, rank: int, group: str) -> Ring:
-    """The place of a rank in the ring of ``group``; the name is not looked at for a ring of one."""
+    """Return the place of a rank in the ring of ``group``, a name that a ring of one ignores."""
     return Ring(layout, rank, group_by_name(group) if layout.ring > 1 else None)
 
 
-def _layout(segments: list[int], keys: list[int], causal_block: int, ulysses: int, ring: int) -> Layout:
-    return Layout(tuple(segments), tuple(keys), ulysses=ulysses, ring=ring, causal_block=causal_block or None)
-
-
 def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *settings) -> Tensor:
-    """The output of :func:`ring_attention`, whose arguments these are: by the operator where it is looked at."""
+    """Return the output of :data:`ring_attention`, whose arguments these are: by the operator where it is looked at."""
     if _looked_at(q, k, v):
         return ring_attention(q, k, v, mask, *settings)[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -51,10 +43,10 @@ def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *settin
 
 
 def _looked_at(*tensors: Tensor) -> bool:
-    """Does anything act on operators: a compiler, a dispatch mode (selective checkpointing, fake tensors, counters of
-    operations or bytes), a tensor subclass, a transform of ``torch.func``, the profiler?
+    """Whether anything acts on operators: a compiler, a dispatch mode, a tensor subclass, ``torch.func``, the profiler.
 
-    The three questions to ``torch._C`` are private (torch 2.11 to 2.13).
+    Dispatch modes are selective checkpointing, fake tensors, counters of operations or bytes. The three questions to
+    ``torch._C`` are private (torch 2.11 to 2.13).
     """
     return (
         torch.compiler.is_compiling()
@@ -65,13 +57,21 @@ def _looked_at(*tensors: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("fsdp_cp::ring_attention", mutates_args=())
-def ring_attention(
+def _forward(q, k, v, mask, scale, *settings):
+    ring, kernel = _ring_and_kernel(q, mask, *settings)
+    out, lse = ring_forward(q, k, v, mask, scale, ring, kernel)
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(grad_out, q, k, v, out, lse, mask, scale, *settings):
+    ring, kernel = _ring_and_kernel(q, mask, *settings)
+    grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, ring, kernel)
+    return tuple(x.contiguous() for x in grads)
+
+
+def _ring_and_kernel(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     mask: Tensor | None,
-    scale: float,
     segments: list[int],
     keys: list[int],
     causal_block: int,
@@ -80,70 +80,51 @@ def ring_attention(
     rank: int,
     group: str,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """:func:`fsdp_cp.attention.ring.ring_forward`; ``segments`` and so on are :class:`Layout`'s, with 0 for no
-    ``causal_block``."""
-    return _forward(q, k, v, mask, scale, segments, keys, causal_block, ulysses, ring, rank, group, backend)
+) -> tuple[Ring, Kernel]:
+    layout = Layout(tuple(segments), tuple(keys), ulysses=ulysses, ring=ring, causal_block=causal_block or None)
+    kernel = choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
+    return make_ring(layout, rank, group), kernel.next_to_messages() if ring > 1 else kernel
 
 
-@ring_attention.register_fake
-def _(q, k, v, mask, scale, segments, keys, causal_block, ulysses, ring, rank, group, backend):
-    b, s, h, _ = q.shape
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        (b, h, s), dtype=accumulation_dtype(q.dtype)
-    )
-
-
-@torch.library.custom_op("fsdp_cp::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    segments: list[int],
-    keys: list[int],
-    causal_block: int,
-    ulysses: int,
-    ring: int,
-    rank: int,
-    group: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`fsdp_cp.attention.ring.ring_backward`."""
-    settings = (scale, segments, keys, causal_block, ulysses, ring, rank, group, backend)
-    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, mask, *settings)
-    # Views of one buffer, which a kernel may return, would be refused as aliases.
+def _separate(*inputs):
+    """Call :func:`_backward`; gradients that are views of one buffer would be refused as aliases."""
+    dq, dk, dv = _backward(*inputs)
     if len({x.untyped_storage()._cdata for x in (dq, dk, dv)}) < 3:
         dk, dv = dk.clone(), dv.clone()
     return dq, dk, dv
 
 
+_SETTINGS = (
+    "Tensor? mask, float scale, SymInt[] segments, SymInt[] keys, SymInt causal_block, SymInt ulysses, SymInt ring, "
+    "SymInt rank, str group, str backend"
+)
+"""Arguments of both operators: those of :class:`Layout`, with 0 for no ``causal_block``, and the rank's place."""
+ring_attention = torch.library.custom_op(
+    "fsdp_cp::ring_attention",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
+)
+"""Operator of :func:`fsdp_cp.attention.ring.ring_forward`."""
+ring_attention_backward = torch.library.custom_op(
+    "fsdp_cp::ring_attention_backward",
+    _separate,
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
+"""Operator of :func:`fsdp_cp.attention.ring.ring_backward`."""
+
+
+@ring_attention.register_fake
+def _(q, k, v, *_settings):
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q.dtype))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
 @ring_attention_backward.register_fake
-def _(grad_out, q, k, v, out, lse, mask, *_settings):
+def _(grad_out, q, k, v, *_settings):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def _forward(q, k, v, mask, scale, segments, keys, causal_block, ulysses, ring, rank, group, backend):
-    place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
-    out, lse = ring_forward(q, k, v, mask, scale, place, _kernel(q, mask, backend, ring))
-    return out.contiguous(), lse.contiguous()
-
-
-def _backward(
-    grad_out, q, k, v, out, lse, mask, scale, segments, keys, causal_block, ulysses, ring, rank, group, backend
-):
-    place = make_ring(_layout(segments, keys, causal_block, ulysses, ring), rank, group)
-    grads = ring_backward(grad_out, q, k, v, out, lse, mask, scale, place, _kernel(q, mask, backend, ring))
-    return tuple(x.contiguous() for x in grads)
-
-
-def _kernel(q: Tensor, mask: Tensor | None, backend: str, ring: int) -> Kernel:
-    kernel = choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=mask is not None)
-    return kernel.beside_messages() if ring > 1 else kernel
 
 
 def _keep_for_backward(ctx, inputs, output):
@@ -156,16 +137,9 @@ def _differentiate(ctx, grad_out, _grad_lse):
 
 
 def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Of all arguments of the forward, by ``backward``; NaN where it fails and the failure is to be kept."""
+    """Return the gradients of all arguments of the forward, computed by ``backward``."""
     q, k, v, out, lse, mask = ctx.saved_tensors  # read once: a second read breaks checkpointing
-    try:
-        grads = backward(grad_out.contiguous(), q, k, v, out, lse, mask, *ctx.settings)
-    except Exception as error:
-        failure = getattr(ctx, _FAILURE, None)
-        if failure is None or not is_local(error):
-            raise
-        failure.keep(error)
-        grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+    grads = backward(grad_out.contiguous(), q, k, v, out, lse, mask, *ctx.settings)
     return (*grads, *[None] * 10)
 
 
@@ -182,12 +156,6 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out: Tensor, _grad_lse: Tensor):
         return _gradients(_backward, ctx, grad_out)
-
-
-def keep_failure_of_backward(out: Tensor, failure: Failure) -> None:
-    """Of the backward that belongs to this output of the operator: NaN goes on to the exchanges that follow it."""
-    if out.grad_fn is not None:
-        setattr(out.grad_fn, _FAILURE, failure)
 
 
 ring_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_cp.attention.kernel import FLOATS, Kernel, accumulation_dtype, fold_query_groups, unfold_query_groups
-from fsdp_cp.fake_operators import device_type, is_fake
+from fsdp_cp.fake_world import device_type, is_fake
 
 _ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
 """Size of a tile of the attention matrix, by device type."""
@@ -31,7 +31,7 @@ class Dual(NamedTuple):
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """``(B, S, H, D)`` to ``(B, H, S, D)`` in the dtype that products are taken in.
+    """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)``, in the dtype that products are taken in.
 
     bf16 and fp16 stay so on CUDA, whose tensor cores sum in fp32; elsewhere such a product would come out in bf16.
     """
@@ -39,7 +39,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` for ``(B, H, M, K)`` and ``(B, H, K, N)``, ``a`` rounded to the dtype of ``b``; in fp32 or better."""
+    """Return ``a @ b`` of ``(B, H, M, K)``, rounded to the dtype of ``b``, and ``(B, H, K, N)``; in fp32 or better."""
     a = a.to(b.dtype)
     with torch.autocast(a.device.type, enabled=False):  # it reaches into operators and would round fp32 factors to bf16
         if b.dtype == accumulation_dtype(b.dtype):
@@ -52,10 +52,10 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _starts(x: Tensor, step: int) -> range:
-    """Where the tiles of ``(B, H, S, D)`` begin; of a fake tensor's, the first two.
+    """Return where the tiles of ``(B, H, S, D)`` begin; for a fake tensor, the first two.
 
-    They allocate what all do: the tensors of a tile live until those of the next are there, and the last is the
-    smallest. A sequence of thousands of tiles would take minutes without it.
+    Two allocate what all do: the tensors of a tile live until those of the next exist, and the last is the smallest.
+    All tiles of a long sequence of fake tensors would take minutes.
     """
     return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
 
@@ -110,7 +110,7 @@ def attention_dual(
     mask: Tensor | None,
     scale: float,
 ) -> Dual:
-    """Attention of some queries to some keys, and its derivative along the tangents, in one pass.
+    """Compute attention of some queries to some keys, and its derivative along the tangents, in one pass.
 
     Args:
         q, t_q: ``(B, Sq, H, D)``.

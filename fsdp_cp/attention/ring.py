@@ -2,8 +2,7 @@
 
 After Ring Attention (Liu et al. 2023): partial results merge by their log-sum-exps, kept in fp32. In backward the
 gradients of a chunk travel with it and the rank's own chunk comes last, so that they are home after one hop less than
-a full turn. Sends and receives of the next chunk are in flight while the current one is worked on. A rank that fails
-goes on with the turn, without computing, and raises at its end (:mod:`fsdp_cp.attention.failures`).
+a full turn. Sends and receives of the next chunk are in flight while the current one is worked on.
 
 With a ring of one there is no communication, and this is plain attention on one rank. Shapes: B batch, S tokens of the
 chunk with pads, H query heads, Hk key/value heads, D head size; all tensors of ring rank r belong to its chunk.
@@ -11,7 +10,8 @@ chunk with pads, H query heads, Hk key/value heads, D head size; all tensors of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.failures import Failure, communication
 from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import Chunk, Layout, Tile
 from fsdp_cp.attention.reference import Dual
@@ -31,7 +30,7 @@ _KEYS_TAG, _GRADS_TAG = 1, 2  # both are in flight between the same two ranks in
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's place in a ring, and what it works on."""
+    """Place of one rank in a ring, and the layout of the ring's tokens."""
 
     layout: Layout
     rank: int
@@ -55,7 +54,11 @@ class Ring:
 
 
 class _Travelling:
-    """A buffer that goes around the ring: send the one in hand, receive the next, both at once."""
+    """Buffer that goes around the ring: send the one in hand, receive the next, both at once.
+
+    As a context manager it waits at the end for messages in flight, also after an exception: the process group can then
+    be used again, and no message writes into memory that was freed.
+    """
 
     def __init__(
         self,
@@ -72,61 +75,74 @@ class _Travelling:
         self.sent: Tensor | None = None
         self.received: Tensor | None = None
 
+    def __enter__(self) -> _Travelling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
     def start(self, x: Tensor | None, chunk: int, hop: int) -> None:
         """Send ``x``, which is of ``chunk``, on its ``hop``-th hop; what comes in is of the chunk before it."""
         before = (chunk - 1) % self.ring.size
         self.sent = x if self.travels(chunk, hop) else None  # held until it has left
         self.received = self.empty() if self.travels(before, hop) else None
-        with communication():
-            self.works = self.ring.start_hop(self.sent, self.received, self.tag)
+        self.works = self.ring.start_hop(self.sent, self.received, self.tag)
 
     def wait(self) -> Tensor | None:
-        """What came in; ``None`` if nobody sent."""
-        with communication():
-            for work in self.works:
-                work.wait()
-        received, self.sent, self.received, self.works = self.received, None, None, []
+        """Wait for the hop; return what came in, or ``None`` if nobody sent."""
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+        received, self.sent, self.received = self.received, None, None
         return received
 
 
 class _Merged:
-    """Attention of the rank's queries to what it has seen so far, in fp32 (fp64 for fp64)."""
+    """Attention of the rank's queries to the keys so far, in fp32 (fp64 for fp64); with tangents where it ``moves``."""
 
-    def __init__(self, q: Tensor):
-        self.q = q
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+    def __init__(self, q: Tensor, moves: bool = False):
+        self.q, self.moves = q, moves
+        self.sum: Dual | None = None
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """``out`` and ``lse`` of some ``rows`` of the queries over keys that were not seen yet."""
-        if self.out is None and out.shape[1] == self.q.shape[1]:
+    def add(self, rows: slice, part: Dual) -> None:
+        """Merge the attention of some ``rows`` of the queries to keys that were not seen yet."""
+        if self.sum is None and part.out.shape[1] == self.q.shape[1]:
             # As the kernel made it: a ring of one has nothing to merge, so its output is never widened and rounded.
-            self.out, self.lse = out, lse
+            self.sum = part
             return
-        self._widen()
-        assert self.out is not None and self.lse is not None
-        o, s = self.out[:, rows], self.lse[:, :, rows]
-        o.lerp_(out.to(o.dtype), _weight(s, lse))
-        torch.logaddexp(s, lse, out=s)
+        out, lse, t_out, t_lse = self._widened()
+        o, s = out[:, rows], lse[:, :, rows]
+        w = _weight(s, part.lse)
+        # The tangents first: they need the outputs as they are before this part.
+        # With out=, since lerp_ of fake tensors prints its arguments, which fails at a level of forward-mode AD.
+        if t_out is not None and t_lse is not None:
+            assert part.t_out is not None and part.t_lse is not None
+            t_o, t_s = t_out[:, rows], t_lse[:, :, rows]
+            shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)
+            torch.lerp(t_o, part.t_out, w, out=t_o).add_(shift * (part.out - o))
+            torch.lerp(t_s, part.t_lse, w.squeeze(-1).transpose(1, 2), out=t_s)
+        torch.lerp(o, part.out.to(o.dtype), w, out=o)
+        torch.logaddexp(s, part.lse, out=s)
 
-    def _widen(self) -> None:
+    def _widened(self) -> Dual:
         dtype = accumulation_dtype(self.q.dtype)
-        if self.out is None:
-            self.out = torch.zeros_like(self.q, dtype=dtype, memory_format=torch.contiguous_format)
-            b, s, h, _ = self.q.shape
-            self.lse = self.out.new_full((b, h, s), -torch.inf)
-        elif self.out.dtype != dtype:
-            self.out = self.out.to(dtype)
+        if self.sum is None:
+            out = torch.zeros_like(self.q, dtype=dtype, memory_format=torch.contiguous_format)
+            lse = out.new_full((out.shape[0], out.shape[2], out.shape[1]), -torch.inf)
+            tangents = (out.clone(), torch.zeros_like(lse)) if self.moves else (None, None)
+            self.sum = Dual(out, lse, *tangents)
+        elif self.sum.out.dtype != dtype:
+            self.sum = self.sum._replace(out=self.sum.out.to(dtype))
+        return self.sum
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        if self.out is None:
-            self._widen()
-        assert self.out is not None and self.lse is not None
-        return self.out.to(self.q.dtype), self.lse
+    def result(self) -> Dual:
+        """Return the merged attention, the output in the dtype of the queries."""
+        merged = self._widened() if self.sum is None else self.sum
+        return merged._replace(out=merged.out.to(self.q.dtype))
 
 
 def _weight(lse: Tensor, other: Tensor) -> Tensor:
-    """Share of ``other`` in the merged rows, ``(B, H, S)`` to ``(B, S, H, 1)``."""
+    """Return the share of ``other`` in the merged rows, ``(B, H, S)`` to ``(B, S, H, 1)``."""
     # Rows that neither has seen a key for: -inf - -inf.
     return torch.sigmoid(other - lse).nan_to_num_(nan=0.0).transpose(1, 2).unsqueeze(-1)
 
@@ -135,40 +151,37 @@ def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> T
     return None if mask is None else layout.key_chunk(chunk).select(mask)[:, slice(*tile.keys)]
 
 
-def _attend(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Dual:
     out, lse = kernel.forward(q, k, v, mask, scale)
     if mask is not None:
         # Kernels disagree about rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
         empty = ~mask.any(1)[:, None, None]
         lse = lse.masked_fill(empty, -torch.inf)
         out = out.masked_fill(empty[..., None], 0)
-    return out, lse
+    return Dual(out, lse, None, None)
 
 
 def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
-    """One buffer to send: ``(n, B, S, H, D)``, or ``(n, B, H, S, D)`` with the rows of a head next to each other."""
+    """Return one buffer to send: ``(n, B, S, H, D)``, or ``(n, B, H, S, D)`` with a head's rows next to each other."""
     return torch.stack([x.transpose(1, 2) if heads_first else x for x in tensors])
 
 
 def _unpacked(buffer: Tensor | None, heads_first: bool) -> list[Tensor]:
-    """The ``(B, S, H, D)`` tensors of :func:`_packed`."""
+    """Return the ``(B, S, H, D)`` tensors of :func:`_packed`."""
     assert buffer is not None, "a chunk that this rank looks at has travelled here"
     return [x.transpose(1, 2) if heads_first else x for x in buffer]
 
 
 def _prefers_heads_first(x: Tensor, backward: bool) -> bool:
-    """On the CPU flash attention is 2 to 6 % faster so, except its bf16 forward, which packs its operands itself."""
+    """Whether rows of a head next to each other are faster: 2 to 6 % on the CPU, but for the bf16 forward's packing."""
     return x.device.type == "cpu" and (backward or x.dtype != torch.bfloat16)
 
 
-def _visited(tensors: tuple[T, ...], ring: Ring) -> Iterator[tuple[int, Sequence[T]]]:
-    """Each chunk that comes by, the rank's own first: its number and its ``tensors`` with pads, of which some may be
-    ``None`` in a ring of one.
+def _visited(tensors: tuple[T, ...], ring: Ring) -> Generator[tuple[int, Sequence[T]]]:
+    """Yield each chunk that comes by, the rank's own first: its number and its ``tensors`` with pads, of which some may
+    be ``None`` in a ring of one.
 
-    The next chunk is on its way while the caller works on this one. The caller must go on to the end, whatever fails,
-    or its neighbours wait for ever.
+    The next chunk is on its way while the caller works on this one.
     """
     layout, me = ring.layout, ring.rank
     if ring.size == 1:
@@ -178,21 +191,21 @@ def _visited(tensors: tuple[T, ...], ring: Ring) -> Iterator[tuple[int, Sequence
     heads_first = _prefers_heads_first(whole[0], backward=False)
     held: Tensor | None
     held = _packed(whole, heads_first)
-    travelling = _Travelling(ring, _KEYS_TAG, layout.keys_travel, held.shape, held.dtype, held.device)
-    for step in range(ring.size):
-        chunk = (me - step) % ring.size
-        if step < ring.size - 1:
-            travelling.start(held, chunk, step)
-        if layout.tiles(me, chunk):
-            yield chunk, _unpacked(held, heads_first)
-        if step < ring.size - 1:
-            held = travelling.wait()
+    with _Travelling(ring, _KEYS_TAG, layout.keys_travel, held.shape, held.dtype, held.device) as travelling:
+        for step in range(ring.size):
+            chunk = (me - step) % ring.size
+            if step < ring.size - 1:
+                travelling.start(held, chunk, step)
+            if layout.tiles(me, chunk):
+                yield chunk, _unpacked(held, heads_first)
+            if step < ring.size - 1:
+                held = travelling.wait()
 
 
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, ring: Ring, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the rank's chunk of queries to all keys.
+    """Compute attention of the rank's chunk of queries to all keys.
 
     Args:
         q: ``(B, S, H, D)``; k, v: ``(B, S, Hk, D)``; pads are ignored and give 0.
@@ -204,28 +217,16 @@ def ring_forward(
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
-    if layout.alone(me):
-        keys_own = layout.key_chunk(me)
-        seen_by_all = None if mask is None else keys_own.select(mask)
-        out, lse = _attend(kernel, own.take(q), keys_own.take(k), keys_own.take(v), seen_by_all, scale)
-        return own.put(out), _put_rows(own, lse)
-
-    def attend(merged: _Merged | None, chunk: int, tensors: Sequence[Tensor]) -> None:
-        assert merged is not None, "nothing has failed"
-        keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
-        for tile in layout.tiles(me, chunk):
-            rows, columns = slice(*tile.queries), slice(*tile.keys)
-            seen = _tile_mask(mask, layout, chunk, tile)
-            merged.add(rows, *_attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
-
-    with Failure() as failure:
-        merged = failure.attempt(lambda: _Merged(own.take(q)))
-        for chunk, tensors in _visited((k, v), ring):
-            if failure.error is None:
-                failure.attempt(attend, merged, chunk, tensors)
-            del tensors  # or three chunks are held while the next one comes in
-    assert merged is not None
-    out, lse = merged.result()
+    merged = _Merged(own.take(q))
+    with closing(_visited((k, v), ring)) as visited:
+        for chunk, tensors in visited:
+            keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
+            for tile in layout.tiles(me, chunk):
+                rows, columns = slice(*tile.queries), slice(*tile.keys)
+                seen = _tile_mask(mask, layout, chunk, tile)
+                merged.add(rows, _attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
+            del tensors, keys, values  # or three chunks are held while the next one comes in
+    out, lse, *_ = merged.result()
     return own.put(out), _put_rows(own, lse)
 
 
@@ -251,7 +252,7 @@ def ring_backward(
     ring: Ring,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rank's chunk: of its queries, and of its keys and values over the queries of all ranks.
+    """Compute the gradients of the rank's queries, and of its keys and values over the queries of all ranks.
 
     ``grad_out`` and ``out`` are ``(B, S, H, D)``, ``lse`` is what :func:`ring_forward` returned. Sums over chunks are
     kept in fp32 (fp64 for fp64).
@@ -260,87 +261,70 @@ def ring_backward(
     own = layout.chunk(me)
     sums = accumulation_dtype(q.dtype)
 
-    def prepare() -> tuple[list[Tensor], Tensor]:
-        rows, lse_own = [own.take(x) for x in (grad_out, q, out)], _take_rows(own, lse)
-        if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
-            lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
-        return rows, lse_own
-
-    def tile_grads(tile: Tile, seen: Iterable[Tensor], chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-        assert prepared is not None, "nothing has failed"
-        (rows, lse_own), (kc, vc) = prepared, seen
-        g, qc, o = (x[:, slice(*tile.queries)] for x in rows)
-        k_tile, v_tile = kc[:, slice(*tile.keys)], vc[:, slice(*tile.keys)]
-        tile_mask = _tile_mask(mask, layout, chunk, tile)
-        return kernel.backward(g, qc, k_tile, v_tile, o, lse_own[:, :, slice(*tile.queries)], tile_mask, scale)
-
-    prepared: tuple[list[Tensor], Tensor] | None
+    g_own, q_own, out_own = (own.take(x) for x in (grad_out, q, out))
+    lse_own = _take_rows(own, lse)
+    if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
+        lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
     if layout.alone(me):
         # nothing to sum: the kernel's gradients as they are
-        (g_own, q_own, out_own), lse_rows = prepare()
         keys_own = layout.key_chunk(me)
         seen_by_all = None if mask is None else keys_own.select(mask)
         dq_own, dk_own, dv_own = kernel.backward(
-            g_own, q_own, keys_own.take(k), keys_own.take(v), out_own, lse_rows, seen_by_all, scale
+            g_own, q_own, keys_own.take(k), keys_own.take(v), out_own, lse_own, seen_by_all, scale
         )
         return own.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
 
-    def no_grad_yet() -> Tensor:
-        assert prepared is not None, "nothing has failed"
-        return torch.zeros_like(prepared[0][1], dtype=sums, memory_format=torch.contiguous_format)
+    dq = torch.zeros_like(q_own, dtype=sums, memory_format=torch.contiguous_format)
 
     def chunk_grads(chunk: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-        assert dq is not None, "nothing has failed"
+        """Add to ``dq``; return (first key, dK, dV) of each tile."""
+        keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
         parts = []
         for tile in layout.tiles(me, chunk):
-            seen = (layout.key_chunk(chunk).take(x) for x in tensors)
-            dq_tile, dk, dv = tile_grads(tile, seen, chunk)
-            dq[:, slice(*tile.queries)] += dq_tile
+            rows, columns = slice(*tile.queries), slice(*tile.keys)
+            g, queries, o = (x[:, rows] for x in (g_own, q_own, out_own))
+            seen = _tile_mask(mask, layout, chunk, tile)
+            dq_tile, dk, dv = kernel.backward(
+                g, queries, keys[:, columns], values[:, columns], o, lse_own[:, :, rows], seen, scale
+            )
+            dq[:, rows] += dq_tile
             parts.append((tile.keys[0], dk, dv))
             del dq_tile, dk, dv
         return parts
 
-    def summed(total: Tensor | None, chunk: int, parts: list[tuple[int, Tensor, Tensor]]) -> Tensor | None:
-        if total is None and (parts or chunk == me):
-            total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
+    def add_parts(total: Tensor, chunk: int, parts: list[tuple[int, Tensor, Tensor]]) -> None:
         for start, dk, dv in parts:
-            assert total is not None
             layout.key_chunk(chunk).add_into(total[0], dk, start)
             layout.key_chunk(chunk).add_into(total[1], dv, start)
-            del dk, dv
         parts.clear()
-        return total
 
-    with Failure() as failure:
+    heads_first = _prefers_heads_first(k, backward=True)
+    kv = _packed((k, v), heads_first) if size > 1 else None
+    with (
+        _Travelling(
+            ring, _KEYS_TAG, layout.keys_travel, k.shape if kv is None else kv.shape, k.dtype, k.device
+        ) as keys,
+        _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device) as grads,
+    ):
         if size > 1:
-            heads_first = _prefers_heads_first(k, backward=True)
-            kv: Tensor | None
-            kv = _packed((k, v), heads_first)
-            keys = _Travelling(ring, _KEYS_TAG, layout.keys_travel, kv.shape, k.dtype, k.device)
-            grads = _Travelling(ring, _GRADS_TAG, layout.grads_travel, (2, *k.shape), sums, k.device)
             keys.start(kv, me, 0)
-        prepared = failure.attempt(prepare)
-        dq = failure.attempt(no_grad_yet)
         for step in range(size):
             chunk = (me - 1 - step) % size  # the rank's own chunk comes last, so that its gradients end here
             is_last = step == size - 1
-            kv = None  # sent on; held any longer, it would be a third chunk in memory
-            if not is_last:
-                kv = keys.wait()
+            kv = None if is_last else keys.wait()  # the one before is sent: held, it would be a third chunk in memory
             if step < size - 2:
                 keys.start(kv, chunk, step + 1)
             parts: list[tuple[int, Tensor, Tensor]] = []
-            if failure.error is None and layout.tiles(me, chunk):
-                parts = failure.attempt(chunk_grads, chunk, (k, v) if is_last else _unpacked(kv, heads_first)) or []
-            total = came = grads.wait() if step > 0 else None
-            if failure.error is None:
-                total = failure.attempt(summed, came, chunk, parts)
-            if failure.error is not None and not is_last and layout.tiles(me, chunk):
-                # Or its owner would take a sum without this rank's part for the whole.
-                total = (grads.empty() if came is None else came).fill_(torch.nan)
+            if layout.tiles(me, chunk):
+                parts = chunk_grads(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
+            total = grads.wait() if step > 0 else None
+            if total is None and (parts or is_last):
+                total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
+            if total is not None:
+                add_parts(total, chunk, parts)
             if not is_last:
                 grads.start(total, chunk, step)
-    assert dq is not None and total is not None
+    assert total is not None
     return own.put(dq.to(q.dtype)), total[0].to(k.dtype), total[1].to(v.dtype)
 
 
@@ -365,59 +349,21 @@ def ring_dual(
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
 
-    def prepare() -> tuple[Tensor, Tensor | None]:
-        return own.take(q), None if t_q is None else own.take(t_q)
+    merged, t_q_own = _Merged(own.take(q), moves=True), None if t_q is None else own.take(t_q)
 
-    def attend(merged: Dual | None, chunk: int, tensors: Sequence[Tensor | None]) -> Dual | None:
-        assert prepared is not None, "nothing has failed"
-        q_own, t_q_own = prepared
-        keys, values, t_keys, t_values = (None if x is None else layout.key_chunk(chunk).take(x) for x in tensors)
-        assert keys is not None and values is not None
+    def attend(chunk: int, tensors: Sequence[Tensor | None]) -> None:
+        taken = [None if x is None else layout.key_chunk(chunk).take(x) for x in tensors]
         for tile in layout.tiles(me, chunk):
             rows, columns = slice(*tile.queries), slice(*tile.keys)
-            part = attention_dual(
-                q_own[:, rows],
-                keys[:, columns],
-                values[:, columns],
-                None if t_q_own is None else t_q_own[:, rows],
-                None if t_keys is None else t_keys[:, columns],
-                None if t_values is None else t_values[:, columns],
-                _tile_mask(mask, layout, chunk, tile),
-                scale,
-            )
-            if merged is None and part.out.shape[1] == q_own.shape[1]:
-                merged = part
-                continue
-            merged = merged or _nothing_seen(q_own)
-            assert merged.t_out is not None and merged.t_lse is not None
-            assert part.t_out is not None and part.t_lse is not None
-            o, t_o = merged.out[:, rows], merged.t_out[:, rows]
-            s, t_s = merged.lse[:, :, rows], merged.t_lse[:, :, rows]
-            w = _weight(s, part.lse)
-            w_s = w.squeeze(-1).transpose(1, 2)
-            shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)
-            # The tangent first: it needs the outputs, and t_lse, as they are before this chunk.
-            # With out=, since lerp_ of fake tensors prints its arguments, which fails at a level of forward-mode AD.
-            torch.lerp(t_o, part.t_out, w, out=t_o).add_(shift * (part.out - o))
-            torch.lerp(o, part.out, w, out=o)
-            torch.lerp(t_s, part.t_lse, w_s, out=t_s)
-            torch.logaddexp(s, part.lse, out=s)
-        return merged
+            queries = (merged.q[:, rows], None if t_q_own is None else t_q_own[:, rows])
+            keys, values, t_keys, t_values = (None if x is None else x[:, columns] for x in taken)
+            seen = _tile_mask(mask, layout, chunk, tile)
+            merged.add(rows, attention_dual(queries[0], keys, values, queries[1], t_keys, t_values, seen, scale))
 
-    merged: Dual | None = None
-    with Failure() as failure:
-        prepared = failure.attempt(prepare)
-        for chunk, tensors in _visited((k, v, t_k, t_v), ring):
-            if failure.error is None:
-                merged = failure.attempt(attend, merged, chunk, tensors)
+    with closing(_visited((k, v, t_k, t_v), ring)) as visited:
+        for chunk, tensors in visited:
+            attend(chunk, tensors)
             del tensors  # or three chunks are held while the next one comes in
-    assert prepared is not None
-    merged = merged or _nothing_seen(prepared[0])
-    assert merged.t_out is not None
-    return own.put(merged.out.to(q.dtype)), own.put(merged.t_out.to(q.dtype))
-
-
-def _nothing_seen(q: Tensor) -> Dual:
-    zeros = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype), memory_format=torch.contiguous_format)
-    t_lse = zeros.new_zeros((q.shape[0], q.shape[2], q.shape[1]))
-    return Dual(zeros, torch.full_like(t_lse, -torch.inf), zeros.clone(), t_lse)
+    out, _, t_out, _ = merged.result()
+    assert t_out is not None
+    return own.put(out), own.put(t_out.to(q.dtype))

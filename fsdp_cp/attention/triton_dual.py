@@ -45,7 +45,7 @@ def _attention_dual(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """One program computes ``BLOCK_M`` queries of one head: M queries, N keys, D head size."""
+    """Compute ``BLOCK_M`` queries of one head in each program: M queries, N keys, D head size."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     kv_head = head // group

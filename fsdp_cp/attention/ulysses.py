@@ -11,17 +11,14 @@ F = sum over the tensors of h D / P.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from fsdp_cp.attention.failures import communication
-
 
 def _begin(x: Tensor, group: str) -> Tensor:
-    """Chunk i of the first dimension goes to rank i; the result may be read after :func:`_finish` only.
+    """Begin to send chunk i of the first dimension to rank i; the result may be read after :func:`_finish` only.
 
     A functional collective (``torch.ops._c10d_functional``, private, torch 2.11 to 2.13), which Dynamo can trace.
     """
@@ -63,23 +60,16 @@ class _Wait(torch.autograd.Function):
 def start_exchange(x: Tensor, group: str) -> Tensor:
     """Begin to send ``x[i]`` to rank i of the group; give the result to :func:`finish_exchange`."""
     # torch.func transforms (our tangents may come from torch.func.jvp) refuse such a Function even without gradients.
-    with _of_communication():
-        return _Start.apply(x, group) if torch.is_grad_enabled() else _begin(x, group)
+    return _Start.apply(x, group) if torch.is_grad_enabled() else _begin(x, group)
 
 
 def finish_exchange(x: Tensor, group: str) -> Tensor:
     """Wait for an exchange; ``x[i]`` is then what rank i sent."""
-    with _of_communication():
-        return _Wait.apply(x, group) if torch.is_grad_enabled() else _finish(x)
-
-
-def _of_communication() -> AbstractContextManager[None]:
-    """:func:`fsdp_cp.attention.failures.communication`, but not in a compiled graph, which keeps no failure."""
-    return nullcontext() if torch.compiler.is_compiling() else communication()
+    return _Wait.apply(x, group) if torch.is_grad_enabled() else _finish(x)
 
 
 def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int = 1) -> Tensor:
-    """What :func:`start_exchange` takes: ``(B, s, h, D)`` tensors to ``(P, B, s, F)``.
+    """Pack ``(B, s, h, D)`` tensors for :func:`start_exchange`: ``(P, B, s, F)``.
 
     Rank p gets the p-th of P equal shares of the heads, and of that the ``part``-th of ``parts``.
     """
@@ -88,7 +78,7 @@ def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int
 
 
 def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]:
-    """The exchange of :func:`pack_tokens` to tensors ``(B, P s, heads[i], D)``: all tokens, the rank's share of heads.
+    """Unpack the exchange of :func:`pack_tokens`: tensors ``(B, P s, heads[i], D)``, all tokens and a share of heads.
 
     On CUDA they are views of one buffer, which with B = 1 is the one received. On the CPU they are copies with a head's
     rows next to each other: flash attention is up to 9 % slower in fp32 on rows that lie apart.
@@ -101,13 +91,13 @@ def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]
 
 
 def pack_heads(tensors: Sequence[Tensor], ranks: int) -> Tensor:
-    """Back: ``(B, P s, h, D)`` to ``(P, B, s, F)``."""
+    """Pack ``(B, P s, h, D)`` tensors for the way back: ``(P, B, s, F)``."""
     pieces = [rearrange(x, "b (p s) h d -> p b s (h d)", p=ranks) for x in tensors]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
 def unpack_tokens(parts: Sequence[Tensor], count: int, head_dim: int) -> list[Tensor]:
-    """The exchange of :func:`pack_heads`, for every part of the heads, to ``count`` tensors ``(B, s, heads, D)``."""
+    """Unpack the exchanges of :func:`pack_heads`, one for each part of the heads, to ``count`` ``(B, s, heads, D)``."""
     x = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
     x = x.unflatten(-1, (count, -1, head_dim))
     return [rearrange(x[..., i, :, :], "g p b s h d -> b s (p g h) d") for i in range(count)]

@@ -1,4 +1,4 @@
-"""What a sharded network holds on this rank beyond its shards: gathered parameters, gradients, staging buffers."""
+"""Memory of a sharded network on this rank beyond its shards: gathered parameters, gradients, staging buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,34 +19,8 @@ from fsdp_cp.sharding.state import fsdp_modules, param_groups
 KINDS = ("gathered", "staging", "full_gradients", "reduce_inputs", "shard_gradients")
 
 
-@dataclass(frozen=True)
-class ShardBytes:
-    """What one network's shards take on this rank, bytes."""
-
-    parameters: int
-    """Storages of the shards, with the rows that pad them."""
-    gradients: int
-    """Storages of their gradients, padded likewise; 0 where there are none."""
-    full: int
-    """All parameters, whole, in the dtype in which they are stored."""
-
-
-def shard_bytes(network: nn.Module) -> ShardBytes:
-    """Measured from the storages, each of them once.
-
-    Args:
-        network: a root of :func:`fsdp_cp.shard_module`, at rest (a gathered unit shows its full parameters).
-    """
-    parameters = list(network.parameters())
-    return ShardBytes(
-        parameters=storage_bytes(parameters),
-        gradients=storage_bytes(p.grad for p in parameters),
-        full=sum(p.numel() * p.element_size() for p in parameters),
-    )
-
-
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages behind ``tensors`` on this rank, each storage once."""
+    """Return the bytes of the storages of ``tensors`` on this rank (of a DTensor its shard's), each storage once."""
     storages = (local_shard(x).untyped_storage() for x in tensors if x is not None)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -66,12 +39,12 @@ def _fsdp_params(networks: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def has_run(network: nn.Module) -> bool:
-    """Has any unit of it run a forward? FSDP2 makes what :class:`ShardingMemory` watches in the first."""
+    """Whether any unit has run a forward. The first one makes the buffers that :class:`ShardingMemory` watches."""
     return any(parameter.all_gather_outputs for parameter in _fsdp_params([network]))
 
 
 class ShardingMemory:
-    """Bytes that FSDP2 holds for ``networks`` on this rank inside the context, now and at most.
+    """Bytes that FSDP2 holds for ``networks`` on this rank inside the context, now and at their peak.
 
     By kind: ``gathered`` (full parameters), ``staging`` (outputs of all-gathers under way or not freed yet: full
     parameters too, in the order of ranks), ``full_gradients`` (of units in backward, or waiting for a reduction),
@@ -80,24 +53,22 @@ class ShardingMemory:
 
     Tensors are watched, not held, from the allocation to the release of their storage. Not seen: activations, a shard's
     copy to the compute dtype on its way into an all-gather (1 / ranks of a unit), temporaries of autograd, and on CUDA
-    what the caching allocator keeps because another stream may still use it. gloo's threads let go of a buffer a little
-    later than they report its collective done, which may add to a peak now and then (:meth:`settle`).
+    what the caching allocator keeps because another stream may still use it. gloo's threads free a buffer
+    shortly after they report its collective as done, which may add to a peak (:meth:`settle`).
 
     Args:
         networks: roots of :func:`fsdp_cp.shard_module` that have run forward once.
-        patience: seconds to wait before every buffer is allocated, in which gloo's threads let go of the ones that
-            FSDP2 has let go of; for exact peaks, at the price of the time that a step takes.
+        patience: seconds to wait before every allocation, so that gloo's threads free the buffers that FSDP2 has freed:
+            exact peaks, at the price of a slower step.
 
     Raises:
-        RuntimeError: on entering, a network that has not run yet: FSDP2 makes what is to be watched in its first
-            forward.
+        RuntimeError: on entering, a network that has not run yet, since FSDP2 makes its buffers in the first forward.
     """
 
     def __init__(self, *networks: nn.Module, patience: float = 0.0) -> None:
         self.networks, self.patience = networks, patience
         self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
-        """Alive now, by kind. Tensors from before the context count where they are still alive: gathered ones, and
-        gradients."""
+        """Alive now, by kind, with gathered parameters and gradients from before the context that are still alive."""
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         """Most at once, by kind."""
         self.peak_parameters = 0
@@ -134,7 +105,7 @@ class ShardingMemory:
             self._note_peak()
 
     def settle(self, *kinds: str, seconds: float = 1.0) -> None:
-        """Wait until nothing of ``kinds`` is alive, at most so long: what only gloo's threads still hold goes away."""
+        """Wait at most ``seconds`` until nothing of ``kinds`` is alive: until gloo's threads freed their buffers."""
         deadline = time.monotonic() + seconds
         while any(self.bytes[kind] for kind in kinds) and time.monotonic() < deadline:
             time.sleep(0.005)

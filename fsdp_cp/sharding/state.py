@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.torch_versions import param_groups, reset_iter_state
@@ -266,11 +265,3 @@ def unrecorded_forward(model: nn.Module) -> Iterator[None]:
         for _, group in _groups(model):
             group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < recorded]
         del getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", [])[recorded:]
-
-
-def unit_layout(module: FSDPModule) -> list[tuple[MixedPrecisionPolicy, list[tuple[DTensor, int]]]]:
-    """Return, per parameter group of one unit, its dtypes and each sharded parameter with its padded elements."""
-    return [
-        (group.mp_policy, [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in group.fsdp_params])
-        for group in param_groups(module)
-    ]

@@ -8,12 +8,13 @@ through hooks alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from models.families.base import Family
+from models.names import ADDITIONS
 
 PREFIX = "additions."
 T = TypeVar("T")
@@ -58,3 +59,29 @@ def own(tensors: Mapping[str, T]) -> dict[str, T]:
 def added(tensors: Mapping[str, T]) -> dict[str, T]:
     """Those of its additions, by parameter name."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+
+
+def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
+    """Return the additions of ``role`` to a network, by name; empty if it has none."""
+    of_roles = getattr(network, ADDITIONS, {})
+    return cast("Mapping[str, Addition]", of_roles[role] if role in of_roles else {})
+
+
+def attach_additions(
+    network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh, *, shared: bool = False
+) -> None:
+    """Add ``additions`` to the network, in place, for ``role``, and register their hooks, before it is sharded.
+
+    Args:
+        network: of ``family``, on ``mesh``.
+        role: the role's name.
+        additions: by name (:func:`models.role_plan.build_additions`).
+        family, mesh: of the network.
+        shared: whether other roles call the network too.
+    """
+    if not hasattr(network, ADDITIONS):
+        setattr(network, ADDITIONS, nn.ModuleDict())
+    cast(nn.ModuleDict, network.get_submodule(ADDITIONS))[role] = additions
+    for addition in additions_of(network, role).values():
+        addition.shared = shared
+        addition.attach(network, family, mesh)

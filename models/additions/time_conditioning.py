@@ -43,7 +43,7 @@ class SecondTime(Addition):
     def __init__(self, family: Family, config: Mapping[str, Any]):
         super().__init__(family, config)
         self.rates = family.time_features(config) // 2
-        width = family.width(config)
+        width = family.time_width(config)
         self.linear_1 = nn.Linear(2 * self.rates, width, bias=False)
         self.linear_2 = _ZeroLinear(width, width, bias=False)
         self.embedded: Tensor | None = None
@@ -60,8 +60,8 @@ class SecondTime(Addition):
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
         if self.embedded is not None:
             added = self(self.embedded)
-            # Of a time for each token it is (B, S_local, width), or flat (B S_local, width); what is added is the
-            # sample's.
+            # With a time for each token the embedding is (B, S_local, width), or flat (B S_local, width). The addition
+            # has one value per sample.
             if embedding.ndim == added.ndim:
                 return embedding + added.repeat_interleave(len(embedding) // len(added), dim=0)
             return embedding + added[:, None]

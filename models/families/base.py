@@ -83,7 +83,8 @@ class Family(ABC):
 
     @abstractmethod
     def time_embedder(self, network: nn.Module) -> nn.Module:
-        """The module whose output embeds the time: ``(B, width)``, or ``(B, S_local, width)`` of times of tokens."""
+        """The module whose output embeds the time: ``(B, time_width)``, or ``(B, S_local, time_width)`` where each
+        token has a time."""
 
     def fp8_excluded(self, network: nn.Module) -> list[nn.Module]:
         """Modules of the blocks whose linear layers stay as they are under ``ROLE.fp8``: those of their modulation."""
@@ -126,6 +127,10 @@ class Family(ABC):
     @abstractmethod
     def width(self, config: Mapping[str, Any]) -> int:
         """Features of a token between the blocks."""
+
+    def time_width(self, config: Mapping[str, Any]) -> int:
+        """Features of an embedded time."""
+        return self.width(config)
 
     @abstractmethod
     def layers(self, config: Mapping[str, Any]) -> int:
@@ -206,6 +211,9 @@ class Family(ABC):
         """What diffusers' pipeline of these networks hands its scheduler for ``steps`` steps, before any shift.
 
         ``None`` where it leaves the times to the scheduler. An export's scheduler is made for that pipeline.
+
+        Raises:
+            UserError: the pipeline takes no flow-matching scheduler, so none is exported.
         """
         return None
 

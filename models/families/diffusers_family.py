@@ -1,17 +1,28 @@
-"""What families of diffusers' video transformers share: how they are built, and what all configurations call alike."""
+"""Code that the families of diffusers' video transformers share: building, checks of configurations and data, sizes."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, get_origin
 
+import torch
 from torch import Tensor, nn
 
+from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.sequence import local_token_count
+from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, Shape
+
+_LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
+"""Least and greatest of these counts: diffusers would build a damaged file's billion layers for hours."""
+_MOST = 2**20
+"""Greatest of all other integers."""
 
 
 class DiffusersFamily(Family):
@@ -20,44 +31,53 @@ class DiffusersFamily(Family):
     transformer: ClassVar[type[Any]]
     """diffusers' class, unmodified."""
     label: ClassVar[str]
-    """What messages call a network of the family."""
+    """Name of the family's networks in messages."""
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """What the network's class takes for what a configuration does not say, by key."""
-        parameters = inspect.signature(cls.transformer.__init__).parameters.items()
-        return {name: parameter.default for name, parameter in parameters if name != "self"}
+        """Return the default of each argument of the network's class, by key."""
+        return {name: parameter.default for name, parameter in cls._parameters().items()}
 
-    @abstractmethod
+    @classmethod
+    def _parameters(cls) -> dict[str, inspect.Parameter]:
+        parameters = inspect.signature(cls.transformer.__init__, eval_str=True).parameters
+        return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        """Refuse what diffusers would build a network of that cannot run, or build for hours.
+        """Refuse values of another type than the class declares, and sizes that no network has.
 
         Raises:
-            UserError: by key.
+            UserError: with the key.
         """
+        for key, parameter in self._parameters().items():
+            value, hint = config.get(key, parameter.default), parameter.annotation
+            if key == "out_channels" and value is None:  # diffusers takes in_channels
+                continue
+            least, most = _LIMITS.get(key, (0 if parameter.default == 0 else 1, _MOST))
+            if hint is not inspect.Parameter.empty and not _fits(value, hint, least, most):
+                name = hint.__name__ if isinstance(hint, type) else hint
+                bounds = f", {least} to {most}" if int in members(hint) else ""
+                refuse(config, key, f"{name}{bounds}", setting)
 
     @abstractmethod
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
-        """Multiplications of one forward: of tokens with tokens, what else follows the latents and the time, and what
-        depends on the condition alone."""
+        """Return the multiplications of one forward: of tokens with tokens, others that depend on the latents or the
+        time, and those that depend on the condition alone."""
 
     def build(self, config: Mapping[str, Any], setting: str) -> Any:
-        """A network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
+        """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
 
         Raises:
-            UserError: a config of another class, of a network that is not supported, or that none can be built of.
+            UserError: a configuration of another class, or of a network that is not supported or cannot be built.
         """
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
-            shown = " ".join(str(name).split())[:80]
             import diffusers
 
-            layout = (
-                ""
-                if hasattr(diffusers, str(name))
-                else "; that is not a class of diffusers: give the repository in diffusers' layout (Wan's end in"
-                " -Diffusers)"
-            )
+            layout = "" if hasattr(diffusers, str(name)) else (
+                "; that is not a class of diffusers: give the repository in diffusers' layout (Wan's end in -Diffusers)"
+            )  # fmt: skip
+            shown = " ".join(str(name).split())[:80]
             raise UserError(f"{setting} is a {shown}, but family={self.name} needs a {self.class_name}{layout}")
         self.check_values(config, setting)
         try:
@@ -65,48 +85,80 @@ class DiffusersFamily(Family):
         except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
             given = {key: value for key, value in config.items() if not key.startswith("_")}
             reason = " ".join(f"{given} ({error})".split())[:400]
-            raise UserError(f"{setting}: no {self.label} can be built of {reason}") from error
+            raise UserError(f"{setting}: cannot build a {self.label} network of {reason}") from error
 
     def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
-        """diffusers ignores a key that it does not know, with a warning; the default would be built instead.
+        """Refuse unknown keys: diffusers would only warn, and build the default instead.
 
         Raises:
-            UserError: a misspelt key.
+            UserError: a misspelled key.
         """
         known = list(self.defaults())
         for key in architecture:
-            if key not in known and not key.startswith("_"):
+            if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # diffusers writes these
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
 
-    def check_text_width(self, width: int, condition: Mapping[str, Shape], setting: str) -> None:
-        """Raises ``UserError`` unless the data's captions have embeddings of ``width``."""
-        given = condition["text"][1]
-        if given != width:
-            raise UserError(
-                f"{setting} takes text embeddings of size {width}, but the data's have {given};"
-                " use a checkpoint made for this text encoder, or other data.encoders"
-            )
+    def check_data(
+        self,
+        config: Mapping[str, Any],
+        latent_shape: LatentShape,
+        needed: Mapping[str, Shape],
+        condition: Mapping[str, Shape],
+        setting: str,
+        *,
+        open_counts: Sequence[str] = (),
+    ) -> None:
+        """Compare the data's latents and condition with what the network takes.
 
-    def check_channels(self, config: Mapping[str, Any], latent_shape: LatentShape, setting: str) -> None:
-        """Raises ``UserError`` unless the data's latents have as many channels as the network's."""
+        Args:
+            config: the network's configuration.
+            latent_shape: ``(C, T, H, W)`` of a sample.
+            needed: shapes of the tensors that the network takes, by name.
+            condition: shapes of the data's tensors, by name.
+            setting: where the network comes from, for messages.
+            open_counts: names of tensors whose first size may be another one.
+
+        Raises:
+            UserError: another number of channels, tensors that are missing, of another shape, or of an image that the
+                network does not take; a first frame for a clip of one latent frame.
+        """
+        use = "use data.encoders of the pipeline that the checkpoint is from"
         if self.latent_channels(config) != latent_shape[0]:
             raise UserError(
                 f"{setting} takes latents of {self.latent_channels(config)} channels, but the data's have"
-                f" {latent_shape[0]}; use a checkpoint made for this VAE, or other data.encoders"
+                f" {latent_shape[0]}; {use}"
+            )
+        for name, shape in needed.items():
+            given, start = condition.get(name), 1 if name in open_counts else 0
+            if given is None or given[start:] != shape[start:]:
+                image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
+                raise UserError(
+                    f"{setting} ({self.label}) takes {name} of shape {shape}, but the data give"
+                    f" {'none' if given is None else f'shape {given}'}; {use}{image}"
+                )
+        for name in ("image_latents", "image_embeds", FIRST_FRAME):
+            if name in condition and name not in needed:
+                raise UserError(f"{setting} ({self.label}) does not take the data's {name}; {use}, or no data.image")
+        if FIRST_FRAME in condition and latent_shape[1] < 2:
+            raise UserError(
+                f"data.num_frames gives {latent_shape[1]} latent frame, and data.image=first_frame gives it already;"
+                " use more frames, or leave data.image out"
             )
 
-    def check_patch(self, key: str, size: int, patch: int, setting: str) -> None:
-        """Raises ``UserError`` unless ``patch`` divides the ``size`` latent positions that ``key`` gives."""
-        if size % patch:
-            raise UserError(
-                f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
-                f" use a {key} that gives {size - size % patch or patch}"
-            )
+    def check_patches(self, config: Mapping[str, Any], latent_shape: LatentShape, setting: str) -> None:
+        """Raise ``UserError`` unless the patch size divides the latents."""
+        keys = ("data.num_frames", "data.height", "data.width")
+        for key, size, patch in zip(keys, latent_shape[1:], self.patch_size(config), strict=True):
+            if size % patch:
+                raise UserError(
+                    f"{key} gives {size} latent positions, which the patch size {patch} of {setting} does not divide;"
+                    f" use a {key} that gives {size - size % patch or patch}"
+                )
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """Random values of the modulation tables, which diffusers draws in constructors; see ``initialise``."""
+        """Draw random modulation tables, which diffusers draws in constructors; see ``initialise``."""
         if name == "scale_shift_table":
             tensor.normal_().div_(tensor.shape[-1] ** 0.5)
 
@@ -114,7 +166,7 @@ class DiffusersFamily(Family):
         return {**config, "num_layers": layers}
 
     def heads(self, config: Mapping[str, Any]) -> int:
-        """Query heads, of which there are as many as key/value heads."""
+        """Return the number of query heads, which equals that of key/value heads."""
         return config["num_attention_heads"]
 
     def head_dim(self, config: Mapping[str, Any]) -> int:
@@ -134,31 +186,69 @@ class DiffusersFamily(Family):
         return 2 * (2 * pairs + others)
 
 
-def refuse_values(
-    config: Mapping[str, Any], ranges: Mapping[str, tuple[int, int]], optional: Collection[str], setting: str
-) -> None:
-    """Refuse what is not a whole number within ``ranges``.
+def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
+    """Whether ``value`` has a type that ``hint`` allows.
 
-    Args:
-        config: a network's, with every key of ``ranges``.
-        ranges: least and greatest by key; a damaged file's billion layers would be built for hours.
-        optional: which may be null.
-        setting: where the configuration came from.
-
-    Raises:
-        UserError: by key.
+    Integers must lie between ``least`` and ``most``. Floats must be above 0, or 0 where ``least`` is 0.
     """
-    for key, (least, most) in ranges.items():
-        value = config[key]
-        if (value is not None or key not in optional) and (type(value) is not int or not least <= value <= most):
-            refuse(config, key, f"a whole number from {least} to {most}", setting)
+    kinds = members(hint)
+    if value is None or isinstance(value, (bool, str)):
+        return type(value) in kinds
+    if isinstance(value, (list, tuple)):
+        return any(get_origin(kind) is tuple for kind in kinds) and all(_fits(each, int, 1, most) for each in value)
+    if type(value) is int and int in kinds:
+        return least <= value <= most
+    return float in kinds and isinstance(value, (int, float)) and (0 < value < math.inf or value == least == 0)
 
 
 def refuse(config: Mapping[str, Any], key: str, wanted: str, setting: str) -> None:
     """Refuse the value of ``key``.
 
     Raises:
-        UserError: always, with what it must be.
+        UserError: always, with what the value must be.
     """
     shown = " ".join(repr(config[key]).split())[:80]
     raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
+
+
+def encoded_clip(
+    vae: str, channels: int, frames: int, pixels: int, *, num_frames: int, height: int, width: int
+) -> LatentShape:
+    """Return the latents ``(C, T, H, W)`` of a clip.
+
+    Args:
+        vae: name of the VAE, for messages.
+        channels: C.
+        frames: frames of a latent frame; the first frame has one of its own.
+        pixels: height and width of a latent.
+        num_frames, height, width: of the clip.
+
+    Raises:
+        UserError: a clip that the VAE does not divide.
+    """
+    if (num_frames - 1) % frames or height % pixels or width % pixels:
+        raise UserError(
+            f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1 frames"
+            f" of multiples of {pixels} pixels"
+        )
+    return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels
+
+
+def token_positions(
+    hidden_states: Tensor, patch: Sequence[int], mesh: Mesh, device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Return frame, row and column ``(S_local,)`` of the rank's own tokens, and S, the number of all tokens.
+
+    Padding tokens have the positions of the last token.
+
+    Args:
+        hidden_states: latents ``(B, C, T, H, W)``.
+        patch: latents of a token: frames, height, width.
+        mesh: the mesh.
+        device: of the result.
+    """
+    frames, height, width = (size // of for size, of in zip(hidden_states.shape[2:], patch, strict=True))
+    total = frames * height * width
+    local = local_token_count(total, mesh.cp_size)
+    tokens = torch.arange(mesh.cp_rank * local, (mesh.cp_rank + 1) * local, device=device).clamp_max(total - 1)
+    return (tokens // (height * width), tokens // width % height, tokens % width), total

@@ -1,7 +1,7 @@
-"""A given first frame, whose latents stand in the noisy ones' place with a time of their own.
+"""First frames that the data give: their latents replace the noisy ones and have a time of their own.
 
-For networks without channels or an encoder for an image (Wan 2.2's TI2V, LTX-Video): where the condition has the tensor
-``first_frame``, that takes the place of the latents of frame 0, and the times of its tokens are 0.
+For networks without channels or an encoder for an image (Wan 2.2's TI2V, LTX-Video): the condition's tensor
+``first_frame`` replaces the latents of frame 0, and the time of its tokens is 0.
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample.
 """
@@ -11,44 +11,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp_cp.errors import UserError
 from models.families.base import LatentShape, Shape
 
 LEAST_TIME = 1e-6
-"""Below it a velocity towards the frame is taken as at it: at t = 0 it would be 0 / 0."""
+"""Least time that :func:`hold` divides by: at t = 0 the velocity would be 0 / 0."""
 
 
 def frame_shape(latent_shape: LatentShape) -> Shape:
-    """Of the first frame beside latents ``(C, T, H, W)``."""
+    """Return the shape of the first frame of latents ``(C, T, H, W)``."""
     channels, _, height, width = latent_shape
     return channels, 1, height, width
 
 
-def check_given(latent_shape: LatentShape, frame: Shape, setting: str) -> None:
-    """Can samples of latents ``(C, T, H, W)`` be given a first frame of the shape ``frame``?
-
-    Raises:
-        UserError: a clip that is the frame; a frame of another shape.
-    """
-    if latent_shape[1] < 2:
-        raise UserError(
-            f"data.num_frames gives {latent_shape[1]} latent frame, and data.image=first_frame gives it already; use"
-            " more frames, or leave data.image out"
-        )
-    if frame != frame_shape(latent_shape):
-        raise UserError(
-            f"{setting} takes first_frame of shape {frame_shape(latent_shape)}, but the data's are {frame}; use"
-            " data.encoders of the pipeline that the checkpoint is from"
-        )
-
-
 def put_in(x: Tensor, frame: Tensor) -> Tensor:
-    """``x`` ``(B, C, T, H, W)`` with ``frame`` ``(B, C, 1, H, W)`` in the place of frame 0."""
+    """Replace frame 0 of ``x`` ``(B, C, T, H, W)`` by ``frame`` ``(B, C, 1, H, W)``."""
     return torch.cat([frame.to(x.dtype), x[:, :, 1:]], dim=2)
 
 
 def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
-    """A time for each token, ``(B, S)``: 0 in frame 0, ``t`` ``(B,)`` behind it.
+    """Return a time for each token, ``(B, S)``: 0 in frame 0, ``t`` after it.
 
     Args:
         t: ``(B,)``.
@@ -62,7 +43,7 @@ def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int]) -> Tens
 
 
 def hold(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
-    """``v`` with what leads from ``x`` to ``frame`` in frame 0: there ``x - t v`` is the frame.
+    """Replace frame 0 of ``v`` by the velocity from ``x`` to ``frame``, so that ``x - t v`` is the frame there.
 
     Args:
         v: ``(B, C, T, H, W)``.

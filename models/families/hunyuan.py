@@ -5,6 +5,11 @@ mask are there in both, and stay 0 without one. So the condition decides. Three 
 attention: an image encoder's features, what a caption quotes (``glyphs``, by a byT5 for writing in the picture), and
 the caption itself.
 
+diffusers' forward (0.42) looks at the data to see whether there is an image, and sorts the tokens of the three texts by
+their masks. Both wait for the device, give shapes that depend on data, and cannot run on fake tensors. A parallel
+network runs :class:`OwnForward` instead: the same modules in the same order, with masked tokens left where they are.
+The network has no positions of text, so the order of its keys does not matter, and attention skips masked keys.
+
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L tokens of all texts.
 """
 
@@ -16,16 +21,20 @@ from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb, get_1d_rotary_pos_embed
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from torch import Tensor, nn
 
+from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
-from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
-from models.families.hunyuan_forward import HunyuanJointAttention, HunyuanRefinerAttention, OwnForward
+from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse, token_positions
+
+RotaryTables = tuple[Tensor, Tensor, int]
 
 TIME_FEATURES = 256
 """Sines and cosines of a time, which diffusers has written into ``HunyuanVideo15TimeEmbedding``."""
@@ -33,21 +42,6 @@ GLYPH_TOKENS, GLYPH_HIDDEN = 256, 2048
 """Tokens of what a caption quotes, as ``HunyuanVideo15Pipeline`` has it; and the width inside of its projection."""
 IMAGE_TOKENS = 729
 """Features that SigLIP so400m gives of an image of 384 x 384 pixels: 27 x 27 patches."""
-
-_RANGES = {
-    "num_layers": (1, 512),
-    "num_refiner_layers": (0, 64),
-    "num_attention_heads": (1, 4096),
-    "attention_head_dim": (2, 4096),
-    "in_channels": (3, 65536),
-    "out_channels": (1, 65536),
-    "text_embed_dim": (1, 2**20),
-    "text_embed_2_dim": (1, 2**20),
-    "image_embed_dim": (1, 2**20),
-    "patch_size": (1, 64),
-    "patch_size_t": (1, 64),
-}
-"""Least and greatest of what a HunyuanVideo 1.5 may have."""
 
 
 class Hunyuan(DiffusersFamily):
@@ -90,30 +84,20 @@ class Hunyuan(DiffusersFamily):
 
     def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
         """Its VAE: 32 channels, a latent frame for four frames behind the first, 16 x 16 pixels."""
-        if (num_frames - 1) % 4 or height % 16 or width % 16:
-            raise UserError(
-                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: HunyuanVideo 1.5's VAE takes"
-                " 4k + 1 frames of multiples of 16 pixels"
-            )
-        return 32, (num_frames - 1) // 4 + 1, height // 16, width // 16
+        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
+        super().check_values(config, setting)
         given = self.defaults() | dict(config)
-        refuse_values(given, _RANGES, (), setting)
-        if given["in_channels"] != 2 * given["out_channels"] + 1:
+        if given["in_channels"] != 2 * (given["out_channels"] or 0) + 1:
             wanted = f"the latents' {given['out_channels']} twice, an image's behind a clip's, and a mask's one"
             refuse(given, "in_channels", wanted, setting)
         axes, head_dim = given["rope_axes_dim"], given["attention_head_dim"]
-        whole = isinstance(axes, (list, tuple)) and all(type(dim) is int and dim > 1 and dim % 2 == 0 for dim in axes)
-        if not whole or len(axes) != 3 or sum(axes) != head_dim:
+        if len(axes) != 3 or any(dim % 2 for dim in axes) or sum(axes) != head_dim:
             refuse(given, "rope_axes_dim", f"three even numbers whose sum is attention_head_dim, {head_dim}", setting)
-        if type(given["rope_theta"]) not in (int, float) or given["rope_theta"] <= 0:
-            refuse(given, "rope_theta", "a number above 0", setting)
-        if type(given["mlp_ratio"]) not in (int, float) or not 0 < given["mlp_ratio"] <= 64:
-            refuse(given, "mlp_ratio", "a number above 0, up to 64", setting)
         if given["qk_norm"] != "rms_norm":
             refuse(given, "qk_norm", "rms_norm", setting)
-        if given["use_meanflow"] is not False:
+        if given["use_meanflow"]:
             refuse(given, "use_meanflow", "false: networks with a second time of their own are not supported", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
@@ -174,27 +158,12 @@ class Hunyuan(DiffusersFamily):
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
-        _, *sizes = latent_shape
-        self.check_channels(config, latent_shape, setting)
-        self.check_text_width(config["text_embed_dim"], condition, setting)
-        keys = ("data.num_frames", "data.height", "data.width")
-        for key, size, patch in zip(keys, sizes, self.patch_size(config), strict=True):
-            self.check_patch(key, size, patch, setting)
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        of_image = {FIRST_FRAME, "image_embeds", "image_latents"} & condition.keys()
-        if of_image:
+        if {FIRST_FRAME, "image_embeds", "image_latents"} & condition.keys():
             needed |= self.optional_shapes(config, latent_shape)
-        for name, shape in needed.items():
-            given = condition.get(name)
-            # However many tokens the encoders of quotations and images give, the network takes.
-            free = name in ("glyphs", "glyph_mask", "image_embeds")
-            if given is None or (given[1:] if free else given) != (shape[1:] if free else shape):
-                raise UserError(
-                    f"{setting} is a HunyuanVideo 1.5, which takes {name} of shape {shape}, and the data give"
-                    f" {'none' if given is None else given}; use data.encoders of a HunyuanVideo 1.5 pipeline"
-                )
-        if FIRST_FRAME in condition:
-            frames.check_given(latent_shape, condition[FIRST_FRAME], setting)
+        counts = ("glyphs", "glyph_mask", "image_embeds")  # the network takes as many tokens as these encoders give
+        self.check_data(config, latent_shape, needed, condition, setting, open_counts=counts)
+        self.check_patches(config, latent_shape, setting)
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         return 4 * config["num_layers"] * (tokens + _text_tokens(condition)) ** 2 * self.width(config)
@@ -255,3 +224,162 @@ class Hunyuan(DiffusersFamily):
 def _text_tokens(condition: Mapping[str, Shape]) -> int:
     """L."""
     return sum(condition[name][0] for name in ("text", "glyphs", "image_embeds") if name in condition)
+
+
+class OwnForward:
+    """What a parallel network runs instead of diffusers' forward, on whole latents and the rank's own tokens."""
+
+    def __init__(self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh):
+        self.network, self.mesh = network, mesh
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor,
+        encoder_hidden_states_2: Tensor,
+        encoder_attention_mask_2: Tensor,
+        image_embeds: Tensor,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """As diffusers' forward, with bool masks, and with an image's features where there are any.
+
+        Args:
+            hidden_states: latents, those of an image and its mask, ``(B, in_channels, T, H, W)``.
+            timestep: ``(B,)``, fp32 or better.
+            encoder_hidden_states, encoder_attention_mask: the caption, ``(B, L1, D1)`` and ``(B, L1)``.
+            encoder_hidden_states_2, encoder_attention_mask_2: what it quotes, ``(B, L2, D2)`` and ``(B, L2)``.
+            image_embeds: features of the image, ``(B, N, D3)``; N is 0 without one. Its projection gets gradients all
+                the same, zeros, as in diffusers.
+            return_dict: of diffusers; not supported.
+
+        Returns:
+            The velocity ``(B, C, T, H, W)``.
+        """
+        network, dtype = self.network, hidden_states.dtype
+        assert not return_dict
+        rotary = own_rotary_tables(network.rope, self.mesh, hidden_states)
+        embed = network.time_embed
+        # diffusers' casts its sines to the dtype of the times, which no time below fp32 can have. An addition to the
+        # embedding is in fp32.
+        temb = embed.timestep_embedder(embed.time_proj(timestep).to(dtype)).to(dtype)
+        texts, mask = self._texts(
+            (encoder_hidden_states, encoder_hidden_states_2, image_embeds),
+            (encoder_attention_mask, encoder_attention_mask_2),
+            timestep,
+        )
+        # Text stands in front where attention puts the two together.
+        keys = torch.cat([mask, mask.new_ones(len(mask), rotary[2])], dim=1)
+        tokens = network.x_embedder(hidden_states)
+        for block in network.transformer_blocks:
+            tokens, texts = block(tokens, texts, temb, keys, rotary)
+        return (self._unpatched(network.proj_out(network.norm_out(tokens, temb)), hidden_states),)
+
+    def _texts(
+        self, texts: tuple[Tensor, Tensor, Tensor], masks: tuple[Tensor, Tensor], timestep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens ``(B, L, width)`` of image, quotations and caption, and which of them count, ``(B, L)``."""
+        network, (caption, quoted, image) = self.network, texts
+        parts = [
+            network.context_embedder(caption, timestep, masks[0]),
+            network.context_embedder_2(quoted),
+            network.image_embedder(image),
+        ]
+        kinds = network.cond_type_embed.weight.unbind()
+        marked = [part + kind for part, kind in zip(parts, kinds, strict=True)]
+        return torch.cat(marked[::-1], dim=1), torch.cat([masks[0].new_ones(image.shape[:2]), *masks[::-1]], dim=1)
+
+    def _unpatched(self, tokens: Tensor, latents: Tensor) -> Tensor:
+        """``(B, S, features of a patch)`` as ``(B, C, T, H, W)``."""
+        of_time, of_space = self.network.config.patch_size_t, self.network.config.patch_size
+        patch = (of_time, of_space, of_space)
+        grid = [size // of for size, of in zip(latents.shape[2:], patch, strict=True)]
+        x = tokens.unflatten(1, grid).unflatten(4, (-1, *patch))
+        # (B, t, h, w, C, pt, ph, pw) to (B, C, t, pt, h, ph, w, pw)
+        return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+class HunyuanJointAttention:
+    """Attention of a block: of the rank's own tokens and of all texts, to both, with forward-mode AD.
+
+    Projections, norms and the rotary embedding are those of diffusers' ``HunyuanVideo15AttnProcessor2_0`` (0.42).
+    """
+
+    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
+        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
+        image_rotary_emb: RotaryTables,
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden_states`` is ``(B, S_local, width)``, ``encoder_hidden_states`` ``(B, L, width)``, the mask ``(B, L +
+        S)``: which of all keys count. A masked text token may attend here, where in diffusers it gets 0; nothing ever
+        reads it."""
+        *tables, total = image_rotary_emb
+        q, k, v = (of(hidden_states).unflatten(2, (attn.heads, -1)) for of in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = (apply_rotary_emb(x, tables, sequence_dim=1) for x in (attn.norm_q(q), attn.norm_k(k)))
+        of_text = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text_q, text_k, text_v = (of(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for of in of_text)
+        out, text = context_parallel_attention(
+            q,
+            k,
+            v,
+            mesh=self.mesh,
+            total_tokens=total,
+            backend=self.backend,
+            key_mask=attention_mask,
+            joint=(attn.norm_added_q(text_q), attn.norm_added_k(text_k), text_v),
+            head_groups=self.head_groups,
+        )
+        out, text = out.flatten(2, 3).type_as(hidden_states), text.flatten(2, 3).type_as(encoder_hidden_states)
+        return attn.to_out[1](attn.to_out[0](out)), attn.to_add_out(text)
+
+
+class HunyuanRefinerAttention:
+    """Attention of the caption's tokens to each other, which every rank holds whole, with forward-mode AD.
+
+    diffusers' own has none, and cannot run on fake tensors.
+    """
+
+    def __init__(self, backend: str = "auto"):
+        # Flash kernels, which a role may ask for, take no mask; the text is short.
+        self.backend = "reference" if backend == "reference" else "auto"
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """``(B, L, width)``; the mask is the network's ``(B, 1, L, L)``, true where both tokens count."""
+        if encoder_hidden_states is not None or attention_mask is None:
+            raise ValueError("HunyuanVideo's token refiner attends to its own tokens alone, under a mask")
+        q, k, v = (of(hidden_states).unflatten(2, (attn.heads, -1)) for of in (attn.to_q, attn.to_k, attn.to_v))
+        # A token that does not count may attend here; nothing reads it. total_keys: the caption is not split, though
+        # it may have as many tokens as a rank's share of the video.
+        out = cross_attention(
+            q, k, v, key_mask=attention_mask[:, 0].any(dim=1), backend=self.backend, total_keys=k.shape[1]
+        )
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(hidden_states)))
+
+
+def own_rotary_tables(rope: HunyuanVideo15RotaryPosEmbed, mesh: Mesh, hidden_states: Tensor) -> RotaryTables:
+    """Return what ``rope`` makes for latents ``(B, C, T, H, W)``, of the rank's own tokens only.
+
+    Returns:
+        Cosines and sines ``(S_local, head_dim)``, where pads have those of the last token; and ``S``.
+    """
+    patch = (rope.patch_size_t, rope.patch_size, rope.patch_size)
+    positions, total = token_positions(hidden_states, patch, mesh, hidden_states.device)
+    tables = [
+        get_1d_rotary_pos_embed(dim, at.float(), rope.theta, use_real=True)
+        for dim, at in zip(rope.rope_dim, positions, strict=True)
+    ]
+    cos, sin = (torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
+    return cos, sin, total

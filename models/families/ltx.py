@@ -11,33 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from diffusers import LTXVideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx import LTXAttention, LTXVideoAttnProcessor
 from torch import Tensor, nn
 
+from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
-from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape
-from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
-from models.families.ltx_attention import LTXCrossAttention, LTXSelfAttention, video_coordinates
+from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse
 
 TIME_FEATURES = 256
 """Sines and cosines of a time, which diffusers has written into ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
-
-_RANGES = {
-    "num_layers": (1, 512),
-    "num_attention_heads": (1, 4096),
-    "attention_head_dim": (2, 4096),
-    "in_channels": (1, 65536),
-    "out_channels": (1, 65536),
-    "cross_attention_dim": (1, 2**20),
-    "caption_channels": (1, 2**20),
-    "patch_size": (1, 64),
-    "patch_size_t": (1, 64),
-}
-"""Least and greatest of what an LTX may have."""
 
 
 class LTX(DiffusersFamily):
@@ -73,16 +61,11 @@ class LTX(DiffusersFamily):
 
     def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
         """LTX's VAE: 128 channels, a latent frame for eight frames behind the first, 32 x 32 pixels."""
-        if (num_frames - 1) % 8 or height % 32 or width % 32:
-            raise UserError(
-                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: LTX's VAE takes 8k + 1 frames"
-                " of multiples of 32 pixels"
-            )
-        return 128, (num_frames - 1) // 8 + 1, height // 32, width // 32
+        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
+        super().check_values(config, setting)
         given = self.defaults() | dict(config)
-        refuse_values(given, _RANGES, ("out_channels",), setting)
         for key in ("patch_size", "patch_size_t"):
             if given[key] != 1:
                 refuse(given, key, "1: diffusers' LTX pipelines count a token for each latent", setting)
@@ -94,13 +77,8 @@ class LTX(DiffusersFamily):
         if given["cross_attention_dim"] != width:
             wanted = f"the network's width {width}, to which it projects the text"
             refuse(given, "cross_attention_dim", wanted, setting)
-        for key in ("norm_elementwise_affine", "attention_bias", "attention_out_bias"):
-            if type(given[key]) is not bool:
-                refuse(given, key, "true or false", setting)
         if given["activation_fn"] not in ("gelu", "gelu-approximate"):  # products() counts a plain feed-forward
             refuse(given, "activation_fn", "gelu-approximate or gelu", setting)
-        if type(given["norm_eps"]) not in (int, float) or not 0 <= given["norm_eps"] < 1:
-            refuse(given, "norm_eps", "a number from 0 to 1", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Norms without weights and biases everywhere, as published; and the other way round.
@@ -145,22 +123,10 @@ class LTX(DiffusersFamily):
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
-        self.check_text_width(config["caption_channels"], condition, setting)
-        self.check_channels(config, latent_shape, setting)
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        for name, shape in needed.items():
-            if condition.get(name) != shape:
-                raise UserError(
-                    f"{setting} is an LTX-Video, which takes {name} of shape {shape}, and the data give"
-                    f" {condition.get(name, 'none')}; use data.encoders of an LTX pipeline"
-                )
-        if "image_latents" in condition:
-            raise UserError(
-                f"{setting} is an LTX-Video, which takes an image as the first frame, and the data give its latents for"
-                " channels of their own; use data.encoders of an LTX pipeline"
-            )
         if FIRST_FRAME in condition:
-            frames.check_given(latent_shape, condition[FIRST_FRAME], setting)
+            needed |= self.optional_shapes(config, latent_shape)
+        self.check_data(config, latent_shape, needed, condition, setting)
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         return 4 * config["num_layers"] * tokens * (tokens + condition["text"][0]) * self.width(config)
@@ -217,3 +183,93 @@ class LTX(DiffusersFamily):
 
 def _in_hidden_dtype(_embedding: nn.Module, _args: tuple, kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
     return output.to(kwargs["hidden_dtype"])
+
+
+class LTXSelfAttention(LTXVideoAttnProcessor):
+    """LTX's self-attention over tokens that are split over ``mesh.cp``.
+
+    Projections, norms and the rotary embedding are those of diffusers' processor (0.42); only the attention over all
+    tokens is replaced, at cp = 1 too: diffusers' own has no forward-mode AD.
+    """
+
+    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
+        super().__init__()
+        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
+
+    def __call__(
+        self,
+        attn: LTXAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """``hidden_states`` is ``(B, S_local, dim)``; tables of the rank's own tokens, ``(B, S_local, dim)`` each."""
+        if encoder_hidden_states is not None or attention_mask is not None or image_rotary_emb is None:
+            raise ValueError("context-parallel LTX self-attention takes tokens and their rotary tables, and no mask")
+        q = _rotate(attn.norm_q(attn.to_q(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
+        k = _rotate(attn.norm_k(attn.to_k(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
+        v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
+        # "hidden_states" is the name under which the plan splits the tokens: a caption may have as many as a share has.
+        out = context_parallel_attention(
+            q, k, v, mesh=self.mesh, total_tokens="hidden_states" if self.mesh.cp_size > 1 else None,
+            backend=self.backend, head_groups=self.head_groups,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)  # without joint text
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+
+
+class LTXCrossAttention(LTXVideoAttnProcessor):
+    """LTX's attention to the text, which every rank holds whole, with its mask; and with forward-mode AD."""
+
+    def __init__(self, backend: str = "auto"):
+        super().__init__()
+        # Flash kernels, which a role may ask for, take no mask; the text is short.
+        self.backend = "reference" if backend == "reference" else "auto"
+
+    def __call__(
+        self,
+        attn: LTXAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """``(B, S_local, dim)`` attends to ``(B, L, dim)``; the mask is the network's bias ``(B, 1, L)``, 0 or -10000.
+
+        A weight under that bias underflows to 0 in every dtype, so leaving its key out is the same.
+        """
+        if image_rotary_emb is not None:
+            raise ValueError("LTX's cross-attention takes no rotary embedding")
+        q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
+        k = attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1))
+        v = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1))
+        mask = None if attention_mask is None else attention_mask[:, 0] == 0
+        # total_keys: a caption as long as a rank's share of the video would pass for a share of its own.
+        out = cross_attention(q, k, v, key_mask=mask, backend=self.backend, total_keys=k.shape[1])
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """LTX's rotary embedding of neighbouring pairs of all heads' features, ``(B, S, dim)``, in the tables' fp32."""
+    x1, x2 = x.unflatten(2, (-1, 2)).unbind(-1)
+    turned = torch.stack((-x2, x1), dim=-1).flatten(2)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+def video_coordinates(spacing: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    """Where the tokens of a video are: seconds, pixels down and pixels to the right, as LTX's rotary tables take them.
+
+    Args:
+        spacing: ``(B, 4)`` fp32, from a latent to the next: seconds in time, pixels down, pixels to the right; and
+            seconds by which all latent frames but the first come earlier than that says (0 for ``LTXPipeline``).
+        grid: latent frames, height and width.
+
+    Returns:
+        ``(B, 3, S)`` fp32, tokens in the order frames, height, width.
+    """
+    axes = [torch.arange(size, dtype=torch.float32, device=spacing.device) for size in grid]
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1)
+    spacing = spacing.float()
+    frames, rows, columns = (places[None] * spacing[:, :3, None]).unbind(1)
+    return torch.stack([(frames - spacing[:, 3:]).clamp_min(0), rows, columns], dim=1)

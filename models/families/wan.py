@@ -2,14 +2,19 @@
 
 Wan 2.1, text to video and image to video. The latter takes, behind its latents, the channels of a mask and of the
 encoded first image, and an image encoder's features, to which a second cross-attention attends. Wan 2.2's A14B is two
-such networks for two ranges of times (models/role.py), without those features. Its TI2V 5B is a text-to-video one that
-takes a first frame where the data give it (models/families/wan_frames.py).
+such networks for two ranges of times (models/role.py), without those features.
+
+Wan 2.2's TI2V 5B is a text-to-video network with a VAE of its own. It has neither channels nor an encoder for an image:
+where the data give a first frame, that frame replaces the noisy one (models/families/frames.py), as in
+``WanImageToVideoPipeline`` with ``expand_timesteps``. Without a frame a sample has one time, as for every Wan: a time
+for each token costs a modulation of each, 6 x width numbers (2 GB in fp32 at 720p).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,11 +26,10 @@ from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
-from models.families import frames, wan_frames
+from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, refuse, refuse_values
+from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
-from models.families.wan_names import original_adapters, original_name
 
 IMAGE_TOKENS = 257
 """Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""
@@ -47,26 +51,45 @@ def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
     return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
 
 
-_RANGES = {
-    "num_layers": (1, 512),
-    "num_attention_heads": (1, 4096),
-    "attention_head_dim": (2, 4096),
-    "in_channels": (1, 65536),
-    "out_channels": (1, 65536),
-    "text_dim": (1, 2**20),
-    "freq_dim": (2, 65536),
-    "ffn_dim": (1, 2**20),
-    "rope_max_seq_len": (1, 65536),
-    "pos_embed_seq_len": (1, 2**20),
-    "image_dim": (1, 2**20),
-    "added_kv_proj_dim": (1, 2**20),
-}
-"""Least and greatest of what a Wan may have."""
-_OPTIONAL = ("out_channels", "pos_embed_seq_len", "image_dim", "added_kv_proj_dim")
-"""Which may be null: as many as go in; none."""
-
-
 _PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
+_14B = {**_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
+TI2V_CHANNELS = 48
+"""Of the latents of Wan 2.2's own VAE, which the 5B network alone is made for."""
+
+TI2V_5B: Mapping[str, Any] = {
+    **_PUBLISHED, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
+    "in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS,
+}  # fmt: skip
+"""Wan 2.2 TI2V 5B's network, 5.0e9 parameters."""
+
+TI2V_VAE: Mapping[str, Any] = {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": TI2V_CHANNELS, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+    "attn_scales": [], "temperal_downsample": [False, True, True], "is_residual": True, "in_channels": 12,
+    "out_channels": 12, "patch_size": 2, "scale_factor_temporal": 4, "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * TI2V_CHANNELS, "latents_std": [1.0] * TI2V_CHANNELS,
+}  # fmt: skip
+"""Its VAE's ``config.json`` without the statistics of its latents, which no plan needs."""
+
+_ORIGINAL_NAMES = (
+    (r"\.attn1\.to_([qkv])$", r".self_attn.\1"),
+    (r"\.attn1\.to_out\.0$", r".self_attn.o"),
+    (r"\.attn2\.to_([qkv])$", r".cross_attn.\1"),
+    (r"\.attn2\.to_out\.0$", r".cross_attn.o"),
+    (r"\.attn2\.add_([kv])_proj$", r".cross_attn.\1_img"),
+    (r"\.ffn\.net\.0\.proj$", r".ffn.0"),
+    (r"\.ffn\.net\.2$", r".ffn.2"),
+    (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2$", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1$", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2$", "text_embedding.2"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
+    (r"^condition_embedder\.time_proj$", "time_projection.1"),
+    (r"^proj_out$", "head.head"),
+)
+"""Patterns of diffusers' names of linear layers, and the names in Wan's repository, which ComfyUI and LightX2V use."""
+_PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit)\.")
+_ORIGINAL_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
 
 
 class Wan(DiffusersFamily):
@@ -80,21 +103,11 @@ class Wan(DiffusersFamily):
         "wan2_1_t2v_1_3b": {
             **_PUBLISHED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
         },
-        "wan2_1_t2v_14b": {
-            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
-        },
-        "wan2_1_i2v_14b": {
-            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
-            "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120,
-        },
-        "wan2_2_ti2v_5b": wan_frames.PUBLISHED,
-        "wan2_2_t2v_a14b": {
-            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
-        },
-        "wan2_2_i2v_a14b": {
-            **_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824,
-            "in_channels": 36,
-        },
+        "wan2_1_t2v_14b": _14B,
+        "wan2_1_i2v_14b": {**_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        "wan2_2_ti2v_5b": TI2V_5B,
+        "wan2_2_t2v_a14b": _14B,
+        "wan2_2_i2v_a14b": {**_14B, "in_channels": 36},
     }  # fmt: skip
     published_boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
     text_encoder = {
@@ -110,39 +123,35 @@ class Wan(DiffusersFamily):
 
     def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
         """Wan 2.1's VAE: 16 channels, a latent frame for four frames behind the first, 8 x 8 pixels."""
-        if (num_frames - 1) % 4 or height % 8 or width % 8:
-            raise UserError(
-                f"data.num_frames={num_frames}, data.height={height}, data.width={width}: Wan's VAE takes 4k + 1 frames"
-                " of multiples of 8 pixels"
-            )
-        return 16, (num_frames - 1) // 4 + 1, height // 8, width // 8
+        return encoded_clip("Wan's VAE", 16, 4, 8, num_frames=num_frames, height=height, width=width)
 
     def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
-        of = wan_frames.clip_latents if self.latent_channels(config) == wan_frames.CHANNELS else self.clip_latents
-        return of(num_frames, height, width)
+        if self.latent_channels(config) != TI2V_CHANNELS:
+            return self.clip_latents(num_frames, height, width)
+        return encoded_clip("Wan 2.2's VAE", TI2V_CHANNELS, 4, 16, num_frames=num_frames, height=height, width=width)
 
     def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
         found = super().encoders_for(channels)
-        return found | ({"vae": wan_frames.VAE, "image_encoder": {}} if channels == wan_frames.CHANNELS else {})
+        return found | ({"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {})
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
+        super().check_values(config, setting)
         given = self.defaults() | dict(config)
-        refuse_values(given, _RANGES, _OPTIONAL, setting)
         if given["attention_head_dim"] % 2:
             refuse(given, "attention_head_dim", "even, for the rotary embedding", setting)
-        patch = given["patch_size"]
-        if not isinstance(patch, (list, tuple)) or len(patch) != 3 or any(type(p) is not int or p < 1 for p in patch):
-            wanted = "three whole numbers (frames, height, width) of 1 or more, such as [1, 2, 2]"
-            refuse(given, "patch_size", wanted, setting)
-        if max(patch) > 64:
-            refuse(given, "patch_size", "three whole numbers up to 64", setting)
-        if type(given["eps"]) not in (int, float) or not 0 <= given["eps"] < 1:
-            refuse(given, "eps", "a number from 0 to 1", setting)
-        if type(given["cross_attn_norm"]) is not bool:
-            refuse(given, "cross_attn_norm", "true or false", setting)
-        if not isinstance(given["qk_norm"], (str, type(None))):
-            refuse(given, "qk_norm", "a name, such as rms_norm_across_heads", setting)
-        _check_image(config, setting)
+        if len(given["patch_size"]) != 3 or max(given["patch_size"]) > 64:
+            refuse(given, "patch_size", "three numbers (frames, height, width) up to 64, such as [1, 2, 2]", setting)
+        coming, going = given["in_channels"], given["out_channels"] or given["in_channels"]
+        if given["pos_embed_seq_len"] is not None:
+            refuse(given, "pos_embed_seq_len", "null: a Wan for a first and a last image is not supported", setting)
+        if takes_features(given) or given["added_kv_proj_dim"] is not None:
+            width = self.width(given) if takes_features(given) else None
+            if given["added_kv_proj_dim"] != width:
+                wanted = f"{width}: with image_dim the network's width, without it null"
+                refuse(given, "added_kv_proj_dim", wanted, setting)
+        if going > coming or (takes_image(given) and coming <= 2 * going):
+            wanted = f"out_channels={going}, or more than twice as many: those of an image and of a mask too"
+            refuse(given, "in_channels", wanted, setting)
 
     def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
         """Compute the non-persistent rotary tables again, on ``device``; ``to_empty`` leaves garbage in them."""
@@ -159,7 +168,7 @@ class Wan(DiffusersFamily):
         }  # fmt: skip
         image = {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 72}
         latents_of_image = {"in_channels": 12}
-        latents = {"in_channels": wan_frames.CHANNELS, "out_channels": wan_frames.CHANNELS}
+        latents = {"in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS}
         return {
             "t2v": sizes,
             "i2v": sizes | image,
@@ -184,13 +193,25 @@ class Wan(DiffusersFamily):
         return network.condition_embedder.time_embedder
 
     def original_name(self, layer: str) -> str:
-        return original_name(layer)
+        name = layer
+        for ours, theirs in _ORIGINAL_NAMES:
+            name = re.sub(ours, theirs, name)
+        if name == layer:
+            raise UserError(f"{layer} has no name in Wan's own code; use --format diffusers-lora")
+        return name
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """musubi and kohya write ``lora_unet_``, DiffSynth ``pipe.dit.`` or no prefix, ComfyUI ``diffusion_model.``."""
         from diffusers import WanPipeline
 
-        theirs = original_adapters(tensors)
-        return tensors if theirs is None else WanPipeline.lora_state_dict(theirs, use_safetensors=True)
+        bare = {name: _PREFIX.sub("", name) for name in tensors}
+        if not any(_ORIGINAL_LAYER.match(name) for name in bare.values()):
+            return tensors
+        theirs = {
+            name if name.startswith("lora_unet_") else f"diffusion_model.{bare[name]}": tensor
+            for name, tensor in tensors.items()
+        }
+        return WanPipeline.lora_state_dict(theirs, use_safetensors=True)
 
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]
@@ -217,7 +238,7 @@ class Wan(DiffusersFamily):
 
     def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
         """A first frame, for Wan 2.2's TI2V: a text-to-video Wan of its VAE's latents."""
-        if takes_image(config) or self.latent_channels(config) != wan_frames.CHANNELS:
+        if takes_image(config) or self.latent_channels(config) != TI2V_CHANNELS:
             return {}
         return {FIRST_FRAME: frames.frame_shape(latent_shape)}
 
@@ -231,70 +252,30 @@ class Wan(DiffusersFamily):
                 among them), text embeddings of another size, an image for a text-to-video Wan, or none for the other.
                 A text-to-video Wan may be given a first frame.
         """
-        text_tokens, _ = condition["text"]
-        self.check_text_width(config["text_dim"], condition, setting)
-        channels, *sizes = latent_shape
-        outgoing = self.latent_channels(config)
-        wanted = outgoing if takes_image(config) else config["in_channels"]
-        if channels != wanted:
-            raise UserError(
-                f"{setting} takes latents of {wanted} channels, but the data has {channels};"
-                " use a checkpoint made for this VAE, or other data.encoders"
-            )
-        if outgoing != channels:
-            raise UserError(
-                f"{setting} has out_channels={outgoing}, and a velocity has {channels} channels, as the"
-                " latents; use a network with as many"
-            )
-        self._check_positions(config, sizes, setting)
+        text_tokens = condition["text"][0]
         needed = self.condition_shapes(config, latent_shape, text_tokens)
-        if FIRST_FRAME in condition:
-            of_text, frame = not takes_image(config), condition[FIRST_FRAME]
-            wan_frames.check_frame(config, latent_shape, frame, of_text=of_text, setting=setting)
-        if takes_image(config) and "image_latents" not in condition:
-            raise UserError(
-                f"{setting} is an image-to-video Wan, and the data give it no image; use data.image=first_frame with"
-                " data=video_folder, or a text-to-video checkpoint"
-            )
-        if not takes_image(config) and "image_latents" in condition:
-            raise UserError(
-                f"{setting} is a text-to-video Wan, which takes no image; leave data.image out, or use an"
-                " image-to-video checkpoint"
-            )
         if text_tokens != needed["text"][0]:
             raise UserError(
                 f"data.max_text_tokens={text_tokens}: {setting} is an image-to-video Wan, which takes {TEXT_TOKENS}"
                 f" text tokens; use {TEXT_TOKENS}"
             )
-        if takes_image(config) and ("image_embeds" in needed) != ("image_embeds" in condition):
-            has, lacks = ("features of it", "none") if "image_embeds" in condition else ("none", "such features")
-            raise UserError(
-                f"{setting}: the data give its image with {has}, of an image encoder, and the network takes {lacks};"
-                " use data.encoders of the pipeline that the checkpoint is from"
-            )
-        for name in sorted(needed.keys() - {"text"}):
-            given = condition[name]
-            # However many features an image encoder gives, the network takes.
-            if given[1:] != needed[name][1:] or (name != "image_embeds" and given != needed[name]):
+        if FIRST_FRAME in condition and not takes_image(config):
+            needed[FIRST_FRAME] = frames.frame_shape(latent_shape)
+            if config["patch_size"][0] != 1:
                 raise UserError(
-                    f"{setting} takes {name} of shape {needed[name]}, but the data's are {given}; use"
-                    " data.encoders of the pipeline that the checkpoint is from"
+                    f"{setting} has tokens of {config['patch_size'][0]} latent frames, and a first frame needs tokens"
+                    " of one; leave data.image out"
                 )
-
-    def _check_positions(self, config: Mapping[str, Any], sizes: Sequence[int], setting: str) -> None:
+        self.check_data(config, latent_shape, needed, condition, setting, open_counts=("image_embeds",))
         positions = config["rope_max_seq_len"]
-        for key, size, patch in zip(
-            ("data.num_frames", "data.height", "data.width"), sizes, config["patch_size"], strict=True
-        ):
-            most = positions * patch
-            if size > most:
-                # What a latent is of the clip, only the data's VAE says: none, or one of the two that Wan has.
-                with_vae = 4 * most - 3 if key == "data.num_frames" else 8 * most
+        keys = ("data.num_frames", "data.height", "data.width")
+        for key, size, patch in zip(keys, latent_shape[1:], config["patch_size"], strict=True):
+            if size > positions * patch:
                 raise UserError(
                     f"{key} gives {size} latent positions, but {setting} has rope_max_seq_len={positions} in patches of"
-                    f" {patch}; use at most {most} latent positions ({key}={most} without a VAE, {with_vae} with Wan's)"
+                    f" {patch}; use a {key} that gives at most {positions * patch}"
                 )
-            self.check_patch(key, size, patch, setting)
+        self.check_patches(config, latent_shape, setting)
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
         keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_features(config) else 0)
@@ -358,30 +339,3 @@ def takes_image(config: Mapping[str, Any]) -> bool:
 def takes_features(config: Mapping[str, Any]) -> bool:
     """Is it an image-to-video Wan 2.1, which attends to an image encoder's features too?"""
     return config.get("image_dim") is not None
-
-
-def _check_image(config: Mapping[str, Any], setting: str) -> None:
-    """The image-to-video configurations that are none of Wan's, or that no network can run.
-
-    Raises:
-        UserError: by name.
-    """
-    coming = config.get("in_channels", 16)
-    going = config.get("out_channels", 16) or coming
-    if (config.get("image_dim") is None) != (config.get("added_kv_proj_dim") is None):
-        raise UserError(
-            f"{setting} has image_dim={config.get('image_dim')} and"
-            f" added_kv_proj_dim={config.get('added_kv_proj_dim')}; an image-to-video Wan 2.1 has both, others neither"
-        )
-    if config.get("pos_embed_seq_len") is not None:
-        raise UserError(f"{setting} is a Wan for a first and a last image (pos_embed_seq_len), which is not supported")
-    if not takes_image(config):
-        return
-    width = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
-    if takes_features(config) and config["added_kv_proj_dim"] != width:
-        raise UserError(f"{setting} has added_kv_proj_dim={config['added_kv_proj_dim']}, but its width is {width}")
-    if coming <= 2 * going:
-        raise UserError(
-            f"{setting} takes {coming} channels and returns {going}: an image-to-video Wan takes the latents, as"
-            f" many channels of an image, and a mask's; more than {2 * going}"
-        )

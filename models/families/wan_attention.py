@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanRotaryPosEmbed
 from torch import Tensor
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.sequence import local_token_count
+from models.families.diffusers_family import token_positions
 
 RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int]
 TEXT_TOKENS = 512
@@ -110,11 +108,7 @@ def own_rotary_tables(rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor
         raise ValueError(
             f"{max(sizes)} token positions along an axis are more than rope_max_seq_len={rope.max_seq_len}"
         )
-    (_, height, width), total = sizes, math.prod(sizes)
-    local = local_token_count(total, mesh.cp_size)
-    tokens = torch.arange(mesh.cp_rank * local, (mesh.cp_rank + 1) * local, device=rope.freqs_cos.device)
-    tokens = tokens.clamp_max(total - 1)
-    positions = (tokens // (height * width), tokens // width % height, tokens % width)
+    positions, total = token_positions(hidden_states, rope.patch_size, mesh, rope.freqs_cos.device)
     dims = (rope.t_dim, rope.h_dim, rope.w_dim)
     cos, sin = (
         torch.cat([part[at] for part, at in zip(table.split(dims, dim=1), positions, strict=True)], dim=1)

@@ -11,7 +11,7 @@ from fsdp_cp.errors import UserError
 from models.additions.base import named_additions
 from models.checkpoint_files import TransformerFolder, tensor_reader
 from models.families.base import Family
-from models.lora.inject import target_layers
+from models.lora.plan import target_layers
 from models.lora.settings import LoraSettings
 
 _EXACT = 2048

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Merged:
-    """Weights by diffusers' names, one at a time: ``W + scale B A``, summed in fp32 and not rounded.
+class Weights(NamedTuple):
+    """Weights of a network or of adapters that are read one at a time."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """By public name (models/names.py)."""
+    read: Callable[[str], Tensor]
+    """Returns a whole tensor by its name. On a mesh every rank must call it."""
+
+
+def merged(base: Weights, own: Weights, scale: float) -> Weights:
+    """Return ``W + scale B A``, summed in fp32 and not rounded, and what the role trains whole or added to the network.
 
     Args:
-        base: a weight of the base, whole, by name.
-        own: one of the role's own, whole, by public name (models/names.py).
-        base_names: of the base.
-        own_names: of the role.
+        base: the base.
+        own: the role's own.
         scale: ``alpha / rank``.
     """
+    whole = {name: shape for name, shape in own.shapes.items() if ".lora_" not in name}
 
-    def __init__(
-        self,
-        base: Callable[[str], Tensor],
-        own: Callable[[str], Tensor],
-        base_names: Iterable[str],
-        own_names: Iterable[str],
-        scale: float,
-    ):
-        self.base, self.own, self.own_names, self.scale = base, own, set(own_names), scale
-        added = [name for name in own_names if ".lora_" not in name and name not in set(base_names)]
-        self.names = [*base_names, *added]
-        """Of the base, and of what was added to the network beside it."""
-
-    def __call__(self, name: str) -> Tensor:
-        """The weight ``name`` of :attr:`names`, fp32 or better."""
-        if name in self.own_names:  # trained whole
-            return self.own(name)
+    def read(name: str) -> Tensor:
+        if name in whole:
+            return own.read(name)
         layer, _, kind = name.rpartition(".")
-        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.{kind}"
-        weight = self.base(name)
-        if b not in self.own_names:
+        weight, b = base.read(name), f"{layer}.lora_B.{kind}"
+        if b not in own.shapes:
             return weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        if kind == "bias":
-            return weight.to(dtype) + self.scale * self.own(b).to(dtype)
-        return weight.to(dtype) + self.scale * (self.own(b).to(dtype) @ self.own(a).to(dtype))
+        difference = own.read(b).to(dtype)
+        if kind == "weight":
+            difference = difference @ own.read(f"{layer}.lora_A.weight").to(dtype)
+        return weight.to(dtype) + scale * difference
+
+    return Weights({**base.shapes, **whole}, read)

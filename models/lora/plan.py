@@ -1,21 +1,28 @@
-"""The adapters that a role will have, checked against its base before anything is built."""
+"""The adapters that a role will have, checked against its base before anything is built, and put in by peft (0.21).
+
+An adapter has the name of its role. :mod:`models.lora.serving` chooses the adapter that a forward runs.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
-from models.lora.inject import adapter_shapes, inject, target_layers, trained_modules, unread_layers
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
 from models.names import owner
@@ -35,17 +42,27 @@ class LoraPlan:
     train: tuple[str, ...]
     """Modules of which the role trains a copy."""
     saved: SavedAdapters | None = None
-    """Where their first values come from; ``None`` for fresh ones."""
+    """The file that gives their first values; ``None`` for fresh ones."""
     biased: bool = False
     """Whether each B has a bias, as in a file with one."""
 
     def shapes(self, network: nn.Module) -> dict[str, Shape]:
-        """Of the role's own parameters on the plain ``network``, by public name."""
-        return adapter_shapes(network, self.settings.rank, self.targets, self.train, biased=self.biased)
+        """Return the shapes of the role's own parameters on the plain ``network``, by public name."""
+        shapes: dict[str, Shape] = {}
+        for name in self.targets:
+            layer = network.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            shapes[f"{name}.lora_A.weight"] = (self.settings.rank, layer.in_features)
+            shapes[f"{name}.lora_B.weight"] = (layer.out_features, self.settings.rank)
+            if self.biased:
+                shapes[f"{name}.lora_B.bias"] = (layer.out_features,)
+        for name in self.train:
+            shapes |= {f"{name}.{key}": tuple(p.shape) for key, p in network.get_submodule(name).named_parameters()}
+        return shapes
 
     @property
     def described(self) -> dict[str, Any]:
-        """What of them a checkpoint must have for this role, as JSON."""
+        """Settings that a checkpoint's adapters must share with this role, as JSON."""
         return {
             "rank": self.settings.rank,
             "scale": self.settings.scale,
@@ -54,46 +71,51 @@ class LoraPlan:
         }
 
     def of(self, network: nn.Module) -> LoraPlan:
-        """For a network of the same kind with fewer blocks: what of the layers it has."""
+        """Return the plan for a network of the same kind with fewer blocks."""
         names = {name for name, _ in network.named_modules()}
         targets, train = (tuple(name for name in chosen if name in names) for chosen in (self.targets, self.train))
         return replace(self, saved=None, targets=targets, train=train)
 
     def inject(self, network: nn.Module, role: str) -> None:
-        """Put them into ``network``, in place; see :func:`models.lora.inject.inject`."""
-        inject(network, role, self.settings, self.targets, self.train, biased=self.biased)
+        """Put the adapters of ``role`` into ``network``, in place, and its copies of the modules that it trains whole.
+
+        ``network`` is on the meta device, plain or with other roles' adapters.
+        """
+        config = LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=self.settings.rank * self.settings.scale,  # type: ignore[arg-type]  # peft divides it by the rank
+            # As one pattern: of a list peft takes every name that ends as one of them does.
+            target_modules="|".join(re.escape(name) for name in self.targets),
+            lora_dropout=0.0,
+            init_lora_weights=False,
+            lora_bias=self.biased,
+        )
+        inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
+        del network.peft_config  # of which peft would warn when the next role's are put in
+        for name in self.train:
+            module = network.get_submodule(name)
+            if isinstance(module, ModulesToSaveWrapper):
+                module.update(role)
+            else:
+                network.set_submodule(name, ModulesToSaveWrapper(module, role))
 
     def fill(self, module: nn.Module, role: str, seed: int) -> None:
-        """First values of ``role``'s adapters in the sharded ``module``: the file's, or A from ``seed`` and B zero."""
+        """Set the first values of ``role``'s adapters in the sharded ``module``.
 
-        if self.saved is not None:
-            found = self.saved.read()
-            for name, parameter in module.named_parameters():
-                of, public = owner(name)
-                if of == role and ".lora_" in name:
-                    layer, _, which = public.rpartition(".lora_")
-                    a, b, bias = found[layer]
-                    value = {"A.weight": a, "B.weight": b, "B.bias": bias}[which]
-                    if value is None:  # other layers have one
-                        value = torch.zeros(parameter.shape)
-                    copy_own_part(
-                        parameter.detach(), value / (1.0 if which == "A.weight" else self.settings.scale), name
-                    )
+        They are those of the file, or A as peft draws that of a linear layer, from ``seed``, and B zero.
+        """
+        own = {name: p.detach() for name, p in module.named_parameters() if owner(name)[0] == role and ".lora_" in name}
+        if self.saved is None:
+            initialise(module, seed=seed, stream=lambda name: name if name.endswith(f".lora_A.{role}") else None)
+            for name, parameter in own.items():
+                if ".lora_B." in name:
+                    local_shard(parameter).zero_()
             return
-
-        def is_its_a(name: str) -> str | None:
-            return name if owner(name)[0] == role and ".lora_A." in name else None
-
-        initialise(module, seed=seed, special=partial(_draw, self.settings), stream=is_its_a)
-        for name, parameter in module.named_parameters():
-            if owner(name)[0] == role and ".lora_B." in name:
-                local_shard(parameter.detach()).zero_()
-
-
-def _draw(settings: LoraSettings, _module: nn.Module, _name: str, tensor: Tensor) -> None:
-    """The full A of a layer; ``standard`` values are those of a linear layer, as in peft."""
-    if settings.init == "gaussian":
-        tensor.normal_(std=1 / settings.rank)
+        found = self.saved.read()
+        for name, parameter in own.items():
+            layer, _, which = owner(name)[1].rpartition(".lora_")
+            value = found[layer].get(which, torch.zeros(parameter.shape))  # a bias that another layer has
+            copy_own_part(parameter, value / (1.0 if which == "A.weight" else self.settings.scale), name)
 
 
 def plan_lora(
@@ -109,35 +131,130 @@ def plan_lora(
         saved: the file that they come from; ``None`` for fresh ones.
 
     Raises:
-        UserError: what :func:`models.lora.inject.target_layers`, ``trained_modules`` and
+        UserError: what :func:`target_layers`, :func:`trained_modules` and
             :func:`models.lora.saved.inspect_adapters` refuse; a file of another rank, or for other layers.
     """
     where, found = f"{role}.lora.", None
     settings.check(where)
     if saved is not None:
         found = inspect_adapters(saved, network, family, f"{role}.checkpoint")
-        unread = found.tensors.keys() & unread_layers(network, family)
-        if unread:
-            logger.info("%s: %d adapters left out, of layers whose output nothing reads", saved, len(unread))
-            if unread == found.tensors.keys():
-                raise UserError(
-                    f"{role}.checkpoint={saved.parent}: its adapters are of layers whose output nothing reads, so they"
-                    " change nothing; give others, or the base alone"
-                )
-            found = replace(found, tensors={name: of for name, of in found.tensors.items() if name not in unread})
         if settings.rank not in (0, found.rank):
             raise UserError(
                 f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
                 f" {found.rank}; leave it out"
             )
-        if not settings.targets:
-            settings = replace(settings, rank=found.rank, targets=sorted(found.tensors))
+        kept = _without_unread(found.tensors, network, family, str(saved))
+        found = replace(found, tensors={name: found.tensors[name] for name in kept})
+        settings = replace(settings, rank=found.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
     if saved is not None and found is not None and set(targets) != found.tensors.keys():
         raise UserError(
             f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
-            f" {len(found.tensors)} others; leave it out"
+            f" {len(found.tensors)} others whose output is read; leave it out, or give other adapters"
         )
     train = trained_modules(network, family, settings, targets, where)
     biased = found is not None and found.biased
     return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=found, biased=biased)
+
+
+def target_layers(
+    network: nn.Module, family: Family, settings: LoraSettings, where: str, *, fresh: bool = True
+) -> list[str]:
+    """Return the names of the linear layers that get adapters.
+
+    Args:
+        network: plain, on any device.
+        family: its family.
+        settings: of the role.
+        where: the settings' prefix in a message, e.g. ``"student.lora."``.
+        fresh: whether they begin at no file, whose largest rank may be above the size of a small layer.
+
+    Raises:
+        UserError: a pattern that matches no linear layer, or only layers that no gradient ever reaches; a rank above a
+            layer's size.
+    """
+    linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    if settings.targets:
+        chosen = _matching({name: [name] for name in linear}, settings.targets, network, family, f"{where}targets")
+    else:
+        inside = {id(module) for block in family.blocks(network) for module in block.modules()}
+        in_blocks = [name for name, module in linear.items() if id(module) in inside]
+        chosen = _without_unread(in_blocks, network, family, f"{where}targets")
+    for name in chosen:
+        size = min(linear[name].in_features, linear[name].out_features)
+        if fresh and settings.rank > size:
+            raise UserError(
+                f"{where}rank={settings.rank} is above the size of {name}, {linear[name].in_features} x"
+                f" {linear[name].out_features}: the product would cost more and reach no further; use {size} or less,"
+                f" or leave the layer out of {where}targets"
+            )
+    return chosen
+
+
+def trained_modules(
+    network: nn.Module, family: Family, settings: LoraSettings, targets: Sequence[str], where: str
+) -> list[str]:
+    """Return the names of the modules that the role trains whole: the linear layers and norms in those that match.
+
+    A copy of a larger module would not be split over ranks and not be kept in fp32, and it would hide the adapters
+    and copies of another role inside it.
+
+    Args:
+        network: plain, on any device.
+        family: its family.
+        settings: of the role.
+        targets: from :func:`target_layers`.
+        where: the settings' prefix in a message.
+
+    Raises:
+        UserError: a pattern that matches no module with parameters, or only modules that no gradient ever reaches; a
+            module that has adapters too, or that is neither a linear layer nor a norm.
+    """
+    with_parameters = {
+        name: module
+        for name, module in network.named_modules()
+        if name and any(True for _ in module.parameters(recurse=False))
+    }
+    paths = {name: list(accumulate(name.split("."), "{}.{}".format)) for name in with_parameters}
+    chosen = _matching(paths, settings.train, network, family, f"{where}train")
+    for name in chosen:
+        module = with_parameters[name]
+        if not isinstance(module, nn.Linear) and any(parameter.ndim > 1 for parameter in module.parameters()):
+            raise UserError(
+                f"{where}train: {name} is a {type(module).__name__}; next to adapters a role can train linear layers"
+                " and norms whole, so name those in it"
+            )
+        if name in targets:
+            raise UserError(
+                f"{where}train: {name} would be trained whole, and has adapters; leave one of them out ({where}targets)"
+            )
+    return chosen
+
+
+def _matching(
+    names: dict[str, list[str]], patterns: Sequence[str], network: nn.Module, family: Family, setting: str
+) -> list[str]:
+    """Return the keys of ``names`` of which a value matches one of ``patterns``, without those that never train.
+
+    Raises:
+        UserError: a pattern without any.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = [name for name, called in names.items() if any(fnmatchcase(each, pattern) for each in called)]
+        if not (trains := _without_unread(matching, network, family, setting)):
+            why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
+            raise UserError(
+                f"{setting}: {pattern!r} {why}; names are as {next(iter(names))} and {next(reversed(names))}"
+            )
+        found.update(trains)
+    return [name for name in names if name in found]
+
+
+def _without_unread(names: Collection[str], network: nn.Module, family: Family, where: str) -> list[str]:
+    """Return ``names`` without the layers that no gradient ever reaches; log those."""
+    unread = {name.rpartition(".")[0] for name in family.never_trained(network)}
+    left_out = [name for name in names if name in unread]
+    if left_out:
+        logger.info("%s: left out %s, whose output nothing reads", where, ", ".join(left_out))
+    return [name for name in names if name not in unread]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
@@ -23,13 +22,15 @@ from models.shipped import find_shipped
 _FILES = (NAME, "adapter_model.safetensors")
 """diffusers' name, and peft's; other names are taken where a folder holds one file of adapters."""
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
-_DOWN, _UP = (".lora_A", ".lora_down"), (".lora_B", ".lora_up")
-_ENDS = (
-    *(("a", f"{end}.weight") for end in _DOWN),
-    *(("b", f"{end}.weight") for end in _UP),
-    *(("bias", f"{end}.bias") for end in _UP),
-    ("alpha", ".alpha"),
-)
+_ENDS = {
+    ".lora_A.weight": "A.weight",
+    ".lora_down.weight": "A.weight",
+    ".lora_B.weight": "B.weight",
+    ".lora_up.weight": "B.weight",
+    ".lora_B.bias": "B.bias",
+    ".lora_up.bias": "B.bias",
+    ".alpha": "alpha",
+}
 
 
 def find_adapters(checkpoint: str | None) -> Path | None:
@@ -63,14 +64,6 @@ def _holds_adapters(file: Path, *, unreadable: bool = False) -> bool:
         return unreadable
 
 
-class Adapter(NamedTuple):
-    """Weights of one layer's adapter, fp32, the scale in B and in the bias."""
-
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
     """Layers that the file has adapters for. It is read again for the weights."""
@@ -78,28 +71,29 @@ class SavedAdapters:
     file: Path
     family: Family
     rank: int
-    """The largest of all layers; smaller adapters are filled up with zeros."""
-    tensors: Mapping[str, tuple[str, str, str | None, float]]
-    """By layer: the names of A, of B and of B's bias (:func:`_read`), and their scale."""
+    """The largest of all layers; smaller adapters are padded with zeros."""
+    tensors: Mapping[str, tuple[Mapping[str, str], float]]
+    """Tensors of each layer: their names (:func:`_read`) by ``A.weight``, ``B.weight`` and ``B.bias``; and the scale of
+    their product, which multiplies the bias too, as in peft."""
 
     @property
     def biased(self) -> bool:
         """Whether an adapter has a bias (``.diff_b``)."""
-        return any(bias is not None for _, _, bias, _ in self.tensors.values())
+        return any("B.bias" in names for names, _ in self.tensors.values())
 
-    def read(self) -> dict[str, Adapter]:
-        """Read the adapter of each layer."""
-        tensors = _read(self.file, self.family)
-        found = {}
-        for layer, (a, b, bias, scale) in self.tensors.items():
-            down, up = tensors[a].float(), scale * tensors[b].float()
-            missing = self.rank - len(down)
-            found[layer] = Adapter(
-                nn.functional.pad(down, (0, 0, 0, missing)),
-                nn.functional.pad(up, (0, missing)),
-                None if bias is None else scale * tensors[bias].float(),
-            )
-        return found
+    def read(self) -> dict[str, dict[str, Tensor]]:
+        """Return the fp32 weights of each layer's adapter, by ``A.weight``, ``B.weight`` and ``B.bias`` if it has one.
+
+        The scale is multiplied into B and into the bias.
+        """
+        tensors, weights = _read(self.file, self.family), {}
+        for layer, (names, scale) in self.tensors.items():
+            found = {which: (1.0 if which == "A.weight" else scale) * tensors[n].float() for which, n in names.items()}
+            missing = self.rank - len(found["A.weight"])
+            found["A.weight"] = nn.functional.pad(found["A.weight"], (0, 0, 0, missing))
+            found["B.weight"] = nn.functional.pad(found["B.weight"], (0, missing))
+            weights[layer] = found
+        return weights
 
 
 def _read(file: Path, family: Family) -> dict[str, Tensor]:
@@ -124,8 +118,9 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
             " it to diffusers' own names"
         ) from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are others; none of a pair is left out
+    pairs = tuple(end for end, which in _ENDS.items() if which != "B.bias")
     for name, tensor in sorted(tensors.items()):
-        pair = name.endswith((*(end for kind, end in _ENDS if kind != "bias"),))
+        pair = name.endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
             raise UserError(
                 f"{file.name} holds {name}, which diffusers leaves out and which is not zero; merge it first"
@@ -151,80 +146,80 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
     try:
         read = _read(file, family)
         with safe_open(file, framework="pt") as opened:
-            scales = _Scales.of(file, opened.metadata() or {})
+            scale_of = _scales(file, opened.metadata() or {})
             if any(name.endswith(".alpha") and name not in read for name in opened.keys()):
-                scales = _Scales(patterns={})  # they are in the matrices by now
+                scale_of = _unscaled  # the conversion multiplied them into the matrices
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
-        raise UserError(f"{where}: what is said of the scale cannot be read ({one_line(error)})") from error
-    found: dict[str, dict[str, Any]] = {}
-    for name, tensor in read.items():
+        raise UserError(f"{where}: the scale of its adapters cannot be read ({one_line(error)})") from error
+    found: dict[str, dict[str, str]] = {}
+    for name in read:
         short = next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)
-        kind, end = next(((kind, end) for kind, end in _ENDS if short.endswith(end)), ("", ""))
-        if not kind:
-            raise UserError(f"{where} holds {name}, which is no adapter of a linear layer; it cannot be used")
-        layer = short.removesuffix(end)
-        if layer not in linear:
-            raise UserError(f"{where} has an adapter for {layer}, and the base has no such linear layer")
-        found.setdefault(layer, {})[kind] = (name, tuple(tensor.shape))
-    tensors, ranks = {}, set()
-    for layer, parts in found.items():
-        if not {"a", "b"} <= parts.keys():
-            raise UserError(f"{where} has one matrix of two for {layer}; copy it again")
-        (a, down), (b, up) = parts["a"], parts["b"]
-        sizes = (linear[layer].in_features, linear[layer].out_features)
-        if len(down) != 2 or len(up) != 2 or (down[1], up[0]) != sizes or down[0] != up[1]:
+        end = next((end for end in _ENDS if short.endswith(end)), None)
+        layer = short.removesuffix(end or "")
+        if end is None or layer not in linear:
+            raise UserError(f"{where} holds {name}, which is not an adapter of a linear layer of the base")
+        found.setdefault(layer, {})[_ENDS[end]] = name
+    tensors = {}
+    for layer, names in found.items():
+        module, alpha = linear[layer], names.pop("alpha", None)
+        if not {"A.weight", "B.weight"} <= names.keys():
+            raise UserError(f"{where} has {', '.join(names.values())}, but not A and B of {layer}; copy it again")
+        shapes = {which: tuple(read[name].shape) for which, name in names.items()}
+        rank = (*shapes["A.weight"], 0)[0]
+        wanted: dict[str, tuple[int, ...]] = {
+            "A.weight": (rank, module.in_features),
+            "B.weight": (module.out_features, rank),
+        }
+        if "B.bias" in names:
+            wanted["B.bias"] = (module.out_features,)
+        if rank < 1 or shapes != wanted:
             raise UserError(
-                f"{where}: the adapter of {layer} has the shapes {down} and {up}, but the layer takes {sizes[0]} and"
-                f" gives {sizes[1]} features; it is for another base"
+                f"{where}: the adapter of {layer} has the shapes {shapes}, but the layer needs {wanted}; it is for"
+                " another base"
             )
-        ranks.add(down[0])
-        bias, bias_shape = parts.get("bias", (None, (sizes[1],)))
-        if bias_shape != (sizes[1],):
-            raise UserError(f"{where}: {bias} has the shape {bias_shape}, but {layer} gives {sizes[1]} features")
-        scale = float(read[parts["alpha"][0]]) / down[0] if "alpha" in parts else scales.scale(layer, down[0])
-        tensors[layer] = (a, b, bias, scale)
+        tensors[layer] = names, float(read[alpha]) / rank if alpha else scale_of(layer, rank)
     if not tensors:
         raise UserError(f"{where}: {file.name} holds no adapters")
-    return SavedAdapters(file=file, family=family, rank=max(ranks), tensors=tensors)
+    rank = max(len(read[names["A.weight"]]) for names, _ in tensors.values())
+    saved = SavedAdapters(file=file, family=family, rank=rank, tensors=tensors)
+    unbiased = next((layer for layer in tensors if linear[layer].bias is None), None)
+    if saved.biased and unbiased is not None:  # a merged network would lose the bias
+        raise UserError(f"{where} has adapters with biases, but {unbiased} has no bias; it is for another base")
+    return saved
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scales:
-    """What a file says of the scale of its adapters, where it is not beside them (``.alpha``)."""
+def _unscaled(_layer: str, _rank: int) -> float:
+    return 1.0
 
-    alpha: float | None = None
-    """``None`` where nobody says anything: a scale of 1."""
-    patterns: Mapping[str, float]
-    """Other alphas, by patterns of layer names in peft's sense."""
-    root: bool = False
-    """Over the rank's root, not the rank (rsLoRA, Kalajdzievski 2023)."""
 
-    @classmethod
-    def of(cls, file: Path, metadata: Mapping[str, str]) -> _Scales:
-        """From peft's ``adapter_config.json`` beside ``file``, or diffusers' metadata in it.
+def _scales(file: Path, metadata: Mapping[str, str]) -> Callable[[str, int], float]:
+    """Return the scale of a layer's adapter by the layer's name and the adapter's rank.
 
-        Raises:
-            UserError: one that says nothing of the scale.
-        """
-        beside = file.parent / "adapter_config.json"
-        if beside.is_file():
-            config, name = json.loads(beside.read_text(encoding="utf-8")), beside.name
-        elif "lora_adapter_metadata" in metadata:
-            given, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
-            # A pipeline's file has those of several components; a network's own has no prefix.
-            config = {key.removeprefix("transformer."): value for key, value in given.items()}
-        else:
-            return cls(patterns={})
-        if not config.get("lora_alpha"):
-            raise UserError(f"{name} does not say lora_alpha, without which the scale is not known")
-        patterns = {key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()}
-        return cls(alpha=float(config["lora_alpha"]), patterns=patterns, root=bool(config.get("use_rslora")))
+    It comes from peft's ``adapter_config.json`` next to ``file``, or from diffusers' metadata in it; 1 without either.
+    Its ``alpha_pattern`` has other alphas by patterns of layer names, and rsLoRA (Kalajdzievski 2023) divides by the
+    root of the rank.
 
-    def scale(self, layer: str, rank: int) -> float:
-        """Of the product of B and A in ``layer``."""
-        if self.alpha is None:
-            return 1.0
-        alpha = self.patterns.get(get_pattern_key(list(self.patterns), layer), self.alpha)
-        return alpha / (math.sqrt(rank) if self.root else rank)
+    Raises:
+        UserError: a configuration without ``lora_alpha``.
+    """
+    beside = file.parent / "adapter_config.json"
+    if beside.is_file():
+        config, name = json.loads(beside.read_text(encoding="utf-8")), beside.name
+    elif "lora_adapter_metadata" in metadata:
+        given, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
+        # A pipeline's file has those of several components; a network's own has no prefix.
+        config = {key.removeprefix("transformer."): value for key, value in given.items()}
+    else:
+        return _unscaled
+    if not config.get("lora_alpha"):
+        raise UserError(f"{name} has no lora_alpha, so the scale of the adapters is not known")
+    default = float(config["lora_alpha"])
+    patterns = {key: float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()}
+
+    def scale(layer: str, rank: int) -> float:
+        alpha = patterns.get(get_pattern_key(list(patterns), layer), default)
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    return scale

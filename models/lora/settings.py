@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
-from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError, shown
 
 
@@ -21,9 +19,6 @@ class LoraSettings:
     targets: list[str] = field(default_factory=list)
     """Linear layers that get adapters, as patterns of their names, ``[*.attn1.*,*.ffn.*]``; empty for all linear layers
     of the blocks."""
-    init: Literal["standard", "gaussian"] = "standard"
-    """Of A: ``standard`` (uniform, as of a linear layer) or ``gaussian`` (of deviation ``1 / rank``); B begins at 0.
-    PiSSA's is not there: it overwrites the base, which other roles share."""
     train: list[str] = field(default_factory=list)
     """Modules that the role trains whole, in a copy of its own, as patterns of their names: ``[proj_out,*norm*]``."""
 
@@ -48,13 +43,5 @@ class LoraSettings:
         """
         if type(self.rank) is not int or self.rank < 0:
             raise UserError(f"{where}rank={shown(self.rank)} must be a whole number of 1 or more, or 0 for no adapters")
-        check_choices(self, where)
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise UserError(f"{where}alpha={self.alpha} must be above 0 and finite, or null for the rank")
-        if not self.enabled:
-            for key in ("alpha", "targets", "train", "init"):
-                if getattr(self, key) not in (None, [], "standard"):
-                    raise UserError(
-                        f"{where}{key}={shown(getattr(self, key))} is for adapters, which {where}rank=0 leaves out; use"
-                        f" {where}rank=64"
-                    )

@@ -1,8 +1,4 @@
-"""An exception inside attention, on one rank or on all: nobody hangs, and the next call is exact.
-
-Whoever fails still takes part in what the others wait for in that call, so they come to its end. They see NaN where
-the rank that failed had something to compute, and the right values everywhere else.
-"""
+"""An exception inside attention: the ranks wait for their messages in flight, raise, and the next call is exact."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -13,17 +9,15 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_cp.attention import context_parallel_attention, reference, ring
-from fsdp_cp.attention.cpu_kernels import CpuFlash
+from fsdp_cp.attention.kernels import CpuFlash
 from fsdp_cp.attention.layout import Chunk
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
 from tests.pools import Pools
 
-TIMEOUT = 60  # a rank that hangs is killed after that
-
 
 @pytest.fixture(scope="module")
 def pools():
-    with Pools(timeout=TIMEOUT) as opened:
+    with Pools(timeout=60) as opened:  # a rank that hangs is killed after that
         yield opened
 
 
@@ -33,7 +27,7 @@ class _Broken(Exception):
 
 @contextmanager
 def _calls(owner, name, broken=None):
-    """Counts the calls of ``owner.name``; the ``broken``-th raises."""
+    """Count the calls of ``owner.name``; the ``broken``-th raises."""
     counted, original = [], getattr(owner, name)
 
     def call(*args):
@@ -47,9 +41,6 @@ def _calls(owner, name, broken=None):
         yield counted
 
 
-# --- one attention ---
-
-KINDS = ("forward", "backward", "dual")
 PLACES = [
     ("forward", CpuFlash, "forward"),
     ("forward", ring._Merged, "add"),
@@ -57,155 +48,94 @@ PLACES = [
     ("backward", Chunk, "add_into"),
     ("dual", reference, "attention_dual"),
     ("dual", ring, "_weight"),
+    ("recomputation", CpuFlash, "forward"),
 ]
 
 
 def _results(kind, case, mesh, breaking=None):
-    """What the rank gets from its forward, its backward or its forward-mode derivative, the last under ``breaking``."""
+    """What the rank gets from its forward, its backward or its derivative, the one of ``kind`` under ``breaking``."""
     breaking = breaking or nullcontext()
     inputs = make_inputs(case)
     if kind == "dual":
         with torch.no_grad(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs.primals, inputs.tangents, strict=True)]
             with breaking:
-                outs = attend_on_rank(case, mesh, duals, inputs.mask)
-            parts = (forward_ad.unpack_dual(x) for x in outs if x is not None)
-            return [x.clone() for part in parts for x in part]
+                out, _ = attend_on_rank(case, mesh, duals, inputs.mask)
+            return [x.clone() for x in forward_ad.unpack_dual(out)]
     leaves = [x.clone().requires_grad_() for x in inputs.primals]
     with breaking if kind == "forward" else nullcontext():
-        outs = [x for x in attend_on_rank(case, mesh, leaves, inputs.mask) if x is not None]
+        if kind == "recomputation":
+            out = checkpoint(
+                lambda *x: attend_on_rank(case, mesh, x, inputs.mask)[0].sin(), *leaves, use_reentrant=False
+            )
+        else:
+            out, _ = attend_on_rank(case, mesh, leaves, inputs.mask)
     if kind == "forward":
-        return [x.detach() for x in outs]
+        return [out.detach()]
     with breaking:
-        return torch.autograd.grad(sum(x.sin().sum() for x in outs), leaves)
+        return torch.autograd.grad(out.sin().sum(), leaves)
 
 
 def _same(ours, theirs):
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _everyone_is_there(mesh):
-    """Collectives work over all ranks and over the groups of the call that failed, and no exchange is left behind."""
-    for group in (None, mesh.cp.get_group(), mesh.ring.get_group(), mesh.ulysses.get_group()):
-        ones = torch.ones(3)
-        dist.all_reduce(ones, group=group)
-        assert ones.tolist() == [dist.get_world_size(group)] * 3
-    assert torch._C._distributed_c10d._get_work_registry_size() == 0
-
-
-def _fail(case, wanted):
-    """Every place, at its first, middle and last call, on each rank alone and on all: ``[(what, NaNs by tensor)]``."""
-    mesh, rank = context_mesh(case.world, case.ulysses, case.kv_heads), dist.get_rank()
-    found = []
+def _fail(case):
+    """Every place fails, at its first, middle and last call, on all ranks; return what failed."""
+    mesh, failed = context_mesh(case.world, case.ulysses, case.kv_heads), []
     for kind, owner, name in PLACES:
-        if kind != wanted:
-            continue
         with _calls(owner, name) as counted:
-            fresh = _results(kind, case, mesh)
-        last = len(counted) - 1
-        assert all(x.isfinite().all() for x in fresh)
-        if case.is_even and last < 0:  # one chunk has nothing to merge
+            truth = _results(kind, case, mesh)
+        if not counted:  # one chunk has nothing to merge
             continue
-        for at in sorted({0, last // 2, last}) if case.is_even else (0, 1):
-            for who in (*range(case.world), None):
-                breaks = who in (None, rank) and at <= last
-                breaking = _calls(owner, name, at if breaks else None)
-                if breaks:
-                    with pytest.raises(_Broken):
-                        _results(kind, case, mesh, breaking)
-                    ours = None
-                else:
-                    ours = _results(kind, case, mesh, breaking)
-                    for a, b in zip(ours, fresh, strict=True):
-                        assert ((a == b) | a.isnan()).all(), (kind, name, at, who)
-                _everyone_is_there(mesh)
-                assert _same(_results(kind, case, mesh), fresh), (kind, name, at, who)
-                found.append(((kind, name, at, who), ours and [int(x.isnan().sum()) for x in ours]))
-    return found
+        last = (len(counted) - 1) // (2 if kind == "recomputation" else 1)
+        for at in sorted({0, last // 2, last}):
+            with pytest.raises(_Broken):
+                _results(kind, case, mesh, _calls(owner, name, at))
+            assert _same(_results(kind, case, mesh), truth), (kind, name, at)
+            failed.append((kind, name, at))
+    return failed
 
 
-class _Even(Case):
-    is_even = True
-    """All ranks have as many calls of everything."""
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ring=3, tokens=(12,)),
+        Case(ulysses=2, tokens=(8,), head_groups=2),
+        pytest.param(Case(ring=2, ulysses=2, tokens=(8,), head_groups=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: f"{case.ring}x{case.ulysses}",
+)
+def test_ranks_whose_attention_fails_can_attend_again(pools, case):
+    for failed in pools[case.world].run(_fail, case):
+        assert {kind for kind, *_ in failed} == {"forward", "backward", "dual", "recomputation"}
 
 
-class _Uneven(Case):
-    is_even = False
-
-
-def _name(case):
-    plain = Case()
-    return " ".join(f"{k}={v}" for k, v in vars(case).items() if v != getattr(plain, k))
-
-
-RINGS = [
-    _Even(ring=3, tokens=(12,)),
-    _Uneven(ring=3, tokens=(7,), masked=True),  # chunks of 3, 3 and 1
-    pytest.param(_Uneven(ring=3, tokens=(12,), block=3), marks=pytest.mark.slow),  # later chunks do not travel
-    pytest.param(_Uneven(ring=3, tokens=(2,)), marks=pytest.mark.slow),  # the last rank has pads alone
-]
-ULYSSES = [
-    _Even(ulysses=2, tokens=(8,), head_groups=2),
-    pytest.param(_Even(ulysses=2, tokens=(8,), block=2), marks=pytest.mark.slow),  # several tiles in a ring of one
-    pytest.param(_Even(ring=2, ulysses=2, tokens=(8,), text=4), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("case", RINGS, ids=_name)
-def test_a_ring(pools, case):
-    """K and V go on truthfully, so outputs are right; NaN is in the gradients that the one who failed had a part in."""
-    for kind in KINDS:
-        for rank, found in enumerate(pools[case.world].run(_fail, case, kind)):
-            assert found
-            for (_, name, at, who), nans in found:
-                if nans is None:
-                    continue
-                if kind != "backward":
-                    assert not any(nans)
-                    continue
-                dq, dk, dv = nans
-                assert not dq and dk == dv
-                if name == "backward" and case.is_even:
-                    late = (who - 1 - rank) % case.ring >= at  # in the order in which `who` comes to the chunks
-                    assert dk == late * case.batch * case.tokens[0] // case.ring * case.kv_heads * case.head_dim
-
-
-@pytest.mark.parametrize("case", ULYSSES, ids=_name)
-def test_an_exchange(pools, case):
-    """The exchange back takes place, with NaN for the heads of the one who failed."""
-    for kind in KINDS:
-        for rank, found in enumerate(pools[case.world].run(_fail, case, kind)):
-            assert found
-            for (_, _, _, who), nans in found:
-                if nans is not None and who // case.ulysses == rank // case.ulysses:
-                    assert all(nans)
-
-
-# --- recomputation ---
-
-
-def _recomputed(case, at):
-    """The kernel fails while checkpointing runs the forward again."""
+def _fail_alone():
+    """Rank 0 fails while the only hop of a ring of 2 is in flight; rank 1 has its result; both attend again."""
+    case = Case(ring=2, tokens=(9,))
     mesh = context_mesh(case.world, case.ulysses, case.kv_heads)
-    x = torch.randn(1, 8, 4, 6, generator=torch.Generator().manual_seed(mesh.cp_rank), requires_grad=True)
-
-    def gradient(broken=None):
-        out = checkpoint(
-            lambda x: context_parallel_attention(x, x, x, mesh=mesh, head_groups=case.head_groups).sin(),
-            x,
-            use_reentrant=False,
-        )
-        with _calls(CpuFlash, "forward", broken):
-            return torch.autograd.grad(out.sum(), x)
-
-    fresh = gradient()
-    with pytest.raises(_Broken):
-        gradient(at)
-    _everyone_is_there(mesh)
-    return _same(gradient(), fresh)
+    truth = _results("forward", case, mesh)
+    if dist.get_rank():
+        assert _same(_results("forward", case, mesh), truth)
+    else:
+        with pytest.raises(_Broken):
+            _results("forward", case, mesh, _calls(CpuFlash, "forward", 0))
+    return _same(_results("forward", case, mesh), truth)
 
 
-def test_a_recomputation(pools):
-    case = Case(ring=2, ulysses=2, head_groups=2)
-    for at in (0, 1):
-        assert all(pools[case.world].run(_recomputed, case, at))
+def test_a_rank_that_fails_alone_receives_what_is_in_flight(pools):
+    assert all(pools[2].run(_fail_alone))
+
+
+def _left_behind():
+    mesh = context_mesh(2, 2, 4)
+    x = torch.randn(1, 4, 4, 6)
+    before = torch._C._distributed_c10d._get_work_registry_size()
+    with pytest.raises(_Broken), _calls(CpuFlash, "forward", 0):
+        context_parallel_attention(x, x, x, mesh=mesh, total_tokens=8, head_groups=2)
+    return torch._C._distributed_c10d._get_work_registry_size() - before
+
+
+def test_a_forward_that_fails_leaves_no_exchange_behind(pools):
+    assert pools[2].run(_left_behind) == [0, 0]

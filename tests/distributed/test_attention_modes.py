@@ -24,8 +24,8 @@ def _refused_tangents():
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, t)
         for call in (
-            lambda: context_parallel_attention(dual, k, v, mesh=mesh),
-            lambda: context_parallel_attention(q, k, dual, mesh=mesh),
+            lambda: context_parallel_attention(dual, k, v, mesh=mesh, total_tokens=6),
+            lambda: context_parallel_attention(q, k, dual, mesh=mesh, total_tokens=6),
             lambda: cross_attention(dual, text, text),
             lambda: gather_tokens(dual, mesh),
         ):
@@ -33,11 +33,11 @@ def _refused_tangents():
                 call()
         with torch.no_grad():
             with pytest.raises(ValueError, match="backend"):
-                context_parallel_attention(dual, k, v, mesh=mesh, backend="cpu_flash")
-            out = context_parallel_attention(dual, k, v, mesh=mesh, backend="reference")
+                context_parallel_attention(dual, k, v, mesh=mesh, total_tokens=6, backend="cpu_flash")
+            out = context_parallel_attention(dual, k, v, mesh=mesh, total_tokens=6, backend="reference")
             assert forward_ad.unpack_dual(out).tangent is not None
     with pytest.raises(RuntimeError, match="no_grad"):
-        torch.func.jvp(lambda q: context_parallel_attention(q, k, v, mesh=mesh), (q,), (t,))
+        torch.func.jvp(lambda q: context_parallel_attention(q, k, v, mesh=mesh, total_tokens=6), (q,), (t,))
     return True
 
 
@@ -76,10 +76,11 @@ def test_tangents_on_some_arguments(pools):
 def _mistakes():
     mesh = build_mesh(cp=4, ulysses=2, heads=4)
     q, k, v = (torch.zeros(2, 5, 4, 8) for _ in range(3))
-    mask, same = torch.ones(2, 17, dtype=torch.bool), {"total_tokens": 17}
+    mask = torch.ones(2, 17, dtype=torch.bool)
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     for name, args, settings in (
         ("total_tokens", (q, k, v), {"total_tokens": 100}),
+        ("total_tokens", (q, k, v), {"total_tokens": None}),
         ("total_tokens", (q, k, v), {"total_tokens": 0}),
         (r"\bk\b", (q, k.bfloat16(), v), {}),
         (r"\bv\b", (q, k, v.to("meta")), {}),
@@ -91,8 +92,8 @@ def _mistakes():
         (r"\bq\b", (q[:0], k[:0], v[:0]), {}),
         ("head_groups", (q, k, v), {"head_groups": 3}),
         ("head_groups", (q, k, v), {"head_groups": 0}),
-        ("key_mask", (q, k, v), {"key_mask": mask[:, :3]} | same),
-        ("key_mask", (q, k, v), {"key_mask": mask.float()} | same),
+        ("key_mask", (q, k, v), {"key_mask": mask[:, :3]}),
+        ("key_mask", (q, k, v), {"key_mask": mask.float()}),
         ("causal_block", (q, k, v), {"causal_block": 0}),
         ("segment", (q, k, v), {"causal_block": 2, "total_tokens": (8, 12)}),
         ("backend", (q, k, v), {"backend": "flashy"}),
@@ -106,7 +107,7 @@ def _mistakes():
         ("mesh", (q, k, v), {"mesh": None}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=name):
-            context_parallel_attention(*args, **{"mesh": mesh} | settings)
+            context_parallel_attention(*args, **{"mesh": mesh, "total_tokens": 17} | settings)
     for name, args, settings in (
         ("key_mask", (q, k[:, :3], v[:, :3]), {"key_mask": mask[:, :5]}),
         (r"\bk\b", (q, k[:, :0], v[:, :0]), {}),
@@ -146,7 +147,7 @@ def _strided(ulysses):
     leaves = [x.transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in inputs.primals]
     own = [x[:, mesh.cp_rank * 4 : mesh.cp_rank * 4 + 4] for x in leaves]
     assert all(x.stride(-1) != 1 for x in own)
-    out = gather_tokens(context_parallel_attention(*own, mesh=mesh), mesh)
+    out = gather_tokens(context_parallel_attention(*own, mesh=mesh, total_tokens=8), mesh)
     text = cross_attention(leaves[0], own[1], own[2])
     plain = plain_attention(inputs.primals[0], *(x[:, mesh.cp_rank * 4 : mesh.cp_rank * 4 + 4]
                                                  for x in inputs.primals[1:]), case, None)  # fmt: skip
@@ -169,7 +170,7 @@ def _anomaly():
     with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=True):
         warnings.simplefilter("ignore")
         for _ in range(3):
-            context_parallel_attention(q, q, q, mesh=mesh, head_groups=1).sum().backward()
+            context_parallel_attention(q, q, q, mesh=mesh, total_tokens=4096, head_groups=1).sum().backward()
     return True
 
 
@@ -183,7 +184,7 @@ def _early_stop():
     x = torch.randn(1, 64, 4, 16, requires_grad=True)
 
     def region(x):
-        return context_parallel_attention(x, x, x, mesh=mesh, head_groups=2)
+        return context_parallel_attention(x, x, x, mesh=mesh, total_tokens=128, head_groups=2)
 
     counts = []
     for _ in range(3):
@@ -202,15 +203,16 @@ def _autocast():
     q, k, v = (torch.randn(1, 6, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
     own = [split_tokens(x, mesh) for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = context_parallel_attention(own[0].bfloat16(), own[1], own[2], mesh=mesh)
+        mixed = context_parallel_attention(own[0].bfloat16(), own[1], own[2], mesh=mesh, total_tokens=6)
         text = cross_attention(own[0], k, v)
     low, tangents = [x.bfloat16() for x in own], []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, x.sin()) for x in low]
-            tangents.append(forward_ad.unpack_dual(context_parallel_attention(*duals, mesh=mesh)).tangent.clone())
+            out = context_parallel_attention(*duals, mesh=mesh, total_tokens=6)
+            tangents.append(forward_ad.unpack_dual(out).tangent.clone())
     assert torch.equal(*tangents), "the derivative is as precise under autocast"
-    return mixed.dtype, torch.equal(mixed, context_parallel_attention(*low, mesh=mesh)), text.dtype
+    return mixed.dtype, torch.equal(mixed, context_parallel_attention(*low, mesh=mesh, total_tokens=6)), text.dtype
 
 
 def test_autocast_as_for_torchs_own_attention(pools):

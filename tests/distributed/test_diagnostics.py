@@ -1,4 +1,4 @@
-"""Norms, unit reports and phases, against full tensors and counted bytes."""
+"""Norms and phases, against full tensors."""
 
 import json
 import math
@@ -9,10 +9,10 @@ from torch import nn
 
 from distill.metrics import NormsLog
 from fsdp_cp import build_mesh, phase, shard_module
-from fsdp_cp.measure.diagnostics import connection_advice, group_report, parameter_norms
+from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
-from fsdp_cp.sharding.state import fsdp_modules, gathered_units
+from fsdp_cp.sharding.state import gathered_units
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 
@@ -84,58 +84,6 @@ def test_norms_that_are_not_numbers_show_as_such(tmp_path):
     assert json.loads((tmp_path / "norms.jsonl").read_text()) == {"step": 3, "role": "student", "norms": norms}
 
 
-def _report(sizes, changes):
-    model = _sharded(build_mesh(**sizes), **changes)
-    rows = group_report(model)
-    assert group_report(model) == rows
-    model(torch.ones(1, 6)).sum().backward()
-    assert group_report(model) == rows, "the same before and after the first forward"
-    local = {name: p.to_local() for name, p in model.named_parameters()}
-    mine = {
-        unit: [t for name, t in local.items() if name.startswith(f"{unit}.")]
-        if unit != "(root)"
-        else [t for name, t in local.items() if not name.startswith(("first.", "second."))]
-        for unit in ("(root)", "first", "second")
-    }
-    true = {unit: sum(t.numel() * t.element_size() for t in tensors) for unit, tensors in mine.items()}
-    held = {unit: sum(t.untyped_storage().nbytes() for t in tensors) for unit, tensors in mine.items()}
-    # What is gathered, as storages while everything is gathered.
-    gathered = {}
-    for module, row in zip(fsdp_modules(model), rows, strict=True):
-        module.unshard()
-        owned = [p for p in module.parameters(recurse=row.name != "(root)")]
-        owned += list(module.head.parameters()) if row.name == "(root)" else []
-        gathered[row.name] = sum(p.untyped_storage().nbytes() for p in owned)
-        module.reshard()
-    empty = [any(t.numel() == 0 for t in mine[unit]) for unit in ("(root)", "first", "second")]
-    return rows, true, held, gathered, empty
-
-
-@pytest.mark.parametrize(
-    ("sizes", "changes", "dtypes"),
-    [
-        ({"dp_shard": 2, "cp": 2}, {"precision": "bf16", "reduce_dtype": "bf16"}, ("bfloat16", "bfloat16", "float32")),
-        pytest.param(
-            {"dp_replicate": 2, "dp_shard": 2}, {"strategy": "optim"}, ("float32", "float32", "float32"), marks=slow
-        ),
-    ],
-)
-def test_units_are_as_large_as_they_say(pools, sizes, changes, dtypes):
-    results = pools[4].run(_report, sizes, changes)
-    for rows, true, held, gathered, _ in results:
-        assert [row.name for row in rows] == ["(root)", "first", "second"]
-        assert [row.parameters for row in rows] == [7 * 2 + 2 + 5 + 4 * 2, 6 * 3 + 3, 3 * 7 + 7]
-        for row in rows:
-            assert (row.compute_dtype, row.reduce_dtype, row.master_dtype) == dtypes
-            assert row.true_shard_bytes == true[row.name]
-            assert row.shard_bytes == held[row.name], "what the shards' storages take, padding included"
-            assert row.gathered_bytes == gathered[row.name]
-    for unit, row in enumerate(results[0][0]):
-        assert row.empty_ranks == sum(empty[unit] for *_, empty in results), row.name
-    if "cp" in sizes:
-        assert [row.empty_ranks for row in results[0][0]][:2] == [2, 1]
-
-
 def _fails_inside():
     model = _sharded(build_mesh(dp_shard=2), strategy="optim")
     for broken in (False, True):  # a network that cannot be resharded must not hide the first exception
@@ -185,25 +133,3 @@ def test_each_role_has_a_line_per_interval_with_its_gradients_before_clipping(po
         assert [(step, role) for step, role, _, _ in written] == sorted(expected)
         for step, _, _, norm in written:
             assert norm == pytest.approx(total[step - 1], rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("capability", "cp", "value", "wanted"),
-    [
-        (None, 4, "1", False),  # no GPU
-        ((9, 0), 1, None, False),
-        ((9, 0), 1, "8", False),
-        ((10, 0), 8, "32", False),
-        ((9, 0), 1, "1", True),
-        ((10, 0), 4, "1", True),
-        ((9, 0), 4, None, True),
-        ((8, 0), 2, "8", True),
-        ((9, 0), 4, "0", True),
-        ((10, 0), 1, "33", True),
-    ],
-)
-def test_advice_on_cuda_connections(capability, cp, value, wanted):
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    advice = connection_advice("cuda" if capability else "cpu", capability, cp, {} if value is None else {name: value})
-    assert (advice is not None) == wanted
-    assert not wanted or (name in advice and "\n" not in advice)

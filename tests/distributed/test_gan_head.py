@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from distill.methods.dmd2 import Dmd2Settings
-from distill.saved_state import saved_tensors
 from fsdp_cp.measure.sharding_memory import ShardingMemory
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from models.additions.gan_head import gan_head_of
@@ -27,7 +26,6 @@ METHOD = Dmd2Settings(
     gan_weight_student=0.5,
     gan_weight_head=0.5,
     gan_r1_weight=20.0,
-    gan_r1_sigma=0.3,
 )
 UNEVEN = (4, 3, 6, 10)  # 45 tokens, which neither 2 nor 4 ranks divide
 BOUND = 1e-6
@@ -141,7 +139,7 @@ def _in_bf16(folder, setup):
         lambda module, args, output: seen.append((module.heads[1].out.weight.dtype, args[0][1].dtype, output.dtype))
     )
     trace = trainer.record()
-    saved = saved_tensors(trainer)["fake"]
+    saved = trainer.saved_tensors()["fake"]
     names = [[n for n in saved[of] if n.startswith("additions.")] for of in ("weights", "adamw")]
     masters = {w.dtype for n, w in trainer.roles["fake"].weights().items() if n.startswith("additions.")}
     return set(seen), masters, names, trace.losses, trace.gradients[1]

@@ -123,9 +123,9 @@ def _saved_on_one_mesh(folder):
     return _full(role, optimizer)
 
 
-def _loaded_on_another(folder, implementation, sizes):
+def _loaded_on_another(folder, sizes):
     role = _role(build_mesh(**sizes))
-    optimizer = RoleOptimizer(role, OptimizerSettings(implementation=implementation, **SETTINGS))
+    optimizer = RoleOptimizer(role, OptimizerSettings(**SETTINGS))
     load(step_folder(folder, 2), {"student": {"weights": role.weights(), "adamw": optimizer.state()}})
     loaded = _full(role, optimizer)
     _steps(role, optimizer, 2, 3)
@@ -136,8 +136,8 @@ def test_state_goes_over_to_another_mesh(pools, tmp_path):
     """Counts of steps too: a rank whose shard of a parameter is empty has counted with the others."""
     saved = pools[3].run(_saved_on_one_mesh, tmp_path)[0]
     assert all(value == 2 for name, value in saved.items() if name.endswith(".step"))
-    for sizes, implementation in (({"dp_shard": 4}, "foreach"), ({"dp_replicate": 2, "dp_shard": 2}, "fused")):
-        for loaded, steps in pools[4].run(_loaded_on_another, tmp_path, implementation, sizes):
+    for sizes in ({"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}):
+        for loaded, steps in pools[4].run(_loaded_on_another, tmp_path, sizes):
             assert loaded.keys() == saved.keys()
             assert [name for name, x in saved.items() if not torch.equal(loaded[name], x)] == []
             assert steps == {3.0}

@@ -176,8 +176,10 @@ def test_the_scale_is_what_peft_makes_of_it(checkpoints, tmp_path, saved_by, cha
     plain = WanTransformer3DModel.from_pretrained(checkpoints / "teacher")
     found = inspect_adapters(file, plain, Wan(), "student.checkpoint").read()
     assert len(found) == 5 * ARCHITECTURE["num_layers"]
-    for name, (a, b, _) in found.items():
-        torch.testing.assert_close(b @ a, network.get_submodule(name).get_delta_weight("default"))
+    for name, weights in found.items():
+        torch.testing.assert_close(
+            weights["B.weight"] @ weights["A.weight"], network.get_submodule(name).get_delta_weight("default")
+        )
 
 
 def test_no_input_is_written_over(capsys, checkpoints, full, tmp_path):

@@ -13,8 +13,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
 from models.load import build_roles
-from models.lora.inject import target_layers, trained_modules
-from models.lora.plan import plan_lora
+from models.lora.plan import plan_lora, target_layers, trained_modules
 from models.lora.settings import LoraSettings
 from models.role_plan import plan_role, sharing
 from tests.oracles.full_tensors import full_tensors
@@ -75,10 +74,7 @@ def test_a_shallower_network_keeps_the_layers_that_it_has(network):
         ({"rank": 4, "train": ["blocks.0.attn2.to_q"]}, "blocks.0.attn2.to_q"),
         ({"rank": -1}, "rank"),
         ({"rank": 4.0}, "rank"),
-        ({"rank": 4, "init": "pissa"}, "init"),
         ({"rank": 4, "alpha": 0.0}, "alpha"),
-        ({"alpha": 8.0}, "alpha"),
-        ({"train": ["proj_out"]}, "train"),
     ],
     ids=str,
 )
@@ -151,7 +147,7 @@ def _first_values(path, architecture):
     adapters = {
         "teacher": None,
         "student": LoraSettings(rank=8, train=["proj_out"]),
-        "fake": LoraSettings(rank=8, init="gaussian"),
+        "fake": LoraSettings(rank=8),
     }
     plans = [plan_role(n, checkpoint=path, architecture=architecture, lora=lora) for n, lora in adapters.items()]
     roles = build_roles(plans, trained=("student", "fake"), **where)
@@ -174,12 +170,9 @@ def test_first_values(pools, checkpoints, random):
     for role in ("student", "fake"):
         a = [v for name, v in weights[role].items() if ".lora_A." in name]
         assert all(not v.any() for name, v in weights[role].items() if ".lora_B." in name) and len(a) == 30
-        for value in a:
+        for value in a:  # uniform in +-1/sqrt(features), of deviation 1/sqrt(3 features)
             limit = value.shape[1] ** -0.5
-            if role == "student":  # uniform in +-1/sqrt(features), of deviation 1/sqrt(3 features)
-                assert value.abs().max() <= limit and value.std() == pytest.approx(limit / 3**0.5, rel=0.15)
-            else:
-                assert value.std() == pytest.approx(1 / 8, rel=0.2)
+            assert value.abs().max() <= limit and value.std() == pytest.approx(limit / 3**0.5, rel=0.15)
         assert len({value.flatten()[0].item() for value in a}) == 30, "each layer has its own"
     for name, value in found[1]["student"].items():
         assert torch.equal(value, weights["student"][name])

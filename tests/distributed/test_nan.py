@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distill.saved_state import saved_tensors
 from fsdp_cp.checkpoint import published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.diagnostics import first_non_finite
@@ -47,8 +46,8 @@ def _poisoned(folder, run_dir, in_a_row):
     if saved:  # the last good state: of the fake score, which did not learn, that of the run's beginning
         numbers = read_state(step_folder(run_dir / "checkpoints", saved[-1]))
         assert numbers["skipped"] == trainer.skipped and numbers["updates"] == trainer.updates
-        kept = saved_tensors(make_trainer(setup, folder, config, step_folder(run_dir / "checkpoints", saved[-1])))
-        for role, state in saved_tensors(trainer).items():
+        kept = make_trainer(setup, folder, config, step_folder(run_dir / "checkpoints", saved[-1])).saved_tensors()
+        for role, state in trainer.saved_tensors().items():
             for kind, tensors in state.items():
                 for name, tensor in tensors.items():
                     pairs = zip(flat(tensor), flat(kept[role][kind][name]), strict=True)

@@ -52,7 +52,7 @@ MEANT = {  # the settings above, spelled out: (weight decay, factor of the rate)
 }
 
 
-def _sharded(implementation, sizes, strategy):
+def _sharded(sizes, strategy):
     mesh = build_mesh(**sizes, sharded=strategy != "no_shard")
     model, x, target = _model_and_data()
     for name, parameter in model.named_parameters():
@@ -63,9 +63,7 @@ def _sharded(implementation, sizes, strategy):
         networks=(Network(family=Wan(), config={}, module=model, precision="fp64", tokens=1, forward_flops=1),),
         trainable=True,
     )
-    settings = OptimizerSettings(
-        lr=1e-2, betas=[0.8, 0.99], eps=1e-7, weight_decay=0.1, implementation=implementation, **SETTINGS
-    )
+    settings = OptimizerSettings(lr=1e-2, betas=[0.8, 0.99], eps=1e-7, weight_decay=0.1, **SETTINGS)
     optimizer = RoleOptimizer(role, settings)
     mine = slice(4 * torch.distributed.get_rank(), 4 * torch.distributed.get_rank() + 4)
     for step, rate in enumerate(RATES):
@@ -104,21 +102,21 @@ SHARDED, REPLICAS = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
 
 
 @pytest.mark.parametrize(
-    ("implementation", "sizes", "strategy"),
+    ("sizes", "strategy"),
     [
-        ("foreach", SHARDED, "optim_grads_params"),
-        pytest.param("for_loop", SHARDED, "optim", marks=pytest.mark.slow),
-        pytest.param("foreach", REPLICAS, "optim_grads", marks=pytest.mark.slow),
-        pytest.param("fused", {"dp_replicate": 4}, "no_shard", marks=pytest.mark.slow),
+        (SHARDED, "optim_grads_params"),
+        pytest.param(SHARDED, "optim", marks=pytest.mark.slow),
+        pytest.param(REPLICAS, "optim_grads", marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 4}, "no_shard", marks=pytest.mark.slow),
     ],
 )
-def test_groups_on_shards_equal_plain_adamw(pools, implementation, sizes, strategy):
+def test_groups_on_shards_equal_plain_adamw(pools, sizes, strategy):
     weights, state = _plain(MEANT)
     alike, _ = _plain(dict.fromkeys(MEANT, (0.1, 1.0)))
     assert sum((w - alike[name]).abs().max() > 1e-4 for name, w in weights.items()) > 6, (
         "the groups must make a difference"
     )
-    results = pools[WORLD].run(_sharded, implementation, sizes, strategy)
+    results = pools[WORLD].run(_sharded, sizes, strategy)
     for ours, our_state, _ in results:
         for theirs, mine in ((weights, ours), (state, our_state)):
             assert theirs.keys() == mine.keys()

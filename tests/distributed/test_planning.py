@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 
 from distill.config import compose_config
 from distill.planning.command import as_planned, planned_shapes
-from distill.planning.depth import simulate_any_depth
+from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import run_steps, simulate
 from distill.setup import plan_run
@@ -157,7 +157,8 @@ def test_a_deep_network_is_told_from_two_shallow_ones():
     words = ("experiment=quickstart_scm", "student.activation_checkpointing=full", "student.offload=cpu")
     planned = _planned(8, ("mesh.cp=2", "precision=bf16", "sample.at_end=false", "batch_size=4", *words), layers=6)
     whole, told = simulate(*planned), simulate_any_depth(*planned, at_once=True)
-    assert told.peak_phase == whole.peak_phase and told.peaks.keys() == whole.peaks.keys()
+    phase = max(whole.peaks, key=lambda name: whole.peaks[name].bytes)
+    assert told.peaks[phase] == told.peak and told.peaks.keys() == whole.peaks.keys()
     for name, peak in whole.peaks.items():
         assert told.peaks[name].bytes == pytest.approx(peak.bytes, rel=1e-3), name
     assert told.host.bytes == pytest.approx(whole.host.bytes, rel=1e-3)

@@ -23,7 +23,7 @@ from distill.sample import main as sample_command
 from fsdp_cp import build_mesh
 from fsdp_cp.checkpoint import Checkpoints
 from fsdp_cp.errors import UserError
-from models.additions.registry import additions_of
+from models.additions.base import additions_of
 from models.condition import text_condition
 from models.export_folder import export_weights
 from models.load import build_role

@@ -71,7 +71,7 @@ def _inside():
     q, k, v = (torch.randn(1, 4, WORLD, 8, requires_grad=True) for _ in range(3))
     cp = build_mesh(cp=WORLD, ulysses=WORLD, heads=WORLD)
     with CollectiveCounter() as forward:
-        out = context_parallel_attention(q, k, v, mesh=cp)
+        out = context_parallel_attention(q, k, v, mesh=cp, total_tokens=4 * WORLD)
     with CollectiveCounter() as backward:
         out.square().sum().backward()
     with CollectiveCounter() as twice:

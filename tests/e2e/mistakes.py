@@ -45,7 +45,6 @@ def make_place(base: Path) -> Path:
     things = base / "things"
     (things / "file.txt").write_text("mine\n")
     (things / "metrics.jsonl").write_text("mine, and of no run\n")
-    (things / "mine.safetensors").write_bytes(b"mine")
     config = json.loads((TEACHER / "config.json").read_text())
     for name, changes in (("wrong_shape", {"ffn_dim": 96}), ("deeper", {"num_layers": 5}), ("torn", {})):
         shutil.copytree(TEACHER, things / name)

@@ -389,7 +389,6 @@ def pipelines(tmp_path_factory):
         ("a14b", ["method.step_list=[1.0,0.9]", "sample.student_steps=[2]"], "method.step_list"),
         ("a14b", ["teacher.checkpoint={a14b}/transformer"], "teacher.checkpoint"),
         ("a14b", ["teacher.boundary=0.5"], "teacher.boundary"),
-        ("a14b", [f"{role}.checkpoint={{t2v}}" for role in ("teacher", "student", "fake")], "guidance_scale_2"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_is_refused(pipelines, tmp_path, capfd, model, changes, name):

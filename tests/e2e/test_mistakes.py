@@ -63,13 +63,14 @@ MISTAKES = {
         ("PATH={things} train.py dry_run=false student.compile=true", "student.compile"),
         ("student.backward_prefetch=2 student.strategy=optim", "student.backward_prefetch"),
         ("student.master_dtype=bf16 precision=bf16", "student.ema"),
-        ("teacher.activation_checkpointing=full", "teacher.activation_checkpointing"),
         ("adapters=lora student.fp8=torchao", "student.fp8"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),
     ],
     "data": [
         ("data.num_frames=5", "data.num_frames"),
         ("data.height=18", "data.height"),
+        ("data.negative_prompt=blurry", "data.negative_prompt"),
+        ("'sample.captions=[a purple cow]'", "sample.captions"),
         ("data=video_folder", "data.path"),
         ("data=captions", "sample.report_clips"),
         ("sample.student_steps=[5]", "sample.student_steps"),
@@ -79,7 +80,6 @@ MISTAKES = {
         ("method.gan_weight_student=1e-3 method.gan_blocks=[1,99]", "method.gan_blocks"),
         ("experiment=quickstart_rcm method.student_every=1", "method.student_every"),
         ("experiment=quickstart_scm method.jvp=finite_difference precision=bf16", "method.jvp"),
-        ("experiment=quickstart_meanflow method.student_sampler=renoise", "method.student_sampler"),
         ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
         ("experiment=quickstart_ode_regression", "method.trajectories"),
     ],
@@ -101,7 +101,6 @@ MISTAKES = {
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
         ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
-        ("python -m distill.data.word_table {things}/mine.safetensors", "mine.safetensors"),
     ],
 }
 # Settings that look like mistakes and are accepted, each with its value in the run's configuration.

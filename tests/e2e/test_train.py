@@ -147,14 +147,14 @@ def test_every_role_sharded_in_its_own_way(tmp_path):
     own = (
         "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
         "student.activation_checkpointing=selective", "student.gather_early=true", "fake.activation_checkpointing=true",
-        "student.keep_operators=[fsdp_cp.ring_attention,aten.mm]", "log.norms_every=1", "log.groups=true",
-        "optim.student.implementation=fused", "profile.steps=[2,2]", "profile.ranks=all",
+        "student.keep_operators=[fsdp_cp.ring_attention,aten.mm]", "log.norms_every=1",
+        "profile.steps=[2,2]", "profile.ranks=all",
     )  # fmt: skip
     plain, run_dir = tmp_path / "plain", tmp_path / "own"
     train(2, *arguments, "steps=4", f"run_dir={plain}")
     train(2, *arguments, *own, "steps=3", f"run_dir={run_dir}")
     assert not (plain / "norms.jsonl").exists() and not (plain / "profile").exists()
-    traces = {f"steps_2_2_rank{rank}{end}" for rank in range(2) for end in (".json.gz", "_summary.json")}
+    traces = {f"steps_2_2_rank{rank}.json.gz" for rank in range(2)}
     assert {file.name for file in (run_dir / "profile").iterdir()} == traces
     for rank in range(2):
         with gzip.open(run_dir / "profile" / f"steps_2_2_rank{rank}.json.gz") as file:
@@ -194,17 +194,12 @@ def test_trajectories_are_written_and_trained_on(tmp_path):
     train(2, *words, f"run_dir={tmp_path}/run")
     assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
     WanTransformer3DModel.from_pretrained(tmp_path / "run" / "export" / "student")
-    words_file = tmp_path / "words.safetensors"
-    assert forked(0, "distill.data.word_table", str(words_file)).wait().returncode == 0 and words_file.is_file()
 
 
 COMMANDS = (
-    "train", "distill.sample", "distill.sweep", "distill.trajectories", "distill.data.word_table", "models.export",
-    "models.lora", "models.verify", "tests.tiny_pipeline", "tests.tiny_ltx_pipeline", "tests.tiny_hunyuan_pipeline",
-    "benchmarks.gpu",
+    "train", "distill.sample", "distill.sweep", "distill.trajectories", "models.export", "models.lora", "models.verify",
+    "tests.tiny_pipeline", "tests.tiny_ltx_pipeline", "tests.tiny_hunyuan_pipeline", "benchmarks.gpu",
 )  # fmt: skip
-WITHOUT_HELP = ("distill.data.word_table",)
-"""Commands whose ``--help`` does not work yet."""
 
 
 @pytest.mark.slow
@@ -215,15 +210,7 @@ def test_every_command_has_help():
         done = forked(0, module, "--help").wait(120)
         if done.returncode != 0 or not done.stdout or "Traceback" in done.stderr:
             failed[module] = done
-    assert sorted(failed) == sorted(WITHOUT_HELP), failed
-
-
-@pytest.mark.long
-def test_a_run_that_plans_itself_writes_its_plan(tmp_path):
-    train(2, *SMALL, *NO_END, "mesh.cp=2", "steps=2", "planning.before_run=true", f"run_dir={tmp_path}/run")
-    assert [r["step"] for r in losses(tmp_path / "run")] == [1, 2]
-    (plan,) = (tmp_path / "run").rglob("plan.json")
-    assert json.loads(plan.read_text())["phases"]
+    assert not failed, failed
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_a_network_that_does_not_fit_is_refused(monkeypatch, capsys):
 def test_a_wrong_network_is_seen(tmp_path):
     """Every measure can fail: against the truth of other weights, and with a gradient missing or not finite."""
     wan = Wan()
-    verification.write_example(tmp_path / "network", "wan", wan.examples()["i2v"])
+    verify.write_example(tmp_path / "network", "wan", wan.examples()["i2v"])
     plan = verification.planned(tmp_path / "network", "wan", checkpointing=False)
     truth = verification.plain_result(plan, (2, 2, 4))
     same = verification.compare(truth, truth, 0)
@@ -94,6 +94,6 @@ def _rank_result_without_images(case, scratch):
 @pytest.mark.slow
 def test_an_attention_that_forgets_the_image_ends_with_1(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(verification, "rank_result", _rank_result_without_images)
-    verification.write_example(tmp_path / "network", "wan", Wan().examples()["i2v"])
+    verify.write_example(tmp_path / "network", "wan", Wan().examples()["i2v"])
     assert verify.main([str(tmp_path / "network"), "--ranks", "1"]) == 1
     assert "1 x 1" in capsys.readouterr().out

@@ -20,12 +20,13 @@ from distill.data.order import clip_at
 from distill.methods import METHODS, Batch, build_method
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
-from models.additions.registry import attach_additions, build_additions
+from models.additions.base import attach_additions
 from models.condition import Condition
 from models.families.registry import FAMILIES
 from models.load import seed_of_expert
 from models.network import Network
 from models.role import Role
+from models.role_plan import build_additions
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut

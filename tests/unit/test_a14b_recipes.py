@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-import models.fill
+import models.load
 from distill.config import compose_config
-from distill.planning.coding import encoder_settings
 from distill.planning.command import as_planned, planned_shapes
+from distill.planning.encoders import encoder_settings
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
@@ -37,7 +37,7 @@ def planned(kind, *words):
     ],
 )
 def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):
-    monkeypatch.setattr(models.fill, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+    monkeypatch.setattr(models.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     monkeypatch.setattr("models.lora.plan.LoraPlan.fill", lambda *args, **kwargs: None)
     config, (latents, shapes), plan = planned(kind, *words)
     assert latents == LATENTS and ("image_latents" in shapes) == (kind == "i2v") and "image_embeds" not in shapes
@@ -71,4 +71,4 @@ def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):
 
 def test_a_method_that_does_not_know_experts_is_refused():
     with pytest.raises(UserError, match="method=meanflow"):
-        planned("t2v", "world=32", "method=meanflow")
+        planned("t2v", "world=32", "method=meanflow", "recipe=wan2_1_t2v_1_3b_meanflow")

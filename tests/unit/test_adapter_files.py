@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel, WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from models.condition import text_condition
+from models.families.ltx import LTX
 from models.families.wan import Wan
 from models.load import build_role
 from models.lora.files import FORMATS, file_tensors
-from models.lora.merge import Merged
-from models.lora.saved import find_adapters
+from models.lora.merge import Weights, merged
+from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
 from models.role_plan import plan_role
 from tests.unit.test_checkpoint_files import SMALL
@@ -87,6 +88,8 @@ def distilled(base):
         tensors |= {f"{unit}.lora_down.weight": a, f"{unit}.lora_up.weight": b}
         if i % 2:
             tensors |= {f"{unit}.diff_b": 0.3 * torch.ones(len(b))}
+        if i % 3 == 0:
+            tensors |= {f"{unit}.alpha": torch.tensor(2.0)}  # scales the pair, not the bias
     return tensors | {"diffusion_model.blocks.0.norm3.diff": torch.zeros(24)}
 
 
@@ -152,8 +155,9 @@ def test_a_role_says_what_diffusers_says(base, mesh, tmp_path, make):
         torch.testing.assert_close(by_diffusers(base, write(tmp_path / kind, written)), truth, rtol=1e-4, atol=1e-5)
     network = WanTransformer3DModel.from_pretrained(base)
     weights = network.state_dict()
-    merged = Merged(weights.__getitem__, own.__getitem__, list(weights), list(own), scale)
-    network.load_state_dict({name: merged(name) for name in weights})
+    whole, adapters = (Weights({name: x.shape for name, x in w.items()}, w.__getitem__) for w in (weights, own))
+    together = merged(whole, adapters, scale)
+    network.load_state_dict({name: together.read(name) for name in weights})
     out = says(lambda x, t, text: network(x, 1000 * t, text, return_dict=False)[0])
     torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
 
@@ -189,6 +193,19 @@ def test_what_diffusers_would_leave_out_is_refused_by_name(base, tmp_path, chang
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(UserError, match="git-lfs"):
         planned(base, path.parent)
+
+
+def test_biases_are_refused_where_the_base_has_none(tmp_path):
+    """A merged network would lose them."""
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 4}
+    with torch.device("meta"):
+        network = LTXVideoTransformer3DModel(**sizes, cross_attention_dim=16, num_layers=1, attention_bias=False)
+    layer = "transformer.transformer_blocks.0.attn1.to_q"
+    pair = {f"{layer}.lora_A.weight": torch.ones(2, 16), f"{layer}.lora_B.weight": torch.ones(16, 2)}
+    inspect_adapters(write(tmp_path, pair), network, LTX(), "student.checkpoint")
+    with pytest.raises(UserError, match="no bias"):
+        file = write(tmp_path, pair | {f"{layer}.lora_B.bias": torch.ones(16)})
+        inspect_adapters(file, network, LTX(), "student.checkpoint")
 
 
 def test_kohyas_names_of_some_layers_are_refused_by_format(base, tmp_path):

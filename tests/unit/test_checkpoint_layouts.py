@@ -12,7 +12,7 @@ from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from models.checkpoint_files import inspect_transformer, tensor_reader
-from models.families.wan_names import original_name
+from models.families.wan import Wan
 from models.load import build_role
 from models.role_plan import plan_role
 from tests.unit.test_checkpoint_files import SMALL
@@ -114,7 +114,7 @@ def test_a_pointer_of_git_lfs_is_called_one(network, folder, index):
 
 def test_names_of_wans_own_code_are_shown_with_those_that_lack(network, folder):
     layers = [name.removesuffix(".weight") for name in network.state_dict() if name.endswith("to_q.weight")]
-    own = {f"{layer}.": f"{original_name(layer)}." for layer in layers}
+    own = {f"{layer}.": f"{Wan().original_name(layer)}." for layer in layers}
     tensors = {
         next((own[o] + n.removeprefix(o) for o in own if n.startswith(o)), n): w
         for n, w in network.state_dict().items()
@@ -135,5 +135,5 @@ def test_one_tensor_under_two_names_is_refused(network, folder):
     tensors = network.state_dict()
     name = "blocks.0.attn1.to_q.weight"
     write(folder, tensors | {_compiled(name): tensors[name].clone()}, "x.safetensors")
-    with pytest.raises(UserError, match="of one tensor"):
+    with pytest.raises(UserError, match="twice"):
         inspect_transformer(str(folder), "teacher.checkpoint")

@@ -1,20 +1,19 @@
-"""Settings whose type is a ``Literal``: which words they refuse, and how OmegaConf sees them."""
+"""Values that settings take: words, ranges, and composed values as typed objects."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, get_origin
+from typing import Literal
 
 import pytest
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ValidationError
+from omegaconf import MISSING
 
+from distill.config.kinds import defaults, make
 from distill.config.schema import Config
-from distill.config.without_literals import without_literals
 from distill.data import DATA
 from distill.methods import METHODS
-from fsdp_cp.choices import check_choices
+from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.errors import UserError
 
 
@@ -47,23 +46,46 @@ def test_listed_words_pass_and_numbers_are_left_to_others():
         check_choices(Inner(**settings))
 
 
-def test_omegaconf_makes_objects_of_the_class_itself():
-    shown = OmegaConf.structured(without_literals(Outer))
-    assert OmegaConf.to_object(OmegaConf.merge(shown, {"number": 1})) == Outer(number=1)
-    made = OmegaConf.to_object(
-        OmegaConf.merge(
-            shown, {"number": 3, "numbers": "all", "inner": {"word": "two", "degree": 4, "switch": "maybe"}}
-        )
-    )
-    assert made == Outer(number=3, numbers="all", inner=Inner(word="two", degree=4, switch="maybe"))
-    assert type(made) is Outer and type(made.inner) is Inner, "or == would tell two equal ones apart"
-    for wrong in ({"number": "x"}, {"inner": {"word": None}}, {"inner": {"word": [1]}}):
-        with pytest.raises(ValidationError):
-            OmegaConf.merge(shown, wrong)
+def test_composed_values_become_objects_of_the_class():
+    values = {"number": 3, "numbers": "all", "inner": {"word": "two", "degree": 4, "switch": "maybe"}}
+    assert make(Outer, values) == Outer(number=3, numbers="all", inner=Inner(word="two", degree=4, switch="maybe"))
+    assert make(Outer, {"number": "1", "numbers": [2]}) == Outer(number=1, numbers=[2])
+    assert make(Inner, {"switch": "yes"}).switch is True
 
 
-def test_omegaconf_is_shown_every_field():
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"number": "x"}, "number"),
+        ({"number": True}, "number"),
+        ({"number": 2**63}, "number"),
+        ({"number": MISSING}, "number"),
+        ({"number": 1, "numbers": [1.5]}, "numbers"),
+        ({"number": 1, "inner": 3}, "inner"),
+        ({"number": 1, "inner": {"word": None}}, "inner.word"),
+        ({"number": 1, "inner": {"word": [1]}}, "inner.word"),
+        ({"number": 1, "inner": {"switch": 7}}, "inner.switch"),
+        ({"number": 1, "inner": {"wrod": "one"}}, "inner.wrod"),
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused_by_key(values, named):
+    with pytest.raises(UserError, match=f"^{named}"):
+        make(Outer, values)
+
+
+def test_defaults_are_complete_and_plain():
     for owner in (Config, *(settings for _, settings in METHODS.values()), *DATA.values()):
-        shown = dataclasses.fields(without_literals(owner))
-        assert [f.name for f in shown] == [f.name for f in dataclasses.fields(owner)]
-        assert all(get_origin(f.type) is not Literal for f in shown)
+        assert list(defaults(owner)) == [f.name for f in dataclasses.fields(owner)]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wrong"), [({"least": 1}, 0), ({"above": 3}, 3), ({"most": 2}, 3), ({"below": 3}, 3)]
+)
+def test_numbers_outside_of_a_range_are_refused(bounds, wrong):
+    for number in (wrong, float("nan")):
+        with pytest.raises(UserError, match=r"^a\.number="):
+            check_range(Outer(number=number), "number", where="a.", **bounds)
+    check_range(Outer(number=None), "number", **bounds)
+    with pytest.raises(UserError, match="^numbers="):
+        check_range(Outer(number=1, numbers=[2, wrong]), "numbers", **bounds)

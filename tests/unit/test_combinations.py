@@ -1,17 +1,16 @@
 """Model, method, data and cluster groups: the resolved values of their combinations."""
 
-from dataclasses import asdict, replace
+import re
+from dataclasses import replace
 from functools import lru_cache, reduce
-from pathlib import Path
 
 import pytest
 import yaml
 
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
-from distill.config.schema import EmaSettings, OptimSettings
 from distill.methods import METHODS
-from fsdp_cp.errors import UserError
+from tests.unit.refused import refused
 
 NODES = {1: ([], 8), 4: (["cluster=h20x8x4", "batch_size=32"], 32)}
 """The words and the global batch, by the number of nodes."""
@@ -65,80 +64,67 @@ def test_adapters_on_four_nodes_have_one_base_that_is_sharded_in_one_way():
 # ---------------------------------------------------------------- what a word brings
 
 
-@pytest.mark.parametrize("method", ["dmd2", "ode_regression", "rcm"])
-def test_a_method_brings_its_rates(method):
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"method={method}"]
-    words += ["method.trajectories=/paths"] if method == "ode_regression" else []
-    assert composed(*words).optim == composed(*words, f"optim={method}").optim
-    assert (composed(*words).optim == composed("experiment=wan2_1_t2v_1_3b_dmd2").optim) == (method == "dmd2")
-
-
-def test_optim_has_the_last_word_over_the_method():
+def test_typed_settings_win_over_the_recipe_and_a_typed_recipe_over_the_pair():
     words = ["experiment=wan2_1_t2v_14b_dmd2", "method=rcm"]
-    other = composed(*words, "optim=meanflow").optim
-    assert (other.student.lr, other.student.betas, other.clip) == (1e-5, [0.9, 0.99], None), "not rCM's"
-    assert composed(*words, "optim=scm").optim.student.lr == 1e-6, "which has one for 14B"
-    assert composed(*words, "optim=scm", "optim.student.lr=3e-6").optim.student.lr == 3e-6
-    assert composed("experiment=quickstart_rcm").optim.student.schedule == "cosine", "the recipe's own optim="
+    assert composed(*words).optim.student.lr == 1e-6
+    assert composed(*words, "optim.student.lr=3e-6").optim.student.lr == 3e-6
+    small = composed(*words, "recipe=wan2_1_t2v_1_3b_rcm")
+    assert (small.optim.student.lr, small.mesh.cp) == (2e-6, 8), "1.3B's numbers on 14B's mesh"
+    assert small.optim == composed("experiment=wan2_1_t2v_1_3b_rcm").optim
+
+
+def test_the_numbers_of_a_method_need_no_experiment():
+    config = composed("method=rcm")
+    assert replace(config, mesh=None, run_dir=None) == replace(
+        composed("experiment=quickstart_rcm"), mesh=None, run_dir=None
+    )
 
 
 # ---------------------------------------------------------------- the source of each number
 
-RECIPES = yaml.safe_load((Path(__file__).parent / "recipes.yaml").read_text())
-WAN = sorted(path.stem for path in (CONFIGS / "model").glob("wan*.yaml"))
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml") if path.stem != "quickstart")
+PAIR_FILES = {path.stem: path for path in (CONFIGS / "recipe").glob("*.yaml")}
 
 
-def recipe(model, method):
-    """Compose a pair, from the experiment of another method."""
-    start = "wan2_1_t2v_1_3b_rcm" if method == "dmd2" else "wan2_1_t2v_1_3b_dmd2"
-    words = ["method.trajectories=/paths"] if method == "ode_regression" else []
-    return composed(f"experiment={start}", f"model={model}", f"method={method}", *words)
-
-
-def changed(config):
-    """Return the settings of a pair that are not the schema's defaults, by key."""
-    roles = METHODS[config.method.name][0].trained_roles
-    optim, optim_defaults = asdict(config.optim), asdict(OptimSettings())
-    groups = {f"optim.{role}": (optim[role], optim_defaults[role]) for role in roles}
-    groups |= {"optim": ({"clip": config.optim.clip}, optim_defaults)}
-    groups |= {"method": (asdict(config.method), asdict(type(config.method)()))}
-    if config.student.ema.enabled:
-        groups |= {"student.ema": (asdict(config.student.ema), asdict(EmaSettings()))}
-    found = {f"{group}.{key}" for group, (ours, base) in groups.items() for key in ours if ours[key] != base[key]}
-    return found - {"method.trajectories"}
-
-
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_a_pair_has_the_numbers_of_its_one_source(method):
-    kind, settings = METHODS[method]
-    for model in WAN:
-        name = f"{model} {method}"
-        if name not in RECIPES:
-            with pytest.raises(UserError, match=method):
-                kind.check_experts(settings(), {"teacher": (0.9,), "student": (0.9,)}, "both")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_pair_has_a_file_with_its_source_or_is_refused_with_the_files_that_exist(model):
+    for method in sorted(METHODS):
+        words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}"]
+        words += ["method.trajectories=/paths"] if method == "ode_regression" else []
+        if f"{model}_{method}" not in PAIR_FILES:
+            with refused(f"recipe=wan2_1_t2v_1_3b_{method}"):
+                compose_config(words)
             continue
-        entry = RECIPES[RECIPES[name].get("as", name)]
-        assert entry["source"] and not entry["published"].keys() & entry["ours"].keys()
-        numbers = entry["published"] | entry["ours"]
-        config = recipe(model, method)
-        assert {key: reduce(getattr, key.split("."), config) for key in numbers} == numbers, name
-        assert changed(config) <= numbers.keys() and "steps" in numbers, f"{name}: numbers without a source"
+        config = composed(*words)
+        assert config.steps and config.batch_size and config.optim.student.lr
 
 
-def test_the_table_has_no_other_pairs():
-    pairs = {f"{model} {method}" for model in WAN for method in METHODS}
-    assert RECIPES.keys() <= pairs and all(f"wan2_1_t2v_1_3b {method}" in RECIPES for method in METHODS)
+def numbers(path):
+    """Return the settings of a recipe file and of the files it includes within its model, by dotted key."""
+    loaded = yaml.safe_load(path.read_text())
+    flat = {}
+
+    def add(node, prefix):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                add(value, f"{prefix}{key}.")
+            else:
+                flat[f"{prefix}{key}"] = value
+
+    for name in loaded.pop("defaults", []):
+        if name != "_self_" and not name.startswith("shared/"):
+            flat |= numbers(PAIR_FILES[name])
+    add(loaded, "")
+    return flat
 
 
-def test_models_of_other_families_have_the_numbers_of_wan_1_3b():
-    found, wanted = recipe("ltx_video_13b", "rcm"), recipe("wan2_1_t2v_1_3b", "rcm")
-    assert found.teacher.family == "ltx"
-    for key in ("method", "optim", "steps"):
-        assert getattr(found, key) == getattr(wanted, key)
-    assert found.student.ema == wanted.student.ema
-
-
-def test_a_quickstart_with_the_network_of_a_recipe_is_refused():
-    """It would train 14B at the rates of a network of half a million parameters."""
-    with pytest.raises(UserError, match="^model=wan2_1_t2v_14b"):
-        compose_config(["model=wan2_1_t2v_14b"])
+@pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
+def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
+    """Every rate, guidance, step list and average that the composed run has stands in the recipe's own file."""
+    model, method = next((name[: -len(m) - 1], m) for m in METHODS if name.endswith(f"_{m}"))
+    words = ["method.trajectories=/paths"] if method == "ode_regression" else []
+    config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}", *words)
+    written = numbers(PAIR_FILES[name])
+    assert "steps" in written and "optim.student.lr" in written and "optim.clip" in written
+    assert {key: reduce(getattr, key.split("."), config) for key in written} == written, "nothing else sets them"
+    assert re.search(r"\w+/[\w-]+ [0-9a-f]{7}|config_sft", PAIR_FILES[name].read_text()), "a source at a commit"

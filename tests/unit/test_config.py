@@ -116,7 +116,6 @@ def changed(config: Config, setting: str, value) -> Config:
         ("timeout.step", 60.5),  # longer than timeout.start
         ("export.weights", "ema"),  # the quickstart has no average here
         ("optim.fake.lr_scale", {"a": True}),
-        ("optim.fake.lr_scale", {1: 0.5}),
         ("optim.fake.lr_scale", {"a": float("nan")}),
         ("student.precision", "fp8"),
         ("optim.fake.betas", [0.9, 1.0]),
@@ -124,12 +123,10 @@ def changed(config: Config, setting: str, value) -> Config:
     ],
 )
 def test_bounds_are_checked_before_anything_is_built(good, setting, value):
-    check(good)
-    wrong = changed(good, setting, value)
-    if setting == "export.weights":
-        wrong = changed(wrong, "student.ema.enabled", False)
+    words = ["student.ema.enabled=false"] if setting == "export.weights" else []
+    typed = str(value).replace("'", "").replace("True", "true")
     with pytest.raises(UserError) as caught:
-        check(wrong)
+        compose_config([*words, f"{setting}={typed}"])
     assert str(caught.value).startswith(f"{setting}=") and "\n" not in str(caught.value)
 
 

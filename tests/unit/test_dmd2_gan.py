@@ -108,7 +108,7 @@ def test_the_fake_score_is_frozen_while_the_student_trains_through_it():
 @pytest.mark.parametrize("weight", [0.0, 2.0])
 def test_head_loss_and_its_gradient(weight):
     theta = normal(B, *SHAPE, seed=9)
-    method = gan(Painter(theta), gan_r1_weight=weight, gan_r1_sigma=0.05)
+    method = gan(Painter(theta), gan_r1_weight=weight)
     fake = method.roles["fake"]
     loss = head_losses(method)["gan"].closure()
     loss.backward()
@@ -133,7 +133,7 @@ def test_head_loss_and_its_gradient(weight):
 def test_what_the_head_is_shown():
     """Samples and clips share their times and have noise of their own; disturbed clips differ by sigma e."""
     theta = normal(B, *SHAPE, seed=9)
-    method = gan(Painter(theta), gan_r1_weight=1.0, gan_r1_sigma=0.05)
+    method = gan(Painter(theta), gan_r1_weight=1.0)
     losses = head_losses(method)
     for loss in losses.values():
         loss.closure()
@@ -144,7 +144,7 @@ def test_what_the_head_is_shown():
     noises = [
         (student - (1 - wide(t)) * theta) / wide(t),
         (real - (1 - wide(t)) * make_batch().latents) / wide(t),
-        (disturbed - real) / 0.05,
+        (disturbed - real) / 0.1,
         (score.x - (1 - wide(score.t)) * theta) / wide(score.t),
     ]
     noises = [noise.detach().flatten() for noise in noises]

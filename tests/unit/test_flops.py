@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from distill.planning.hardware import load_hardware
+from distill.planning.prediction import load_hardware
 from fsdp_cp.measure.memory import peak_flops
 from models.condition import Condition
 from models.families.hunyuan import Hunyuan

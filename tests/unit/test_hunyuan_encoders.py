@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from distill.data.captions import Captions
 from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat
-from distill.data.first_frame import FrameAndFeatures, cache_parts
 from distill.data.hunyuan_encoders import GLYPH_TOKENS, PIPELINE_TOKENS, HunyuanVideoCodec
 from fsdp_cp.errors import UserError
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
@@ -42,7 +41,7 @@ def test_sizes(folder, pipeline):
     assert found.latent_shape(CLIP) == (8, 3, 2, 3)
     assert found.condition_shapes(CLIP, 60, None) == texts
     image = found.inspect_image("data.encoders=x")
-    assert isinstance(image, FrameAndFeatures) and cache_parts(image) == ("first_frame", "image_embeds")
+    assert image.parts == ("first_frame", "image_embeds")
     assert found.condition_shapes(CLIP, 60, image) == texts | {"first_frame": (8, 1, 2, 3), "image_embeds": (9, 20)}
     with pytest.raises(UserError, match="num_frames"):
         found.latent_shape(ClipFormat(num_frames=8, height=32, width=48, fps=24.0))

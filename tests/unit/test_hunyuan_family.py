@@ -17,14 +17,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
-from distill.planning import coding, depth
+from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.fake_world import fake_tensors
 from models.condition import Condition
-from models.families.hunyuan import Hunyuan
-from models.families.hunyuan_forward import OwnForward, own_rotary_tables
+from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
@@ -144,8 +143,8 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 
 def test_published_sizes_are_planned_without_weights():
     """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "plan=true", "world=8"]
-    config = as_planned(compose_config([*words, "data.max_text_tokens=1000"]))
+    words = ["experiment=wan2_1_t2v_1_3b_dmd2", "model=hunyuan_video1_5", "recipe=wan2_1_t2v_1_3b_dmd2", "plan=true"]
+    config = as_planned(compose_config([*words, "world=8", "data.max_text_tokens=1000"]))
     latent_shape, shapes = planned_shapes(config)
     assert latent_shape == (32, 21, 30, 52)
     assert shapes == {"text": (1000, 3584), "text_mask": (1000,), "glyphs": (256, 1472), "glyph_mask": (256,)}
@@ -154,15 +153,15 @@ def test_published_sizes_are_planned_without_weights():
     student = next(role for role in plan.roles if role.name == "student")
     assert student.tokens(latent_shape, shapes) == 32_760
     assert sum(p.numel() for p in student.network.parameters()) == 8_326_608_160
-    assert len(depth.shallow(student, 2).network.transformer_blocks) == 2
+    assert len(extrapolation.shallow(student, 2).network.transformer_blocks) == 2
 
 
 def test_its_encoders_are_planned():
     """Build the published encoders on meta."""
     with torch.device("meta"):
-        glyphs = coding.build_text_encoder(HUNYUAN.text_encoder_2)
-        text = coding.build_text_encoder(HUNYUAN.text_encoder | {"num_hidden_layers": 1})
-        vae, image = coding.build_vae(HUNYUAN.vae), coding._image_encoder(HUNYUAN.image_encoder)
+        glyphs = encoders.build_text_encoder(HUNYUAN.text_encoder_2)
+        text = encoders.build_text_encoder(HUNYUAN.text_encoder | {"num_hidden_layers": 1})
+        vae, image = encoders.build_vae(HUNYUAN.vae), encoders.build_image_encoder(HUNYUAN.image_encoder)
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
     assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16

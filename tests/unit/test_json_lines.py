@@ -24,24 +24,11 @@ def lines(*records):
     return b"".join(json.dumps(r).encode() + b"\n" if isinstance(r, dict) else r + b"\n" for r in records)
 
 
-def test_a_damaged_line_in_the_middle_costs_that_line_alone(path):
+def test_lines_that_will_be_written_again_and_torn_ones_are_dropped(path):
     good = [{"step": step, "student/loss": step / 7} for step in range(1, 8)]
-    damaged = lines(*good[:2], b'{"step": 3, "stu', b"[1, 2]", {"loss": 1}, {"step": "4"}, *good[3:])
-    path.write_bytes(damaged)
+    path.write_bytes(lines(*good[:2], b'{"step": 3, "stu', b"[1, 2]", {"loss": 1}, *good[3:]) + b'{"step": 8, "fak')
     cut_back(path, 5)
     assert path.read_bytes() == lines(*good[:2], *good[3:5]), "what is kept is kept byte for byte"
-    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
-    # A second damage keeps both.
-    path.write_bytes(b"?\n" + lines({"step": 1}))
-    cut_back(path, 5)
-    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
-    assert path.with_name("metrics.jsonl.damaged_2").read_bytes() == b"?\n" + lines({"step": 1})
-
-
-def test_lines_that_will_be_written_again_and_a_torn_one_are_no_damage(path):
-    path.write_bytes(lines({"step": 1}, {"step": 2}) + b'{"step": 3, "fak')
-    cut_back(path, 1)
-    assert path.read_bytes() == lines({"step": 1})
     assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
@@ -76,19 +63,9 @@ def test_whatever_is_in_the_file_nothing_readable_is_lost(content, step):
         path.write_bytes(content)
         cut_back(path, step)
         given_lines = [line for line in content.split(b"\n") if line.strip()]
-        found = [oracle_step(line) for line in given_lines]
-        kept = [line for line, at in zip(given_lines, found, strict=True) if at is not None and at <= step]
+        kept = [line for line in given_lines if (at := oracle_step(line)) is not None and at <= step]
         assert path.read_bytes() == b"".join(line + b"\n" for line in kept)
-        damaged = path.with_name("metrics.jsonl.damaged")
-        # A damaged last line may be one that a kill interrupted, unless it is whole.
-        surely = None in found[:-1]
-        possibly = None in found
-        assert surely <= damaged.exists() <= possibly
-        assert not damaged.exists() or damaged.read_bytes() == content
-        before = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
-        assert before.keys() <= {"metrics.jsonl", "metrics.jsonl.damaged"}, "no temporary file stays"
-        cut_back(path, step)
-        assert {p.name: p.read_bytes() for p in Path(folder).iterdir()} == before, "what is clean stays as it is"
+        assert [p.name for p in Path(folder).iterdir()] == ["metrics.jsonl"], "no temporary file stays"
 
 
 @settings(max_examples=80, derandomize=True, deadline=None, database=None)

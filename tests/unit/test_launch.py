@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from fsdp_cp import gpu_files
+from fsdp_cp import launch
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import choose_allocator, choose_device, choose_threads
 
@@ -79,40 +79,19 @@ def test_threads_are_left_alone_elsewhere(cores):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with a GPU's device file and an old driver, under a torch that sees none."""
+    """A machine with a GPU's device file, under a torch that sees none."""
     (tmp_path / "nvidiactl").touch()
-    (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 11\n"
-    )
-    monkeypatch.setattr(gpu_files, "DEVICE_FILES", (tmp_path / "nvidia0", tmp_path / "nvidiactl"))
-    monkeypatch.setattr(gpu_files, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(launch, "_GPU_FILES", (tmp_path / "nvidia0", tmp_path / "nvidiactl"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
 
 
-def refusal(device: str) -> str:
-    with pytest.raises(UserError) as caught:
-        choose_device(device)
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"device={device}") and "device=cpu" in line
-    return line
-
-
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_an_unseen_gpu_is_no_reason_to_compute_on_the_cpu(machine, device, tmp_path):
-    """The refusal names the cause: an old driver, hidden GPUs, permissions, a build without CUDA."""
-    assert "535.104.05" in refusal(device)
-    (tmp_path / "version").unlink()
-    refusal(device)
+    with pytest.raises(UserError, match=f"^device={device}.*nvidiactl.*device=cpu$"):
+        choose_device(device)
     assert choose_device("cpu") == torch.device("cpu")
-    machine.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES" in refusal(device)
-    machine.setattr(os, "access", lambda file, how: False)  # root may open any file
-    refusal(device)
-    machine.setattr(torch.version, "cuda", None)
-    refusal(device)
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", None])

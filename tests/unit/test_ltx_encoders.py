@@ -10,10 +10,10 @@ from diffusers import LTXConditionPipeline, LTXPipeline
 from distill.data.captions import Captions
 from distill.data.choose_encoders import choose_encoders
 from distill.data.clips import ClipFormat
-from distill.data.first_frame import FirstFrame
+from distill.data.first_frame import ImageInput
 from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
 from fsdp_cp.errors import UserError
-from models.families.ltx_attention import video_coordinates
+from models.families.ltx import video_coordinates
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
 from tests.tiny_pipeline import build_tiny_pipeline
 
@@ -83,7 +83,7 @@ def test_remarks_are_made_where_the_pipeline_is_guessed(folder, later, tmp_path)
         (alone / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
         found = choose_encoders(alone)
         image = found.inspect_image("data.encoders=x")
-        assert image == FirstFrame() and not found.remarks(CLIP, tokens, None), pipeline
+        assert image == ImageInput(latents="first_frame") and not found.remarks(CLIP, tokens, None), pipeline
         assert found.condition_shapes(CLIP, 128, image)["first_frame"] == (8, 1, 2, 3), pipeline
 
 

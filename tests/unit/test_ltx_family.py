@@ -10,7 +10,7 @@ from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 
 from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
-from distill.planning import coding, depth
+from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
@@ -100,7 +100,8 @@ def test_data_that_it_cannot_take_are_refused_by_name(shapes, latents, name):
 @pytest.mark.parametrize(("name", "billions", "cp"), [("ltx_video_13b", 13.043, 8)])
 def test_published_sizes_are_planned_without_weights(name, billions, cp):
     """Check sizes, shapes and operation counts as ``plan=true`` computes them, without its simulation."""
-    words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "plan=true", "world=8", "data.max_text_tokens=128"]
+    words = ["experiment=wan2_1_t2v_1_3b_dmd2", f"model={name}", "recipe=wan2_1_t2v_1_3b_dmd2"]
+    words += ["plan=true", "world=8", "data.max_text_tokens=128"]
     config = as_planned(compose_config(words))
     assert planned_shapes(config) == (
         (128, 11, 15, 26), {"text": (128, 4096), "text_mask": (128,), "latent_spacing": (4,)}
@@ -110,22 +111,22 @@ def test_published_sizes_are_planned_without_weights(name, billions, cp):
     student = next(role for role in plan.roles if role.name == "student")
     assert student.tokens(*planned_shapes(config)) == 4290
     assert sum(p.numel() for p in student.network.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
-    assert len(depth.shallow(student, 2).network.transformer_blocks) == 2
+    assert len(extrapolation.shallow(student, 2).network.transformer_blocks) == 2
 
 
 def test_its_encoders_are_planned():
     """Build the published encoders on meta, and plan a VAE that takes a time."""
-    text = coding.build_text_encoder
+    text = encoders.build_text_encoder
     with torch.device("meta"):
         assert type(text(LTX_FAMILY.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
         assert type(text({"d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1})).__name__ == "UMT5EncoderModel"
-        vae = coding.build_vae(LTX_FAMILY.vae)
+        vae = encoders.build_vae(LTX_FAMILY.vae)
     assert type(vae).__name__ == "AutoencoderKLLTXVideo" and vae.spatial_compression_ratio == 32
     small = json.loads(json.dumps(LTX_FAMILY.vae)) | {
         "block_out_channels": [8] * 4, "decoder_block_out_channels": [8] * 4, "layers_per_block": [1] * 5,
         "decoder_layers_per_block": [1] * 5, "latent_channels": 4, "timestep_conditioning": True,
     }  # fmt: skip
-    peak = coding._peak(
-        partial(coding.build_vae, small), lambda vae: coding._decode(vae, torch.zeros(1, 4, 2, 2, 2))
+    peak = encoders._peak(
+        partial(encoders.build_vae, small), lambda vae: encoders._decode(vae, torch.zeros(1, 4, 2, 2, 2))
     )  # fmt: skip
     assert peak.bytes > 0

@@ -136,31 +136,6 @@ def test_a_pattern_without_effect_is_refused_by_name(settings, named):
         groups(**settings)
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_every_implementation_is_the_one_that_was_asked_for_and_the_same_update(implementation):
-    ours, reference = role(), role()
-    optimizer = RoleOptimizer(ours, OptimizerSettings(lr=1e-2, implementation=implementation, lr_scale={"2.*": 0.5}))
-    plain = RoleOptimizer(reference, OptimizerSettings(lr=1e-2, implementation="for_loop", lr_scale={"2.*": 0.5}))
-    for step in range(3):
-        for each in (optimizer, plain):
-            backward(each.role.network, step)
-            with torch.profiler.profile(acc_events=True) as profile:
-                each.step(1e-2)
-            ran = {event.name for event in profile.events()}
-            kernels = {
-                "foreach": "aten::_foreach_addcdiv_",
-                "fused": "aten::_fused_adamw_",
-                "for_loop": "aten::addcdiv_",
-            }
-            mine = implementation if each is optimizer else "for_loop"
-            # On the CPU foreach calls addcdiv_ itself.
-            others = kernels.keys() - {mine, "for_loop"}
-            assert kernels[mine] in ran and not any(kernels[other] in ran for other in others)
-    assert optimizer.state().keys() == plain.state().keys(), "a checkpoint of one is one of the other"
-    for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("most", [1, 40])
 def test_foreach_in_pieces_is_the_same_update_with_a_smaller_temporary(monkeypatch, most):
     """Of 32, 8, 32 and 4 elements: neighbours come together up to ``most``, and each is updated once."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-import models.fill
+import models.load
 from distill.config import compose_config
 from distill.optimizers import parameter_groups
 from distill.setup import plan_run
@@ -104,7 +104,7 @@ def compose_recipe(words, network, pipeline):
 
 @pytest.mark.parametrize(("network", "resolution", "method", "nodes"), RECIPES)
 def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, monkeypatch):
-    monkeypatch.setattr(models.fill, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+    monkeypatch.setattr(models.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     config = compose_recipe(words_of(network, resolution, method, nodes), network, pipeline)
     data, world = config.data, nodes * RANKS_PER_NODE
     assert (data.num_frames, data.height, data.width, data.fps) == SIZES[resolution]

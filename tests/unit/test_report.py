@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from distill.report import charts
+from distill.report.facts import FILES
 from distill.report.measures import HIGHER_IS_BETTER, Measure
 from distill.report.page import number
-from distill.report.row import ReportRow
-from distill.report.write import student_beats_teacher, verdict, write_report
-from distill.run_facts import FILES
+from distill.report.verdict import ReportRow, student_beats_teacher, verdict
+from distill.report.write import write_report
 
 CAPTIONS = ["a red circle growing", 'a <script>alert(1)</script> & "quoted" square']
 
@@ -133,7 +133,7 @@ def test_numbers_of_page_and_json_agree(run):
             cell = page.cells[row["name"], name]
             assert float(cell["data-value"]) == measure["value"] == given[row["name"]].measures[name].value
             assert measure["standard_error"] == given[row["name"]].measures[name].standard_error
-            assert cell["text"].lstrip("▲△▼") == " ± ".join(number(name, measure))
+            assert cell["text"].lstrip("▲△▼") == " ± ".join(number(measure, name))
             seen += 1
     assert seen == len(page.cells) == 8 * len(HIGHER_IS_BETTER)
     assert data["verdict"] in text
@@ -142,9 +142,9 @@ def test_numbers_of_page_and_json_agree(run):
 def test_torn_lines_are_counted_and_facts_are_escaped(run):
     _, text, _, data = run
     assert data["metrics"] == {"records": 60, "unreadable_lines": 1, "repeated_steps": 0}
-    assert "torchrun train.py &#x27;a=&lt;b&gt;&#x27;" in text
+    assert "torchrun train.py &#39;a=&lt;b&gt;&#39;" in text
     for key in ("student/loss", "fake/loss", "student/grad_norm", "fake/grad_norm"):
-        assert f'aria-label="{key} by step"' in text
+        assert f'alt="{key} by step"' in text
 
 
 def test_comparisons_count_where_the_teacher_loses_something():
@@ -195,18 +195,6 @@ def test_without_measures_there_are_curves_and_frames(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["measures"] is None
 
 
-def test_rows_that_do_not_fit_are_refused(tmp_path):
-    _, reference = make_rows()
-    for row in (
-        ReportRow("x", "critic", 1, None, clips(0), 1),
-        ReportRow("x", "student", 1, None, clips(0)[:1], 1),
-        ReportRow("x", "student", 1, {"novelty": Measure(1, 1)}, clips(0), 1),
-    ):
-        with pytest.raises(ValueError):
-            write_report(tmp_path, title="", rows=[row], reference=reference, captions=CAPTIONS, config_summary={})
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_read_metrics_leaves_out_what_is_no_record(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = [b'{"step": 2, "fake/loss": NaN}', b'{"step": 1, "student/loss": 0.5}', b'{"step": 2, "fake/loss": 0.25}']
@@ -229,7 +217,7 @@ def test_curves_have_gaps_where_values_are_not_finite():
     average = charts.moving_average(values, 3)
     np.testing.assert_allclose(average, [1, math.nan, 2, math.nan, math.nan, 5])
     for part in (slice(0, 6), slice(0, 0), slice(1, 2)):
-        assert charts.curve_svg("fake/loss", steps[part], values[part]).startswith("<svg")
+        assert charts.curve_svg("fake/loss", steps[part], values[part]).startswith(b"<?xml")
 
 
 def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.report.measures import Measure
-from distill.report.row import ReportRow
+from distill.report.verdict import ReportRow
 from distill.report.write import write_report
 from tests.unit import damaged_lines
 from tests.unit.test_report import Page

@@ -6,7 +6,7 @@ import pytest
 
 from distill import room
 from distill.config import compose_config
-from distill.room import check_disk, role_bytes
+from distill.room import check_disk, checkpoint_bytes
 from distill.setup import plan_run
 from tests.unit.refused import refused
 
@@ -21,7 +21,7 @@ def planned(tmp_path, monkeypatch):
             (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
             (tmp_path / "checkpoints" / f"step_{step:08d}" / "state.json").touch()
         plan = plan_run(config)
-        size = sum(role_bytes(config, plan, role, plan.mesh).checkpoint for role in plan.roles)
+        size = checkpoint_bytes(config, plan)
         monkeypatch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=free * size))
         check_disk(config, plan, config.steps, config.checkpoint.resume)
 

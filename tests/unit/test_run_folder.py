@@ -1,13 +1,12 @@
 """A run's folder, killed in between; and what a restart of torchrun's means by its settings."""
 
 import json
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from distill.config import compose_config
-from distill.run_folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting
+from distill.run_folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting, this_start
 from tests.unit.refused import refused
 
 
@@ -40,27 +39,21 @@ def test_killed_while_files_are_moved_aside_it_is_still_a_runs_folder(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("resume", "restarts", "job", "expected"),
-    [
-        ("never", "1", "mine", "auto"),
-        ("never", "1", "an older", "never"),  # killed before it had a start of its own: the earlier run is moved aside
-        ("auto", "1", "mine", "auto"),
-    ],
+    ("resume", "begun", "expected"), [("never", "b", "auto"), ("never", "a", "never"), ("auto", "b", "auto")]
 )
-def test_never_is_meant_for_a_jobs_first_start(tmp_path, monkeypatch, resume, restarts, job, expected):
+def test_never_is_meant_for_a_jobs_first_start(tmp_path, monkeypatch, resume, begun, expected):
+    """A restart of torchrun ``b`` resumes what ``b`` began, and moves aside what an earlier torchrun began."""
     config = compose_config(["experiment=quickstart", f"checkpoint.resume={resume}", f"run_dir={tmp_path}"])
-    # An id may be the same every time; pytest's own parent stands for torchrun.
-    now = "2020-01-01T00:00:00+00:00" if job == "an older" else datetime.now().astimezone().isoformat()
-    records = ({"job": None, "started": now}, {"job": job, "started": now})
-    (tmp_path / STARTS).write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_{begun}/none_1/attempt_0/0/error.json")
+    record = json.dumps(this_start(["train.py"]))
+    (tmp_path / STARTS).write_text(f"{record}\n")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_b/none_1/attempt_1/0/error.json")
     assert resume_setting(config, tmp_path) == expected
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another's")
-    assert resume_setting(config, tmp_path) == resume
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
     (tmp_path / STARTS).write_text("{")
     assert resume_setting(config, tmp_path) == resume
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    (tmp_path / STARTS).write_text(f"{json.dumps(this_start(['train.py']))}\n")
+    assert resume_setting(config, tmp_path) == resume, "plain python restarts nothing"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from distill.data import shares
-from distill.data.shares import ReadAhead, Shares, first_of_each
+from distill.data.shares import Shares, first_of_each, read_ahead
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,13 @@ def test_items_are_read_by_threads_and_no_further_ahead_than_there_are(monkeypat
         gate.wait(20)
         return item * item
 
-    with ReadAhead(read, range(0, 40, 2)) as ahead:
+    with closing(read_ahead(read, range(0, 40, 2))) as ahead:
         threading.Timer(0.3, gate.set).start()
-        assert ahead.take(0) == 0
+        assert next(ahead) == 0
         for _ in range(100):
             time.sleep(0.01)
         assert sorted(begun) == [0, 2, 4, 6], "as many ahead as there are threads: each clip is up to 0.9 GB"
-        assert [ahead.take(i) for i in range(2, 20, 2)] == [i * i for i in range(2, 20, 2)]
+        assert [next(ahead) for _ in range(2, 20, 2)] == [i * i for i in range(2, 20, 2)]
     assert len(begun) < 20, "what nobody will take is not read"
 
 
@@ -53,8 +54,7 @@ def test_what_reading_raises_comes_to_whoever_takes():
             raise OSError("torn")
         return item
 
-    with ReadAhead(read, range(3)) as ahead:
-        assert ahead.take(0) == 0
-        with pytest.raises(OSError, match="torn"):
-            ahead.take(1)
-        assert ahead.take(2) == 2
+    ahead = read_ahead(read, range(3))
+    assert next(ahead) == 0
+    with pytest.raises(OSError, match="torn"):
+        next(ahead)

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distill.planning.files import SUGGESTIONS
-from distill.planning.suggest import Outcome, Record, plan_all
+from distill.planning.suggest import SUGGESTIONS, Outcome, Record, plan_all
 
-ABOUT = {"words": ["world=8"], "hardware": "h20", "settings": "0123"}
+ABOUT = {"words": ["world=8"], "settings": "0123"}
 CANDIDATES = [(f"mesh.cp={n}",) for n in (1, 2, 4)]
 
 

@@ -37,10 +37,10 @@ def test_what_a_spreadsheet_writes_comes_back_with_its_lines(tmp_path_factory, c
         writer = csv.writer(file, lineterminator=ends, quoting=csv.QUOTE_ALL)
         writer.writerows([("caption", "file_name"), *((text, f"clip_{i}.mp4") for i, text in enumerate(captions))])
     rows = read_table(path, ("file_name", "caption"), "data.path")
-    assert [row.values for row in rows] == [(f"clip_{i}.mp4", text) for i, text in enumerate(captions)]
+    assert [values for _, values in rows] == [(f"clip_{i}.mp4", text) for i, text in enumerate(captions)]
     line = 2
-    for row, text in zip(rows, captions, strict=True):
-        assert row.line == line
+    for (found, _), text in zip(rows, captions, strict=True):
+        assert found == line
         line += 1 + text.count("\n")
 
 
@@ -79,7 +79,7 @@ def test_line_breaks_and_quotes_that_are_meant(tmp_path):
         'file_name,caption\na.mp4, "one, two\nthree, four"\nb.mp4,a 5" screen\n\nc.mp4,"said ""no"""\nd.mp4\n'
     )
     rows = read_table(path, ("file_name", "caption"), "data.path")
-    assert [(row.line, *row.values) for row in rows] == [
+    assert [(line, *values) for line, values in rows] == [
         (2, "a.mp4", "one, two\nthree, four"),
         (4, "b.mp4", 'a 5" screen'),
         (6, "c.mp4", 'said "no"'),

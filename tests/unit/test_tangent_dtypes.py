@@ -81,7 +81,7 @@ def _wide_tangents(cp):
     for tangents in (wide, [x.bfloat16() for x in wide]):
         with torch.no_grad(), forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)]
-            out = context_parallel_attention(*duals, mesh=mesh)
+            out = context_parallel_attention(*duals, mesh=mesh, total_tokens=5 * cp)
             found.append(forward_ad.unpack_dual(gather_tokens(out, mesh)))
             # A tangent alone that is too wide reaches the gather too.
             again = gather_tokens(forward_ad.make_dual(primals[0], tangents[0]), mesh)

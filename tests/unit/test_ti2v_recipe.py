@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-import models.fill
+import models.load
 from distill.config import compose_config
-from distill.data.first_frame import frame_in_place
-from distill.planning.coding import encoder_settings
+from distill.data.first_frame import inspect_image
 from distill.planning.command import as_planned, planned_shapes
+from distill.planning.encoders import encoder_settings
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
-from models.families.wan import Wan
-from models.families.wan_frames import PUBLISHED, VAE
+from models.families.wan import TI2V_5B, TI2V_VAE, Wan
 from models.load import build_role
 from tests.unit.refused import refused
 from tests.unit.test_recipes import fake_world, write_encoders
@@ -31,15 +30,15 @@ ROLES = ("teacher", "student", "fake")
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     """The settings of its encoders and its index, without weights."""
-    folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **VAE)
+    folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **TI2V_VAE)
     (folder / "transformer").mkdir()
-    (folder / "transformer" / "config.json").write_text(json.dumps(dict(PUBLISHED)))
+    (folder / "transformer" / "config.json").write_text(json.dumps(dict(TI2V_5B)))
     (folder / "model_index.json").write_text('{"_class_name": "WanPipeline", "expand_timesteps": true}')
     return folder
 
 
 def composed(pipeline, *words):
-    architecture = json.dumps(dict(PUBLISHED)).replace('"', "")
+    architecture = json.dumps(dict(TI2V_5B)).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ROLES]
     config = compose_config(
         [EXPERIMENT, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles, *words]
@@ -51,7 +50,7 @@ def composed(pipeline, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("image", [None, "first_frame"])
 def test_it_fits_its_node(pipeline, monkeypatch, image):
-    monkeypatch.setattr(models.fill, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+    monkeypatch.setattr(models.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     config = composed(pipeline, f"data.image={image or 'null'}")
     data = config.data
     assert (data.num_frames, data.height, data.width, data.fps) == (121, 704, 1280, 24.0)
@@ -83,7 +82,7 @@ def test_it_fits_its_node(pipeline, monkeypatch, image):
 
 def test_a_first_frame_costs_times_of_tokens():
     wan, text = Wan(), {"text": (512, 4096)}
-    config = dict(PUBLISHED)
+    config = dict(TI2V_5B)
     alone = wan.forward_flops(config, TOKENS, text)
     framed = wan.forward_flops(config, TOKENS, text | {"first_frame": (48, 1, 44, 80)})
     width = 24 * 128
@@ -121,5 +120,5 @@ def test_an_index_that_says_neither_is_refused(pipeline, text):
     before = index.read_text()
     index.write_text(text)
     with refused("data.encoders=x"):
-        frame_in_place(pipeline, "data.encoders=x")
+        inspect_image(pipeline, "data.encoders=x")
     index.write_text(before)

@@ -54,7 +54,7 @@ def test_the_long_help_has_every_choice_and_every_setting_with_its_meaning():
             assert re.search(rf"^  {re.escape(key)}(=.*)?  +\S", section, re.M), f"{key} has no meaning"
     for text in (in_full, information(["--help"])):
         flat = " ".join(text.split())
-        for group in ("experiment", "model", "method", "data", "cluster", "mesh", "optim"):
+        for group in ("experiment", "model", "method", "recipe", "data", "cluster", "mesh"):
             names = " | ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
             assert f"{group}= {names}" in flat
 

@@ -13,12 +13,11 @@ import torch
 from PIL import Image, ImageOps
 
 from distill.data.captions import read_captions
-from distill.data.clips import ClipError, ClipFormat, first_frame, key_of_reading, read_clip
+from distill.data.clips import ClipError, ClipFormat, first_frame, read_clip
 from distill.data.display import other_colors
 from distill.data.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 
-NEW = {"reading": 2}
 B_FRAMES = {"x264-params": "bframes=3:b-adapt=0:scenecut=0:b-pyramid=none"}
 
 
@@ -101,7 +100,6 @@ def test_the_whole_display_matrix_is_applied(tmp_path, plain, matrix):
     shown = read_clip(tmp_path / "a.mp4", clip(height=height, width=width))[:, 0]
     difference = (shown + 1) * 127.5 - torch.from_numpy(wanted).permute(2, 0, 1)
     assert difference.abs().mean() < 8, "a wrong corner alone makes 17"
-    assert key_of_reading(tmp_path / "a.mp4") == (NEW if a * d - b * c < 0 else {})
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -138,7 +136,6 @@ def decoding_order(folder):
 @pytest.mark.parametrize("make", [b_frames, joined, decoding_order])
 def test_frames_are_taken_in_order_where_their_times_do_not_grow(tmp_path, make, caplog):
     file = make(tmp_path)
-    assert key_of_reading(file) == NEW
     for frames in (2, 17, 24):
         caplog.clear()
         assert numbers(read_clip(file, clip(frames))) == list(range(frames))
@@ -169,7 +166,6 @@ def test_ordinary_files_keep_their_key(tmp_path, name, codec, options):
     """Their cached latents stay valid: a key that grows for them would encode every clip of every user again."""
     pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
     file = write(tmp_path / name, counted(), codec, pix_fmt=pix_fmt, options=options)
-    assert key_of_reading(file) == {}
     assert numbers(read_clip(file, clip(24))) == list(range(24))
 
 
@@ -211,7 +207,6 @@ def cover_art_first(folder):
 def test_cover_art_is_not_the_film(tmp_path):
     file = cover_art_first(tmp_path)
     assert numbers(read_clip(file, clip(24))) == list(range(24)) and numbers(first_frame(file, clip())) == [0]
-    assert key_of_reading(file) == NEW
 
 
 def interlaced(folder):
@@ -240,7 +235,6 @@ def ictcp(folder):
 @pytest.mark.parametrize("make", [interlaced, other_shape, pq_without_peak, ictcp])
 def test_what_cannot_be_read_right_is_left_out(tmp_path, make):
     file = make(tmp_path)
-    assert key_of_reading(file) == NEW
     with pytest.raises(ClipError):
         read_clip(file, clip(8))
 
@@ -315,7 +309,6 @@ def test_hdr_is_converted_by_the_formulas_of_bt_2100(tmp_path, caplog):
     shown = []
     for file in files:
         caplog.clear()
-        assert key_of_reading(file) == NEW
         with caplog.at_level(logging.INFO):
             video = read_clip(file, clip(height=16, width=16 * len(light)))
         assert len(caplog.messages) == 1

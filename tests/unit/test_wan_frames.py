@@ -83,7 +83,7 @@ def test_flops_are_those_that_torch_counts():
         ({}, X[1:], (4, 1, 6, 6), "first_frame"),
         ({}, (4, 1, 6, 8), FRAME[1:], "data.image"),
         ({"patch_size": (2, 2, 2)}, (4, 4, 6, 8), FRAME[1:], "teacher.checkpoint"),
-        ({"in_channels": 12, "image_dim": 14, "added_kv_proj_dim": 48}, X[1:], FRAME[1:], "data.encoders"),
+        ({"in_channels": 12, "image_dim": 14, "added_kv_proj_dim": 48}, X[1:], FRAME[1:], "teacher.checkpoint"),
     ],
 )
 def test_refusals(changes, latents, frame, named):

@@ -1,0 +1,162 @@
+"""Memory of a data set's encoders, on fake tensors: captions and clips before the steps, decoded samples after them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.config import Config
+from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
+from distill.data.image_encoder import SIGLIP
+from distill.data.ltx_encoders import LTX_VAE_CLASS
+from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
+from distill.planning.roles import Shapes
+from fsdp_cp.fake_world import fake_tensors
+from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from models.families.registry import family_of
+from models.shipped import find_shipped
+
+_QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP.classes[0]
+
+
+def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
+    """Return the peak memory of each part of ``encode/`` and of ``decode`` on a rank's device.
+
+    Empty for rendered data. Each encoder is alone on the device before the networks are built, and takes one caption or
+    clip at a time. Samples are decoded one at a time next to the networks, whose memory is not included.
+
+    Args:
+        config: the checked configuration; without ``data.encoders`` the student's family names the published ones.
+        shapes: shapes of a sample's latents and condition.
+    """
+    latent_shape, _ = shapes
+    data = config.data
+    if not isinstance(data, VideoFolderSettings):
+        return {}
+    text, vae, image = encoder_settings(config, shapes)
+
+    def build() -> Any:
+        with _default_dtype(VAE_PRECISIONS[data.vae_precision]):
+            network = build_vae(vae)
+        if data.vae_tiling:
+            network.enable_tiling()
+        return network
+
+    peaks = {"encode/captions": _captions_peak(config, text)}
+    if data.has_clips or data.image is not None:
+        pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
+        peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
+    if image:
+        size, hidden = image["image_size"], _SIGLIP not in (image.get("architectures") or ())
+        peaks["encode/images"] = _peak(
+            lambda: build_image_encoder(image),
+            lambda model: model(torch.zeros(1, 3, size, size), output_hidden_states=hidden),
+        )
+    if config.sample.at_end or config.sample.every:
+        shape = (1, *latent_shape)
+        peaks["decode"] = _peak(build, lambda model: _decode(model, torch.zeros(shape, dtype=model.dtype)))
+    return peaks
+
+
+def _captions_peak(config: Config, text: Mapping[str, Any]) -> Peak:
+    """Return the peak of encoding one caption.
+
+    HunyuanVideo's encoder reads it within a template and returns all layers' outputs, next to a second encoder.
+    """
+    tokens = config.data.max_text_tokens
+    if _QWEN not in (text.get("architectures") or ()):
+        return _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))
+    if config.data.encoders is None:
+        second = dict(family_of(config.student.family, "student").text_encoder_2)
+    else:
+        second = json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
+    return _peak(
+        lambda: nn.ModuleList([build_text_encoder(text), build_text_encoder(second)]),
+        lambda models: models[0](*_caption(tokens + TEMPLATE_TOKENS), output_hidden_states=True),
+    )
+
+
+def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return ``config.json`` of the text encoder, the VAE and the image encoder.
+
+    Without ``data.encoders`` they are the family's published ones for this number of latent channels. The last one is
+    ``{}`` if the condition has no image features.
+    """
+    (channels, *_), condition_shapes = shapes
+    parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
+    if config.data.encoders is None:
+        found = [dict(part) for part in family_of(config.student.family, "student").encoders_for(channels).values()]
+    else:
+        folder = Path(find_shipped(config.data.encoders))
+        found = [json.loads((folder / part / "config.json").read_text()) for part in parts]
+    text, vae, image = [*found[: len(parts)], {}][:3]
+    return text, vae, image
+
+
+def build_text_encoder(settings: Mapping[str, Any]) -> nn.Module:
+    """Build the text encoder of ``config.json`` with random weights on the current default device."""
+    return _build(settings, "UMT5EncoderModel", "T5EncoderModel", _QWEN)
+
+
+def build_image_encoder(settings: Mapping[str, Any]) -> nn.Module:
+    """Build the image encoder of ``config.json`` with random weights on the current default device."""
+    return _build(settings, "CLIPVisionModel", _SIGLIP)
+
+
+def _build(settings: Mapping[str, Any], default: str, *others: str) -> nn.Module:
+    """Build the one of these classes of transformers that ``architectures`` names."""
+    import transformers
+
+    name = next((name for name in others if name in (settings.get("architectures") or ())), default)
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**settings))
+
+
+def build_vae(settings: Mapping[str, Any]) -> Any:
+    """Build the VAE of ``config.json`` with random weights on the current default device; Wan's without a class."""
+    from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLLTXVideo, AutoencoderKLWan
+
+    others = {LTX_VAE_CLASS: AutoencoderKLLTXVideo, HUNYUAN_VAE_CLASS: AutoencoderKLHunyuanVideo15}
+    cls: Any = others.get(settings.get("_class_name", ""), AutoencoderKLWan)
+    # Directories of other versions have keys that the class does not know; from_pretrained ignores them, too.
+    parameters = inspect.signature(cls.__init__).parameters
+    return cls(**{name: value for name, value in settings.items() if name in parameters})
+
+
+def _caption(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.long)
+
+
+def _decode(model: Any, z: torch.Tensor) -> Any:
+    """Decode latents; a VAE such as LTX's also takes their time."""
+    return model.decode(z, *[z.new_zeros(1)] if model.config.get("timestep_conditioning") else [])
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Build modules with this dtype: ``Module.to`` cannot change the dtype of fake parameters (torch 2.13)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
+    """Estimate the peak memory of one encoder call, as the data sets make it."""
+    storages = AttributedStorages(fakes=True)
+    with fake_tensors(), storages, torch.no_grad():
+        with storages.labelled(("encoders", "parameters")):
+            network = build().eval()
+        storages.reset_peaks()  # without the memory that drew the random weights
+        with storages.labelled(("encoders", "activations")):
+            call(network)
+    return storages.peaks[""]

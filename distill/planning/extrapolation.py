@@ -1,0 +1,114 @@
+"""Simulation of deep networks from two shallow ones: memory, operations and traffic are linear in the blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from distill.config import Config
+from distill.planning.roles import Shapes
+from distill.planning.simulation import Simulation, StepCost, simulate
+from distill.setup import RunPlan, plan_run
+from fsdp_cp.measure.attributed import Peak
+from fsdp_cp.signals import end_with_parent
+from models.role_plan import RolePlan
+
+
+def simulate_any_depth(
+    config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu", at_once: bool = False
+) -> Simulation:
+    """:func:`simulate`, from two simulations with the blocks of :func:`shallow_depths` if the networks are deeper.
+
+    Networks whose blocks differ are simulated whole: the family says so, a GAN's heads or adapters are on some blocks,
+    or the roles have different depths. A phase must have its peak at the same moment at both depths, as it does with
+    equal blocks; tests compare the result with whole simulations.
+
+    Args:
+        config, plan, shapes, stands_for: as of :func:`simulate`.
+        at_once: run the second simulation in a process of its own, which imports the main module.
+    """
+    depths = {role.family.layers(role.config) for role in plan.roles}
+    low, high = shallow_depths(plan)
+    whole = (
+        min(depths) <= high
+        or len(depths) > 1
+        or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
+        or not all(_adapted_alike(role) for role in plan.roles)
+    )
+    if whole:
+        return simulate(config, plan, shapes, stands_for=stands_for)
+    if at_once:
+        # Not a fork, which would copy torch's threads in their current state.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
+            made = pool.submit(_simulate_shallow, config, shapes, high, stands_for)
+            few, more = _simulate_shallow(config, shapes, low, stands_for), made.result()
+    else:
+        few, more = (_simulate_shallow(config, shapes, layers, stands_for) for layers in (low, high))
+    share = (depths.pop() - low) / (high - low)
+
+    def line(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
+        return {key: max(0, round(line(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
+
+    def peak(a: Peak, b: Peak) -> Peak:
+        by = each(a.by, b.by)
+        return Peak(sum(by.values()), by)
+
+    def cost(a: StepCost, b: StepCost) -> StepCost:
+        numbers = {f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.name != "sent"}
+        return StepCost(**numbers, sent=Counter(each(a.sent, b.sent)))
+
+    return Simulation(
+        resting=each(few.resting, more.resting),
+        peaks={name: peak(few.peaks[name], more.peaks[name]) for name in few.peaks},
+        steps={name: cost(few.steps[name], more.steps[name]) for name in few.steps},
+        host=peak(few.host, more.host),
+        queries=few.queries,
+    )
+
+
+def _adapted_alike(role: RolePlan) -> bool:
+    """Return whether every block has the same adapters and the same modules that train whole."""
+    if role.lora is None:
+        return True
+    names = {module: name for name, module in role.network.named_modules()}
+    blocks = [names[block] + "." for block in role.family.blocks(role.network)]
+    chosen = [*role.lora.targets, *(f"{name} whole" for name in role.lora.train)]
+    inside = [{name.removeprefix(block) for name in chosen if name.startswith(block)} for block in blocks]
+    return all(of_block == inside[0] for of_block in inside)
+
+
+def _simulate_shallow(config: Config, shapes: Shapes, layers: int, stands_for: str) -> Simulation:
+    plan = plan_run(config, shapes=shapes)
+    plan = replace(plan, roles=[shallow(role, layers) for role in plan.roles])
+    return simulate(config, plan, shapes, stands_for=stands_for)
+
+
+def shallow_depths(plan: RunPlan) -> tuple[int, int]:
+    """Return the two numbers of blocks that stand for deeper networks.
+
+    With fewer blocks, FSDP2's work at the first and at the last block would overlap: units that are gathered ahead, and
+    gradients that wait for their reduction.
+    """
+    under_way = max(
+        max(role.sharding.forward_prefetch, role.sharding.backward_prefetch, role.sharding.gradient_buffers)
+        for role in plan.roles
+    )
+    return 2 + under_way, 3 + under_way
+
+
+def shallow(role: RolePlan, layers: int) -> RolePlan:
+    """Return ``role`` with this number of blocks and random weights."""
+    config = role.family.with_layers(role.config, layers)
+    assert config is not None
+    with torch.device("meta"):
+        network = role.family.build(config, f"{role.name}.architecture")
+    return role.of(network, ())

@@ -1,0 +1,152 @@
+"""The planner's roles: networks on fake tensors, whose allocations are counted by role and kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distill.setup import RunPlan
+from fsdp_cp.measure.attributed import AttributedStorages
+from fsdp_cp.measure.phases import phase_now
+from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import local_shard
+from fsdp_cp.sharding.activations import keeps_attention
+from fsdp_cp.sharding.pool import pool_at
+from fsdp_cp.sharding.shard import materialise, settings_of
+from models.condition import Condition
+from models.families.base import LatentShape, Shape
+from models.load import build_network, trained_with
+from models.network import Network
+from models.role import Role
+from models.role_plan import RolePlan, sharing
+
+Shapes = tuple[LatentShape, Mapping[str, Shape]]
+"""Shapes of a sample's latents and of its condition."""
+KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
+"""Kinds of device memory, in the order of the tables."""
+HOST = "host"
+"""Kind of host memory (``offload=cpu``, ``activation_offload``), which does not count as device memory."""
+_SHARDING_KINDS = {
+    "gathered": "gathered",
+    "staging": "gathered",
+    "full_gradients": "gradient_buffers",
+    "reduce_inputs": "gradient_buffers",
+    "shard_gradients": "gradients",
+}
+
+
+class WatchedRole(Role):
+    """A role that labels the allocations of its forwards as its own, also while another role trains."""
+
+    storages: AttributedStorages
+    recomputed: float = 0.0
+    queries: dict[str, int]
+    """:attr:`Simulation.queries`, shared by all roles."""
+    holder: str
+    """Role under whose name the network counts."""
+    held: tuple[Network, ...] = ()
+    """Other experts of the role. This reference alone keeps their memory."""
+    idle: tuple[Network, ...] = ()
+    """Trained experts that do not run: experts have one size, so a step's memory does not depend on its expert."""
+
+    def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
+        settings = settings_of(network.module)
+        if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
+            if settings.activation_checkpointing != "none":
+                again = network.forward_flops - (network.attention_flops if keeps_attention(settings) else 0)
+                self.recomputed += depth * x.shape[0] * again
+            size = x.shape[0] * network.tokens * network.family.width(network.config)
+            self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
+        with self.storages.labelled((self.name, "activations")):
+            return super()._outputs(network, x, t, condition, depth)
+
+
+class WatchedSharding(ShardingMemory):
+    """FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
+
+    def __init__(self, role: WatchedRole, storages: AttributedStorages):
+        super().__init__(role.network)
+        self.role, self.storages = role, storages
+
+    def __enter__(self) -> ShardingMemory:
+        super().__enter__()
+        for output in gathered_outputs(self.networks):
+            self.storages.relabel(output, (self.role.holder, "gathered"))
+        return self
+
+    def _add(self, kind: str, tensor: Tensor | None) -> None:
+        pool = pool_at(self.role.network)
+        if tensor is None or (pool is not None and pool.owns(local_shard(tensor))):
+            return
+        # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
+        moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
+        kind, holder = _SHARDING_KINDS[kind], self.role.holder
+        if self.role.networks[0].adapters and kind != "gathered":
+            assert isinstance(self.storages.label, tuple)
+            holder = self.storages.label[0]
+        self.storages.relabel(tensor, (holder, HOST if moved else kind))
+
+
+def is_offloaded(role: Role) -> bool:
+    return settings_of(role.networks[0].module).offload == "cpu"
+
+
+def build_watched(
+    plan: RunPlan,
+    shapes: Shapes,
+    mesh: Mesh,
+    storages: AttributedStorages,
+    tensors: AbstractContextManager,
+    queries: dict[str, int],
+) -> dict[str, WatchedRole]:
+    """Build the roles, with memory for their weights but without values; their forwards fill ``queries``."""
+    latent_shape, condition_shapes = shapes
+    trained = plan.method.trained_roles
+    roles: dict[str, WatchedRole] = {}
+    for group in sharing(plan.roles, trained):
+        trained_of = [trained_with(group, i, trained) for i in range(group[0].experts)]
+        order = sorted(range(group[0].experts), key=lambda i: -len(trained_of[i]))  # the first one runs
+        # On meta first: a network there cannot be copied among fake tensors.
+        network, *idle = (
+            build_network(
+                [plan.expert(i) for plan in group],
+                trained=trained_of[i],
+                mesh=mesh,
+                device=torch.device("cpu"),
+                latent_shape=latent_shape,
+                condition_shapes=condition_shapes,
+                allocate=False,
+            )
+            for i in order
+        )
+        # A shared base counts under the role that trains no adapters, if there is one.
+        holder = next((each.name for each in group if each.lora is None), group[0].name)
+        for each in group:
+            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
+            role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
+            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
+            roles[each.name] = role
+        with tensors, storages:
+            for one in (network, *idle):
+                _allocate(one, holder, group, storages)
+    return {each.name: roles[each.name] for each in plan.roles}
+
+
+def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:
+    """Allocate the weights, and label those of adapters with their role."""
+    held = HOST if group[0].sharding.offload == "cpu" else "parameters"
+    with storages.labelled((holder, "parameters")):
+        with storages.labelled((holder, held)):
+            materialise(network.module, "cpu")
+        for name in network.adapters:
+            for parameter in network.named_parameters(name).values():
+                storages.relabel(parameter, (name, held))
+        for buffer in network.module.buffers():
+            storages.relabel(buffer, (holder, "parameters"))
+        network.family.restore_buffers(network.module, torch.device("cpu"))

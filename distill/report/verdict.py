@@ -1,0 +1,137 @@
+"""Rows of a run's report, and whether the student beats the teacher at the same number of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from distill.report.measures import Measure, worse_by
+from fsdp_cp.words import counted
+
+COUNTS_FROM = 3.0
+"""Standard errors by which the teacher at n steps must be worse than at full steps for a measure to count at n."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReportRow:
+    """One row of the report: a way to make clips, the clips, and their measures."""
+
+    name: str
+    """Name on the page: "teacher, 50 steps"."""
+    role: Literal["teacher", "student", "heldout"]
+    steps: int | None
+    """Sampling steps; None for held-out renders."""
+    measures: Mapping[str, Measure] | None
+    """Measures by name; None for data sets without measures."""
+    clips: np.ndarray
+    """uint8 (n, T, H, W, 3); clip i belongs to caption i and noise i, in every row."""
+    evaluations: int
+    """Network evaluations per clip (guidance evaluates twice a step); 0 for held-out renders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Student against teacher, at one number of steps and on one measure."""
+
+    steps: int
+    measure: str
+    full_steps: int
+    teacher_full: Measure
+    teacher: Measure
+    student: Measure
+    standard_errors_worse: float
+    """(teacher at n, worse than at full steps) / (standard error of that difference); negative where it is better."""
+    counts: bool
+    """Whether the teacher loses at least `COUNTS_FROM` by taking so few steps, so that there is something to win."""
+    student_better: bool
+    """Whether the student's value is strictly better than the teacher's at the same number of steps."""
+    student_margin: float
+    """(student better than teacher at the same steps) / (standard error of that difference)."""
+    student_reaches_full: bool
+    """Whether the student is better than the teacher at full steps, or less than `COUNTS_FROM` errors worse."""
+
+
+def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
+    """Compare each student row with the teacher row of the same number of steps, measure by measure.
+
+    The full-step teacher is the teacher row with the most steps. The result is ordered by steps, then by measure as in
+    the rows, and empty without measures or such pairs. A value that is not finite never counts and never wins.
+    """
+    teachers = {row.steps: row for row in rows if row.role == "teacher"}
+    students = {row.steps: row for row in rows if row.role == "student"}
+    full_steps = max(teachers, default=0)
+    comparisons = []
+    for steps in sorted(students.keys() & teachers.keys() - {full_steps}):
+        full, teacher, student = (
+            row.measures or {} for row in (teachers[full_steps], teachers[steps], students[steps])
+        )
+        for name in full:
+            worse, margin = _worse_by(teacher[name], full[name], name), -_worse_by(student[name], teacher[name], name)
+            comparison = Comparison(
+                steps=steps,
+                measure=name,
+                full_steps=full_steps,
+                teacher_full=full[name],
+                teacher=teacher[name],
+                student=student[name],
+                standard_errors_worse=worse,
+                counts=worse >= COUNTS_FROM,
+                student_better=margin > 0,
+                student_margin=margin,
+                student_reaches_full=_worse_by(student[name], full[name], name) < COUNTS_FROM,
+            )
+            comparisons.append(comparison)
+    return comparisons
+
+
+def _worse_by(a: Measure, b: Measure, name: str) -> float:
+    # An infinite or missing value would otherwise count as infinitely many standard errors.
+    return worse_by(a, b, name) if math.isfinite(a.value) and math.isfinite(b.value) else math.nan
+
+
+def label(measure: str) -> str:
+    """Return a measure's name in words: "distance/edge_sharpness" is "edge sharpness distance"."""
+    group, _, name = measure.rpartition("/")
+    return f"{name} {group}".strip().replace("_", " ")
+
+
+def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str:
+    """Return the first paragraph of the report: whether the student beats the teacher, computed from the numbers."""
+    if all(row.measures is None for row in rows):
+        return "This data set has no measures: judge the clips below by eye."
+    if not comparisons:
+        return "Nothing to compare: it takes student and teacher at the same number of steps, and the teacher at more."
+    full_steps = comparisons[0].full_steps
+    counting = [c for c in comparisons if c.counts]
+    if not counting:
+        tried = ", ".join(str(steps) for steps in sorted({c.steps for c in comparisons}))
+        sentences = [
+            f"Nothing to win here: on no measure is the teacher at fewer steps ({tried}) at least {COUNTS_FROM:g}"
+            f" standard errors worse than at {full_steps}."
+        ]
+    else:
+        won = [c for c in counting if c.student_better]
+        clear = sum(c.student_margin >= COUNTS_FROM for c in won)
+        sentences = [
+            f"At the same number of steps the student beats the teacher on {len(won)} of the {len(counting)} measures"
+            f" that count, on {clear} of them by {COUNTS_FROM:g} standard errors or more.",
+            f"A measure counts where the teacher with so few steps is at least {COUNTS_FROM:g} standard errors worse"
+            f" than with {full_steps}.",
+        ]
+        lost = [f"{label(c.measure)} at {counted(c.steps, 'step')}" for c in counting if not c.student_better]
+        sentences += [f"The student does not beat it on {', '.join(lost)}."] if lost else []
+    # The cost of the best student next to the full teacher.
+    steps = max(c.steps for c in comparisons)
+    evaluations = {(row.role, row.steps): row.evaluations for row in rows}
+    here = [c.student_reaches_full for c in comparisons if c.steps == steps]
+    sentences.append(
+        f"With {counted(steps, 'step')} the student takes"
+        f" {counted(evaluations['student', steps], 'network evaluation')} a clip where the teacher with {full_steps}"
+        f" takes {evaluations['teacher', full_steps]}, and on {sum(here)} of {len(here)} measures it is better than"
+        f" that teacher or less than {COUNTS_FROM:g} standard errors worse."
+    )
+    return " ".join(sentences)

@@ -1,0 +1,89 @@
+"""Forward-mode derivatives of fake tensors: they allocate as much as those of real tensors."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+from fsdp_cp import fake_world
+from fsdp_cp.attention.reference import Reference, attention_dual
+from fsdp_cp.fake_world import dual_layer_norms
+from fsdp_cp.measure.memory import LiveStorages
+from fsdp_cp.sharding.activations import offload_saved_tensors
+
+NORMS = {"weight and bias": ((2, 300, 64), (64,), True), "weight": ((2, 300, 64), (64,), False),
+         "of two dimensions": ((3, 50, 6, 64), (6, 64), True)}  # fmt: skip
+
+
+def _both(held):
+    """Return what ``held`` returns on real tensors and on fake ones."""
+    found = []
+    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode, LiveStorages(fakes=True) as live:
+            found.append(held(live))
+    return found
+
+
+@pytest.mark.parametrize("case", NORMS)
+@torch.no_grad()
+def test_the_tangent_of_a_layer_norm(case):
+    """Check values on real tensors, device and memory on fake ones."""
+    shape, normalised, biased = NORMS[case]
+
+    def held(live):
+        x, t, weight = torch.randn(shape), torch.randn(shape), torch.randn(normalised)
+        bias = torch.randn(normalised) if biased else None
+        live.reset_peak()
+        before = live.bytes
+        with forward_ad.dual_level():
+            out = nn.functional.layer_norm(forward_ad.make_dual(x, t), normalised, weight, bias)
+            assert forward_ad.unpack_dual(out).tangent.device == x.device
+        return live.peak_bytes - before, live.bytes - before
+
+    with dual_layer_norms():
+        real, fake = _both(held)
+    # A real tangent of 0 counts as the weights' size, though it takes no memory.
+    assert fake[1] == real[1] and fake[0] == pytest.approx(real[0], rel=0.01)
+    x, t, weight, bias = torch.randn(shape), torch.randn(shape), torch.randn(normalised), torch.randn(normalised)
+    with forward_ad.dual_level():
+        wanted = forward_ad.unpack_dual(nn.functional.layer_norm(forward_ad.make_dual(x, t), normalised, weight, bias))
+    _, mean, scale = torch.native_layer_norm(x, normalised, weight, bias, 1e-5)
+    torch.testing.assert_close(fake_world._tangent(x, t, mean, scale, weight, bias), wanted.tangent)
+
+
+@pytest.mark.parametrize("moving", ["kv", "qkv", ""])
+@pytest.mark.parametrize(("queries", "keys"), [(900, 1700), (100, 90)])
+def test_two_tiles_of_attention_hold_what_all_do(queries, keys, moving):
+    def held(live):
+        shapes = {"q": (1, queries, 4, 8), "k": (1, keys, 2, 8), "v": (1, keys, 2, 8)}
+        q, k, v = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes.values())
+        tangents = [torch.randn(shapes[x], dtype=torch.bfloat16) if x in moving else None for x in shapes]
+        live.reset_peak()
+        before = live.bytes
+        if moving:
+            kept = attention_dual(q, k, v, *tangents, None, 1.0)
+        else:
+            out, lse = Reference().forward(q, k, v, None, 1.0)
+            kept = (out, lse, Reference().backward(out, q, k, v, out, lse, None, 1.0))
+        return live.peak_bytes - before, live.bytes - before, kept and 0
+
+    real, fake = _both(held)
+    assert fake[1] == real[1] and fake[0] == pytest.approx(real[0], rel=1e-3)
+
+
+def test_offloaded_activations_of_fake_tensors_go_with_their_graph():
+    def held(live):
+        network = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        offload_saved_tensors(network)
+        x = torch.randn(300, 256)
+        live.reset_peak()
+        before = live.bytes
+        network(x).sum().backward()
+        network.zero_grad()
+        return live.peak_bytes - before, live.bytes - before
+
+    real, fake = _both(held)
+    assert fake == real and real[1] == 0 < real[0]
