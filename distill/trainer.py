@@ -33,7 +33,6 @@ from distill.optimizers import RoleOptimizer, learning_rate
 from distill.profiling import StepProfiler
 from distill.sampling import sampling_batch
 from distill.setup import RunPlan
-from fsdp_cp import hangs
 from fsdp_cp.checkpoint import Checkpoints, branch_name, leave_branch, load, published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
@@ -45,7 +44,7 @@ from fsdp_cp.progress import announced, bar
 from fsdp_cp.reduce import all_reduce_scalars, grad_norm, local_shard, on_all_ranks, scale_grads
 from fsdp_cp.rng import DrawsAhead, StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
-from fsdp_cp.timeouts import long_timeout, shorten
+from fsdp_cp.timeouts import long_timeout, report_hang, shorten, watch_for_hangs
 from models.condition import Condition
 from models.ema import Ema
 from models.load import build_roles
@@ -192,7 +191,7 @@ class Trainer:
         if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.run_dir.resolve() / "flight_recorder_"))
         try:
-            with hangs.watched() if on_nccl else nullcontext():
+            with watch_for_hangs() if on_nccl else nullcontext():
                 yield
         except Exception as error:
             steps, saved = self.config.steps, published_steps(self.run_dir / "checkpoints")
@@ -200,7 +199,7 @@ class Trainer:
             advice = "there is no checkpoint yet: the same command starts from scratch"
             if saved:
                 advice = f"{self._same_command()} resumes from {step_folder(self.run_dir, saved[-1]).name}"
-            hangs.report(error, step=step, advice=advice)
+            report_hang(error, step=step, advice=advice)
             raise
 
     def _same_command(self) -> str:

@@ -1,6 +1,6 @@
-"""Sharded checkpoints: written beside the training into a temporary folder, published by renaming, loaded on any mesh.
+"""Sharded checkpoints: written during training to a temporary folder, published by a rename, loaded on any mesh.
 
-What a checkpoint consists of, and which one a run goes on from, is in ``checkpoint_folder``.
+``checkpoint_folder`` describes the files of a checkpoint and chooses the one from which a run resumes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_cp.checkpoint_folder import (
-    MANIFEST,
     STATE,
     branch_name,
     find_checkpoint,
@@ -39,7 +40,6 @@ from fsdp_cp.checkpoint_folder import (
     unfinished_folders,
 )
 from fsdp_cp.checkpoint_reader import readable, reader
-from fsdp_cp.checkpoint_writer import FileSum, SummedStream, SummingWriter
 from fsdp_cp.errors import UserError
 from fsdp_cp.host_memory import available_host_memory
 from fsdp_cp.launch import rank
@@ -65,27 +65,43 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(hours=2)
-"""Ranks write at their own pace, and nobody waits for them but the next checkpoint."""
+"""Timeout of the group that saves: ranks write at their own pace, and only the next checkpoint waits for them."""
 _SPARE = 2**30
 """Bytes of a host that staging leaves free."""
 
 
+class _Writer(FileSystemWriter):
+    """torch's writer of files, which calls ``publish`` on rank 0 when every rank's files and ``.metadata`` are there.
+
+    The save raises the exceptions of ``publish`` on every rank.
+    """
+
+    def __init__(self, folder: Path, publish: Callable[[], None], *, staged: bool):
+        # For tensors that are on the host torch would still wait for a CUDA stream, in a thread whose device is 0.
+        super().__init__(folder, per_thread_copy_ahead=0 if staged else 10_000_000)
+        self.publish = publish
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.publish()
+
+
 class Checkpoints:
-    """The checkpoints that a run writes, one at a time. Made by all ranks.
+    """Writer of a run's checkpoints, one at a time. Made by all ranks.
 
     Args:
-        folder: on a file system that all ranks see. What a save that was killed left there is removed.
-        keep: how many of the newest to keep; 0 keeps all.
-        keep_every: those whose step is a multiple of this are kept for good; 0 for none.
-        asynchronous: copy the tensors to the host's memory and write from there while training goes on; where the copy
-            does not fit, that checkpoint is written while training waits.
+        folder: on a file system that all ranks see. Leftovers of killed saves are removed from it.
+        keep: number of the newest checkpoints to keep; 0 keeps all.
+        keep_every: keep checkpoints whose step is a multiple of this for good; 0 for none.
+        asynchronous: copy the tensors to the host's memory and write from there while training continues; where the
+            copy does not fit, training waits until that checkpoint is written.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0, asynchronous: bool = False):
         self.folder, self.keep, self.keep_every, self.asynchronous = folder, keep, keep_every, asynchronous
         self._writing: tuple[int, Future[Any]] | None = None
-        # Of its own: on the default group its collectives would meet those of the training, in another order on
-        # every rank.
+        # A group of its own: on the default group its collectives would meet those of the training, in another order
+        # on every rank.
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
         if self._group is not None:
@@ -95,12 +111,12 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Write the state after ``step``; one that is still being written is waited for. Called by all ranks.
+        """Write the state after ``step``, after waiting for a checkpoint under way. Called by all ranks.
 
         Args:
             step: the step after which this is the state.
             tensors: nested dict of tensors and DTensors.
-            state: what is no tensor, JSON-serialisable, the same on every rank.
+            state: other values, JSON-serializable, the same on every rank.
 
         Raises:
             UserError: on all ranks; this checkpoint, or the one before, cannot be written.
@@ -117,15 +133,14 @@ class Checkpoints:
                     raise self._failed(step, error) from error
 
         on_all_ranks(begin)
-        beside = self.asynchronous and self._fits(tensors)
-        publish = partial(self._publish, step, json.dumps(dict(state), indent=1))
-        writer = SummingWriter(unfinished, publish, staged=beside)
-        if beside:
-            begun = dcp.async_save(
+        staged = self.asynchronous and self._fits(tensors)
+        writer = _Writer(unfinished, partial(self._publish, step, json.dumps(dict(state), indent=1)), staged=staged)
+        if staged:
+            saving = dcp.async_save(
                 dict(tensors), storage_writer=writer, process_group=self._group, async_stager=BlockingAsyncStager()
             )
-            assert isinstance(begun, Future), "only stagers that copy in a thread give two"
-            self._writing = step, begun
+            assert isinstance(saving, Future), "only stagers that copy in a thread return two"
+            self._writing = step, saving
             return
         done: Future[Any] = Future()
         try:
@@ -136,7 +151,7 @@ class Checkpoints:
         self.wait()
 
     def wait(self) -> None:
-        """Until what is being written is published. Called by all ranks.
+        """Wait until the checkpoint under way is published. Called by all ranks.
 
         Raises:
             UserError: on all ranks; it cannot be written.
@@ -148,16 +163,16 @@ class Checkpoints:
             with announced(f"the checkpoint of step {step}"):
                 future.result()
         except CheckpointException as error:
-            if rank() == 0:  # a part of a checkpoint would keep the disk full
+            if rank() == 0:  # a partial checkpoint would keep the disk full
                 shutil.rmtree(step_folder(self.folder, step).with_suffix(".tmp"), ignore_errors=True)
             raise self._failed(step, error) from error
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """On leaving, wait for what is being written, which would else go with the process or its groups.
+        """Wait on leaving for the checkpoint under way, which would otherwise end with the process or its groups.
 
-        After a user's mistake, which all ranks know of, and in a world of one. What another error left behind on other
-        ranks nobody knows.
+        After an exception only if it is a user's mistake, which all ranks know of, or in a world of one: after another
+        error the other ranks may be anywhere.
 
         Raises:
             UserError: on all ranks; it cannot be written.
@@ -166,25 +181,27 @@ class Checkpoints:
             yield
         except BaseException as error:
             if isinstance(error, UserError) or self._group is None:
-                with suppress(UserError):  # what failed first is what the user must see
+                with suppress(UserError):  # the first error is what the user must see
                     self.wait()
             raise
         self.wait()
 
     def is_writing(self) -> bool:
-        """Is this rank still writing?"""
+        """Return whether this rank is still writing."""
         return self._writing is not None and not self._writing[1].done()
 
     def has_failed(self) -> bool:
-        """Has what this rank was writing failed? :meth:`wait` says how, on all ranks."""
+        """Return whether this rank failed to write; :meth:`wait` raises the error, on all ranks."""
         return self._writing is not None and not self.is_writing() and self._writing[1].exception() is not None
 
-    def _publish(self, step: int, state: str, files: dict[str, FileSum]) -> None:
-        """On rank 0, when every rank's files are there: the plain files, the name, and the end of older ones."""
+    def _publish(self, step: int, state: str) -> None:
+        """Write ``state.json``, rename the folder, and delete older checkpoints. On rank 0, after all other files."""
         target = step_folder(self.folder, step)
         unfinished = target.with_suffix(".tmp")
-        files[STATE] = _write(unfinished / STATE, state)
-        _write(unfinished / MANIFEST, json.dumps({"files": files}, indent=1))
+        with (unfinished / STATE).open("w") as stream:
+            stream.write(state)
+            stream.flush()
+            os.fsync(stream.fileno())
         _sync(unfinished)
         if target.exists():
             leave(target)
@@ -192,59 +209,48 @@ class Checkpoints:
         _sync(self.folder)
         for old in published_steps(self.folder)[: -self.keep] if self.keep else []:
             if not self.keep_every or old % self.keep_every:
-                self._remove(step_folder(self.folder, old))
-
-    def _remove(self, checkpoint: Path) -> None:
-        """Delete an old one; that it cannot be deleted is no fault of the one that has just been saved."""
-        try:
-            # First the name: killed half-way, this would leave a checkpoint without some of its files.
-            shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".tmp")), ignore_errors=True)
-        except OSError as error:
-            log.warning("%s cannot be removed (%s)", checkpoint, error.strerror)
+                _remove(step_folder(self.folder, old))
 
     def _fits(self, tensors: Mapping[str, Any]) -> bool:
-        """Does every host have room for a copy of its ranks' tensors? Asked by all ranks."""
-        mine = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
-        room = available_host_memory()
-        needed = mine * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        short = next(
-            (each for each in all_gather_objects((needed, room)) if each[1] is not None and each[0] + _SPARE > each[1]),
-            None,
-        )
-        if short is not None and rank() == 0:
+        """Return whether every host has room for a copy of its ranks' tensors. Called by all ranks."""
+        own = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
+        needed = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        hosts = all_gather_objects((needed, available_host_memory()))
+        full = [(size, room) for size, room in hosts if room is not None and size + _SPARE > room]
+        if full and rank() == 0:
+            size, room = full[0]
             log.warning(
-                "a copy of the checkpoint takes %.1f GB of a host's memory, and %.1f GB are free: it is written while"
-                " training waits",
-                short[0] / 1e9,
-                short[1] / 1e9,
+                "a copy of the checkpoint takes %.1f GB of a host's memory, but %.1f GB are free: training waits until"
+                " it is written",
+                size / 1e9,
+                room / 1e9,
             )
-        return short is None
+        return not full
 
     def _failed(self, step: int, error: BaseException) -> UserError:
         steps = published_steps(self.folder)
         newest = steps[-1] if steps else "none"
-        # Of a full disk torch's writer says "unexpected pos": what is free says more.
+        # On a full disk torch's writer raises "unexpected pos": the free space tells more.
         existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
             f"the checkpoint of step {step} cannot be written to {self.folder} ({_first_line(error)}; {free / 1e9:.1f}"
-            f" GB are free there); the newest complete one is of step {newest}: make room and start the same command"
-            " again"
+            f" GB are free there); the newest complete checkpoint is of step {newest}: make room and start the same"
+            " command again"
         )
 
 
-def _write(file: Path, text: str) -> FileSum:
-    """Write it to the disk; its size and sum."""
-    with file.open("wb") as stream:
-        summed = SummedStream(stream)
-        summed.write(text.encode())
-        stream.flush()
-        os.fsync(stream.fileno())
-        return {"bytes": stream.tell(), "sha256": summed.sum.hexdigest()}
+def _remove(checkpoint: Path) -> None:
+    """Delete an old checkpoint; a failure is only logged, since the new one is saved."""
+    try:
+        # First the name: killed half-way, this would leave a checkpoint without some of its files.
+        shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".tmp")), ignore_errors=True)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s)", checkpoint, error.strerror)
 
 
 def _sync(folder: Path) -> None:
-    """The names in ``folder`` to the disk: after a power failure a renamed folder could else be without its files."""
+    """Flush the names in ``folder`` to the disk: after a power failure a renamed folder could lack its files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -256,7 +262,7 @@ def _sync(folder: Path) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong, in one line; of a failed collective save or load, on the first rank that failed."""
+    """Return the message of an error in one line; of a failed save or load, that of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         failed, (cause, _) = sorted(error.failures.items())[0]
         return f"rank {failed}: {_first_line(cause)}"
@@ -264,10 +270,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
-    """Load into ``tensors`` in place, whatever mesh the checkpoint was written on. Called by all ranks.
+    """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks.
 
     Raises:
-        UserError: a tensor that the checkpoint lacks, has in addition, or has in another shape; a damaged file.
+        UserError: the checkpoint lacks a tensor, has an additional one or one of another shape; a damaged file.
     """
     saved = on_all_ranks(lambda: reader(checkpoint).read_metadata().state_dict_metadata if rank() == 0 else None)[0]
     assert saved is not None, "rank 0 has answered"
@@ -294,11 +300,8 @@ def _shape(about: TensorStorageMetadata | BytesStorageMetadata) -> tuple[int, ..
 
 
 def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The tensors of a nested dict by their dotted names."""
-    found: dict[str, Any] = {}
+    """Return the tensors of a nested dict by their dotted names."""
+    flat: dict[str, Any] = {}
     for name, value in tensors.items():
-        if isinstance(value, Mapping):
-            found.update(_flat(value, f"{prefix}{name}."))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

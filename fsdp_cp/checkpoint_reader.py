@@ -1,7 +1,7 @@
-"""Read torch.distributed.checkpoint's files without running what is in them, and say in one line what is damaged.
+"""Reader of torch.distributed.checkpoint's files that runs no code from them and reports damage in one line.
 
-Its ``.metadata`` is a pickle, which ``FileSystemReader`` loads as it is: a checkpoint from somebody else could run any
-code. Here only the classes that describe tensors are let through (torch 2.11 to 2.13; private names are marked).
+``.metadata`` is a pickle, which ``FileSystemReader`` loads as it is: a checkpoint from somebody else could run any
+code. This reader allows only the classes that describe tensors (torch 2.11 to 2.13; private names are marked).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
 class _Reader(FileSystemReader):
     """torch's reader of files, with a ``.metadata`` that cannot run code or name files elsewhere.
 
-    It is read once: an export loads tensor by tensor, and each ``dcp.load`` asks for it again (0.3 s at 1.3B, which was
+    Reads it once: an export loads tensor by tensor, and each ``dcp.load`` asks for it again (0.3 s at 1.3B, which was
     200 s for 600 adapters).
     """
 
@@ -82,12 +82,12 @@ class _Reader(FileSystemReader):
 
 
 def _check(metadata: Any, folder: Path) -> None:
-    """Raises ValueError for what a checkpoint of tensors does not hold, or for files that are not in ``folder``."""
+    """Raise ``ValueError`` for values other than tensors, and for files that ``folder`` lacks or that are cut short."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise ValueError("it describes no state dict")
     for name, about in metadata.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(about, TensorStorageMetadata):
-            raise ValueError(f"{name} is no tensor")  # other values are pickles, which torch would load
+            raise ValueError(f"{name} is not a tensor")  # other values are pickles, which torch would load
     if not isinstance(metadata.storage_data, dict):
         raise ValueError("it names no files")
     needed: dict[str, int] = {}
@@ -102,13 +102,14 @@ def _check(metadata: Any, folder: Path) -> None:
 
 
 def reader(checkpoint: Path) -> FileSystemReader:
-    """A reader of ``checkpoint``; its ``read_metadata`` raises ``UserError`` for what is damaged, or is no tensor."""
+    """Return a reader of ``checkpoint``; its ``read_metadata`` raises ``UserError`` for damage, or other values than
+    tensors."""
     return _Reader(str(checkpoint))
 
 
 @contextmanager
 def readable(checkpoint: Path) -> Iterator[None]:
-    """Turn torch's account of a damaged file, from all ranks at once, into one line.
+    """Turn torch's exception for a damaged file, which names all ranks, into one line.
 
     Raises:
         UserError: on every rank, if one of them could not read its part.

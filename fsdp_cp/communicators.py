@@ -1,4 +1,4 @@
-"""The process groups of a mesh: which axes have one of their own, of what priority, and what makes NCCL build them."""
+"""Process groups of a mesh: those of ring and Ulysses apart from FSDP's, and the collectives that connect NCCL."""
 
 from __future__ import annotations
 
@@ -11,34 +11,31 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def context_overrides(*, ring: int, ulysses: int, own_groups: bool) -> dict[int | str, Any] | None:
-    """``backend_override`` of ``init_device_mesh`` for the axes that split a sample's tokens; ``None`` for none.
+def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
+    """Return ``backend_override`` of ``init_device_mesh`` for the axes that split a sample's tokens.
 
-    With ``own_groups`` an axis that spans the world gets a group of its own. The others have their own as it is, or
-    one rank and no use for a group.
+    An axis that spans the world would get the default group, which FSDP uses too: its collectives would queue after
+    FSDP's gathers. An override, even of the same backend, gives the axis a group of its own. An axis of fewer ranks
+    has its own group without one.
 
-    A ring's own group, of more than one rank, sends on a stream of high priority where its backend is NCCL: its hops
-    are to run beside an attention kernel, whose blocks are in line for every SM before them. Without ``own_groups`` a
-    ring that spans the world has the default group, which is what its caller made it: FSDP's gathers go over it too,
-    and nothing is said about its stream here.
+    A ring's NCCL group sends on a stream of high priority: its hops are to overlap with an attention kernel, whose
+    blocks are in line for every SM before them.
 
     Args:
         ring, ulysses: sizes of these axes.
-        own_groups: as in :func:`fsdp_cp.mesh.resolve_mesh`.
     """
-    world = dist.get_world_size()
-    backend = str(dist.get_backend_config())  # of every device that the default group serves
-    sizes = {"ring": ring, "ulysses": ulysses}
-    found: dict[int | str, Any] = {axis: backend for axis, size in sizes.items() if own_groups and size == world > 1}
-    if 1 < ring < world or "ring" in found:
-        options = high_priority(backend)
-        if options is not None:
-            found["ring"] = (backend, options)
-    return found or None
+    world, backend = dist.get_world_size(), str(dist.get_backend_config())  # of every device of the default group
+    overrides: dict[int | str, Any] = {
+        axis: backend for axis, size in (("ring", ring), ("ulysses", ulysses)) if size == world > 1
+    }
+    options = high_priority(backend) if ring > 1 else None
+    if options is not None:
+        overrides["ring"] = (backend, options)
+    return overrides
 
 
 def high_priority(backend: str) -> Any:
-    """Options that give a group's NCCL communicator a CUDA stream of high priority; ``None`` for another backend.
+    """Return options that give an NCCL communicator a CUDA stream of high priority; ``None`` for another backend.
 
     ``ProcessGroupNCCL`` is public, though a torch without CUDA has none (2.13).
 
@@ -51,17 +48,17 @@ def high_priority(backend: str) -> Any:
 
 
 def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups of all axes of ``meshes`` that have more than one rank, each once, in the same order on all ranks."""
+    """Return the groups of more than one rank of all axes of ``meshes``, each once, in the same order on all ranks."""
     groups = (group for mesh in meshes for group in mesh.get_all_groups())
     return [group for group in dict.fromkeys(groups) if group.size() > 1]
 
 
 def connect(*meshes: DeviceMesh) -> None:
-    """One small collective on every group of :func:`groups_of`, for meshes on CUDA. Called by all ranks.
+    """Run one small collective on every group of :func:`groups_of`, for meshes on CUDA. Called by all ranks.
 
-    NCCL makes a communicator, with its buffers, at the group's first collective: in mid-step else, at the peak of
-    memory, and too late for buffers that are registered with it (``communication_buffers``). gloo connects as groups
-    are made: nothing is done on the CPU.
+    NCCL makes a communicator, with its buffers, at the group's first collective. Without this call that is in
+    mid-step, at the peak of memory, and too late for buffers that are registered with it (``communication_buffers``).
+    gloo connects when groups are made: nothing is done on the CPU.
     """
     if meshes[0].device_type == "cuda":
         first_collectives(groups_of(*meshes), torch.device("cuda", torch.cuda.current_device()))
@@ -69,18 +66,18 @@ def connect(*meshes: DeviceMesh) -> None:
 
 @lru_cache(maxsize=64)
 def connect_once(mesh: DeviceMesh) -> None:
-    """:func:`connect`, at the first call for ``mesh``."""
+    """Call :func:`connect` once for each ``mesh``."""
     connect(mesh)
 
 
 def first_collectives(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """A sum of one number over each of ``groups``.
+    """Sum one number over each of ``groups``, on all its ranks.
 
-    Of all its ranks at once: NCCL's first ``batch_isend_irecv`` on a group needs all of them, and a step of the ring
-    may leave some out. Each is waited for, so that a communicator that cannot be made fails here and not in a step.
+    NCCL's first ``batch_isend_irecv`` on a group needs all ranks, and a step of the ring may leave some out. Waiting
+    for each sum lets a communicator that cannot be made fail here and not in a step.
 
     Raises:
-        RuntimeError: a group whose ranks do not all answer.
+        RuntimeError: not all ranks of a group answer.
     """
     for group in groups:
         count = torch.ones(1, device=device)

@@ -1,4 +1,4 @@
-"""Process group set-up for torchrun, and for plain ``python`` as a world of one."""
+"""Start and end of a process: rank, device and process group, under torchrun or as a world of one; exit codes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,18 @@ _GPU_FILES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"))
 
 
 def rank() -> int:
-    """Rank in the process group; before there is one, as torchrun gave it (0 under plain ``python``)."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    """Return the rank in the process group; before there is one, torchrun's (0 under plain ``python``)."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Rank on this node as torchrun gave it; 0 under plain ``python``."""
+    """Return torchrun's rank on this node; 0 under plain ``python``."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """Size of the process group; before there is one, as torchrun gave it (1 under plain ``python``)."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the size of the process group; before there is one, torchrun's (1 under plain ``python``)."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def refuse_separate_worlds() -> None:
@@ -73,7 +69,7 @@ def refuse_separate_worlds() -> None:
 
 
 def outside_of_torchrun() -> dict[str, str]:
-    """The environment without what torchrun gives its workers, for a process that is to be none of them."""
+    """Return the environment without torchrun's variables, for a process that is not one of its workers."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -82,10 +78,10 @@ def outside_of_torchrun() -> dict[str, str]:
 
 
 def report_error(error: UserError) -> int:
-    """Print a user's mistake as one line, once on each node; the exit code for it, 2.
+    """Print a user's mistake as one line, once on each node; return its exit code, 2.
 
-    Under torchrun the line goes into the worker's error file too, from which torchrun repeats it at the end of its own
-    summary ("Root Cause"): the line itself is some forty lines further up by then.
+    Under torchrun the line goes into the worker's error file too, since torchrun repeats that file at the end of its
+    own summary ("Root Cause"), some forty lines further down.
 
     Args:
         error: raised by one rank, or by all of them.
@@ -93,17 +89,17 @@ def report_error(error: UserError) -> int:
     line = "error: " + " ".join(str(error).splitlines())
     logging.getLogger(__name__).debug(line)
     if local_rank() != 0:
-        time.sleep(3)  # what all ranks refuse is said once: torchrun ends this one when the first has exited
+        time.sleep(3)  # torchrun ends this rank when the first one has exited, so the line appears once
     write_error(line)  # without a traceback: torchrun would show that instead
     print(line, file=sys.stderr)
     return 2
 
 
 def exit_code(work: Callable[[], None]) -> int:
-    """What a command ends with: 0, or 2 with one line where ``work`` met a user's mistake or a full disk.
+    """Run a command and return its exit code: 0, or 2 with one line after a user's mistake or a full disk.
 
-    Told to end by a signal it says so in a line too: 75 where it heeds signals itself, 130 after Ctrl-C elsewhere.
-    Anything else that it raises is ours, and comes with its traceback.
+    A signal ends it with one line too: 75 where the command handles signals itself, 130 after Ctrl-C elsewhere. Any
+    other exception is a defect and passes on with its traceback.
     """
     try:
         work()
@@ -124,10 +120,10 @@ def exit_code(work: Callable[[], None]) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End a command's process with an exit code, as Python does but for the interpreter's finalization.
+    """End a command's process with an exit code, as Python does, but without finalizing the interpreter.
 
-    A thread of gloo lets go of a collective's tensors after those who waited for it were told, for which it may need
-    the interpreter. Where that is being finalized, the process aborts ("terminate called without an active exception",
+    A thread of gloo frees a collective's tensors after it has reported the collective done, and may need the
+    interpreter for it. During finalization the process then aborts ("terminate called without an active exception",
     exit code -6) although all its work is done, and torchrun counts the run as failed. Destroying the process groups
     does not end those threads while anything refers to a group, as DTensor's caches do (torch 2.13).
 
@@ -140,20 +136,20 @@ def end_process(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # a pipe that nobody reads any more, a closed stream
+            except (OSError, ValueError):  # a pipe without a reader, a closed stream
                 code = code or 1
         os._exit(code)
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` (CUDA if there is one), ``cpu`` or ``cuda`` to this rank's device.
+    """Return this rank's device for ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``.
 
     Raises:
-        UserError: CUDA asked for where there is none, or ``auto`` where there is a GPU that torch does not see, which
-            would otherwise be days on the CPU without a word; more ranks on a node than it has GPUs.
+        UserError: CUDA asked for where there is none; ``auto`` where there is a GPU that torch does not see, which
+            would mean days on the CPU without notice; more ranks on a node than it has GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
+        raise UserError(f"device must be auto, cpu or cuda, got {device}")
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -167,7 +163,7 @@ def choose_device(device: str) -> torch.device:
         )
         raise UserError(f"device={device}, but torch sees no GPU{hint or ''}; or use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if processes > gpus:  # asked alike on all ranks, so that all of them refuse
+    if processes > gpus:  # the same on all ranks of the node, so that all of them refuse
         raise UserError(
             f"{processes} processes on this node, but torch sees {gpus} GPUs;"
             f" use torchrun --nproc-per-node {gpus}, or device=cpu"
@@ -176,7 +172,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_allocator(device: torch.device, settings: str | None) -> None:
-    """Configure torch's CUDA allocator, which reads this once when CUDA starts; what the environment says stays.
+    """Configure torch's CUDA allocator, unless the environment does. CUDA reads this once when it starts.
 
     Args:
         device: nothing is done on the CPU.
@@ -196,45 +192,38 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
 def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
     """Give a rank on a GPU, whose optimizer steps on the host, its share of this process's cores.
 
-    torchrun gives every rank ``OMP_NUM_THREADS=1`` where nothing is set, and so does the Dockerfile: AdamW over a
-    network's shards then takes one core, for seconds, while the others idle. A 1 of the user's cannot be told from
-    those; another number stays. Nothing changes on the CPU, where the number of threads changes the last digits.
+    torchrun and the Dockerfile set ``OMP_NUM_THREADS=1`` where nothing is set: AdamW over a network's shards then takes
+    one core, for seconds, while the others idle. A user's 1 cannot be told from theirs; another number stays. Nothing
+    changes on the CPU, where the number of threads changes the last digits.
 
     Args:
         device: this rank's.
-        host_optimizer: does a trained role have ``offload=cpu``?
+        host_optimizer: whether a trained role has ``offload=cpu``.
     """
     if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
     threads = share_of_cores()
     torch.set_num_threads(threads)
     if rank() == 0:
-        log.info("offload=cpu: %d threads a rank (%d cores, %d ranks on this node)", threads, *_cores_and_ranks())
+        log.info("offload=cpu: the optimizer steps with %d threads a rank", threads)
 
 
 def share_of_cores() -> int:
-    """Cores of this node for each of its ranks, at least 1."""
-    cores, ranks = _cores_and_ranks()
-    return max(1, cores // ranks)
-
-
-def _cores_and_ranks() -> tuple[int, int]:
-    # Those that this process may use: a container or SLURM may have fewer than the machine.
-    return len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Return the number of this node's cores for each of its ranks, at least 1."""
+    # The cores that this process may use: a container or SLURM may have fewer than the machine.
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
-    """The default process group (gloo, and NCCL for CUDA) for the length of the context.
+    """Open the default process group (gloo, and NCCL for CUDA) for the length of the context.
 
-    After an exception a process that is not the only one must end: what it had begun is not waited for.
+    After an exception a process that is not the only one must end, without waiting for its collectives.
 
     Args:
         device: this rank's device.
         timeout: of a collective; long, since rank 0 alone writes samples and the report while the others wait.
     """
-    from fsdp_cp import hangs  # and with it FSDP, which takes half a second
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
@@ -252,7 +241,7 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         yield
         failed = False
     except BaseException as error:
-        hangs.report(error)
+        timeouts.report_hang(error)
         raise
     finally:
         timeouts.forget()
@@ -261,4 +250,4 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
         else:
-            hangs.end_soon()
+            timeouts.end_soon()

@@ -13,15 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.tensor_lists import local_shards, multiply_, squared_norms
+from fsdp_cp.torch_versions import all_gather_single
 
 T = TypeVar("T")
-
-
-def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather the flat ``x`` of every rank of ``group`` into the flat ``out``, in rank order."""
-    # torch 2.13 renamed the call and warns at every use of the old name; torch 2.11 has the old name only.
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    gather(out, x, group=group)
 
 
 def all_gather_objects(obj: Any) -> list[Any]:

@@ -1,11 +1,17 @@
-"""How long a rank waits for the others in a collective: one timeout for all process groups of this process.
+"""Timeouts of collectives: one for all process groups of this process, and a report when a rank timed out.
 
-torch gives each group a timeout of its own, and those that a ``DeviceMesh`` makes the backend's default (30 minutes for
-gloo, 10 for NCCL) whatever the group of all ranks was given.
+torch gives each group a timeout of its own, and groups of a ``DeviceMesh`` the backend's default (30 minutes for gloo,
+10 for NCCL) whatever the group of all ranks was given.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
+import logging
+import math
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,16 +21,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+log = logging.getLogger(__name__)
+
+GRACE = 30.0
+"""Seconds in which a failed process must have ended by itself; torchrun gives the processes that it ends as many."""
+
+_TIMED_OUT = re.compile(
+    r"Timed out waiting|Application timeout caused pair closure|wait timeout after|operation timeout"
+)
+_LOST = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Connection refused")
+"""Words of gloo and of torch's store (torch 2.11 to 2.13); all of them come as a RuntimeError."""
+
+
+# ---------------------------------------------------------------- timeouts of groups
+
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Every process group that this rank is in; ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
+    """Return every process group that this rank is in; ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
-    """What communicates for ``group``; all four names are private (torch 2.11 to 2.13).
+    """Return the backends of ``group``; all four names are private (torch 2.11 to 2.13).
 
-    ``torch.distributed.distributed_c10d._set_pg_timeout`` does the same, but leaves out what
+    ``torch.distributed.distributed_c10d._set_pg_timeout`` does the same, but leaves out the backends that
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps.
     """
     backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
@@ -32,26 +52,24 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of ``groups``, by default of every group, for the collectives that begin from here on.
+    """Set the timeout of ``groups`` for the collectives that begin from here on.
 
-    Groups that :func:`keep_timeout` was called for are left out by default. ``Backend._set_default_timeout`` is private
-    (torch 2.11 to 2.13).
+    By default all groups but those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch 2.11 to
+    2.13).
     """
-    all_groups = [group for group in process_groups() if group not in _state.kept]
-    for group in all_groups if groups is None else groups:
+    for group in [group for group in process_groups() if group not in _state.kept] if groups is None else groups:
         for backend in _backends(group):
-            with suppress(RuntimeError):  # of a backend without timeouts, as tests use
+            with suppress(RuntimeError):  # a backend without timeouts, as tests use
                 backend._set_default_timeout(timeout)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """A group's timeout; ``None`` where its backend has none. ``options._timeout`` is private (torch 2.11 to 2.13)."""
-    found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
-    return next((timeout for timeout in found if timeout is not None), None)
+    """Return a group's timeout; ``None`` for a backend without one. ``options._timeout`` is private."""
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
+    return next((timeout for timeout in timeouts if timeout is not None), None)
 
 
-def world_timeout() -> timedelta | None:
-    """:func:`timeout_of` the group of all ranks, which there must be."""
+def _world_timeout() -> timedelta | None:
     world = dist.group.WORLD
     assert world is not None, "no process group"
     return timeout_of(world)
@@ -59,10 +77,10 @@ def world_timeout() -> timedelta | None:
 
 @contextmanager
 def inherited_timeout() -> Iterator[None]:
-    """Groups that are made inside get the timeout of the group of all ranks; others keep theirs."""
+    """Give groups that are made inside the timeout of the group of all ranks; others keep theirs."""
     before = process_groups()
     yield
-    timeout = world_timeout()
+    timeout = _world_timeout()
     if timeout is not None:
         set_timeout(timeout, [group for group in process_groups() if group not in before])
 
@@ -80,32 +98,32 @@ _state = _Shortened()
 
 
 def keep_timeout(group: dist.ProcessGroup) -> None:
-    """Leave ``group`` its timeout from here on: its ranks work beside the training, where a step's means nothing."""
+    """Exempt ``group`` from :func:`shorten`: its ranks do not work in step with the training."""
     _state.kept.append(group)
 
 
 def shorten(timeout: timedelta) -> None:
-    """From here on ``timeout`` for every group, but inside of :func:`long_timeout`; again, it changes nothing.
+    """Set ``timeout`` for every group, except inside :func:`long_timeout`. A second call changes nothing.
 
-    Called by all ranks at the same place, after a collective that all of them have left.
+    All ranks call it at the same place, after a collective that all of them have left.
     """
     if _state.short == timeout:
         return
     if _state.long is None:
-        _state.long = world_timeout()
+        _state.long = _world_timeout()
     _state.short = timeout
     set_timeout(timeout)
 
 
 @contextmanager
 def long_timeout() -> Iterator[None]:
-    """The timeout from before :func:`shorten`, for work of one rank that the others wait for. Called by all ranks.
+    """Restore the timeout from before :func:`shorten`, for work of one rank that the others wait for.
 
-    It ends with a barrier: a rank that had left before would wait with the short timeout for one that still works.
-    After an exception the long timeout stays.
+    All ranks enter it. It ends with a barrier: a rank that had left before would wait with the short timeout for one
+    that still works. After an exception the long timeout stays.
     """
     short, long = _state.short, _state.long
-    if short is None or long is None:  # not shortened, or inside of another one
+    if short is None or long is None:  # not shortened, or nested
         yield
         return
     _state.short = None
@@ -118,6 +136,116 @@ def long_timeout() -> Iterator[None]:
 
 
 def forget() -> None:
-    """The process groups are gone, and with them what :func:`shorten` has changed."""
+    """Drop all state: the process groups are gone, and with them what :func:`shorten` has changed."""
     _state.long = _state.short = None
     _state.kept.clear()
+
+
+# ---------------------------------------------------------------- reports of hangs
+
+
+def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> None:
+    """Log one line if ``error`` is a collective that timed out or lost another rank; otherwise do nothing.
+
+    The line is a note of the error too, since torchrun's summary ends with the error. An error is reported once.
+
+    Args:
+        error: exception that ended this rank's work.
+        step: place in its work, e.g. ``"in step 7 of 100"``.
+        advice: how to continue.
+    """
+    from fsdp_cp.measure.phases import where  # imports FSDP, which takes half a second
+
+    text = str(error)
+    if not isinstance(error, RuntimeError) or hasattr(error, "reported_hang"):
+        return
+    if _TIMED_OUT.search(text):
+        after = re.search(r"(\d+) ?ms", text)
+        happened = f"waited {int(after.group(1)) / 1000:g} s in vain for another rank" if after else "timed out"
+    elif "gloo" in text and _LOST.search(text):
+        happened = "lost the connection to another rank, which exited or timed out (see that rank's log)"
+    else:
+        return
+    vars(error)["reported_hang"] = True
+    place = ", ".join(part for part in (step, where(error)) if part)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    line = f"rank {rank} {happened}: {place}; last collective: {last_collective() or 'unknown'}"
+    line += f"; {advice}" if advice else ""
+    log.error(line)
+    error.add_note(line)
+
+
+@contextmanager
+def watch_for_hangs() -> Iterator[None]:
+    """Log one line when no phase was entered or left for nine tenths of the timeout; once for each such place.
+
+    For NCCL, whose watchdog ends the process from outside of Python, so that no exception can be reported. A thread
+    logs, since the main one waits for the GPU. Tested with gloo only.
+    """
+    from fsdp_cp.measure.phases import seconds_in_place, where
+
+    ended = threading.Event()
+
+    def watch() -> None:
+        reported = False
+        while True:
+            timeout = _world_timeout()
+            total = timeout.total_seconds() if timeout is not None else math.inf
+            if ended.wait(min(10.0, 0.045 * total)):
+                return
+            seconds = seconds_in_place()
+            if seconds < 0.9 * total:
+                reported = False
+            elif not reported:
+                reported = True
+                log.error(
+                    "rank %d has been %s for %.0f s; last collective: %s; if it waits for another rank, the timeout of"
+                    " %.0f s ends it",
+                    dist.get_rank(),
+                    where(),
+                    seconds,
+                    last_collective() or "unknown",
+                    total,
+                )
+
+    thread = threading.Thread(target=watch, name="watch for hangs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def last_collective() -> str | None:
+    """Return the oldest unfinished collective, else the newest, from torch's flight recorders; ``None`` without one.
+
+    E.g. ``all_gather 57 of group mesh_fsdp``: the 57th of its group, counted alike on all its ranks. A collective that
+    has just failed counts as done. The recorders are on unless ``TORCH_FR_BUFFER_SIZE=0``. gloo's leaves out ``send``
+    and ``recv`` (ring attention). ``_dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` are private (torch 2.11
+    to 2.13).
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump()).get("entries", [])
+    if not entries:
+        return None
+    entries.sort(key=lambda entry: entry["time_created_ns"])
+    unfinished = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    entry = (unfinished or entries[-1:])[0]
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    name, description = entry["process_group"]
+    operator = entry["profiling_name"].rpartition(":")[2]
+    return f"{operator} {number} of group {description if description not in ('', 'undefined') else name}"
+
+
+def end_soon() -> None:
+    """End this process after :data:`GRACE` with exit code 1, and its stack, if it has not ended by then.
+
+    Without this an interpreter that ends waits for collectives that are still on their way, each until its timeout:
+    gloo's threads are joined. faulthandler's thread needs no interpreter.
+    """
+    with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
+        faulthandler.dump_traceback_later(GRACE, exit=True)

@@ -14,7 +14,7 @@ from benchmarks.attention_kernels import MIB, timed, world_of_one
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import Peak, architecture_of
 from fsdp_cp.mesh import Mesh, build_mesh
-from fsdp_cp.sharding.activations import apply_checkpointing, apply_compile
+from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.settings import ShardSettings
 from models.families import wan_attention
 from models.families.wan import Wan
@@ -83,8 +83,7 @@ def _block(
     family.restore_buffers(network, device)
     family.parallelize(network, mesh)
     (unit,) = family.blocks(network)
-    apply_checkpointing(unit, settings)
-    apply_compile(unit, settings)
+    wrap_unit(unit, settings)
     width, channels = family.width(architecture), architecture["in_channels"]
     latents = torch.empty(1, channels, *(TINY_LATENTS if context.tiny else LATENTS), device=device)
     rotary = network.rope(latents)

@@ -18,7 +18,7 @@ GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapter
 REMOVED = {
     "checkpoint.verify": "sizes are always compared; docs/operations.md has a command that compares the sums",
     "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
-    "mesh.own_groups": "a ring or Ulysses axis that spans the world shares the default process group",
+    "mesh.own_groups": "a ring or Ulysses axis that spans the world always has a process group apart from FSDP's",
     "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",
     "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
     "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fsdp_cp.measure.memory import resizes_reported
 from fsdp_cp.reduce import local_shard
-from fsdp_cp.sharding.one_rank import is_in_place, watch_gradients
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 
 KINDS = ("gathered", "staging", "full_gradients", "reduce_inputs", "shard_gradients")
@@ -27,16 +26,9 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def gathered_outputs(networks: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors that become full parameters and are resized to 0 between uses (private, torch 2.11 to 2.13).
-
-    A parameter that one rank holds alone and uses in place has none.
-    """
+    """Yield the tensors that become full parameters, resized to 0 between uses (private, torch 2.11 to 2.13)."""
     for parameter in _fsdp_params(networks):
-        yield from _gathered_outputs(parameter)
-
-
-def _gathered_outputs(parameter: Any) -> list[Tensor]:
-    return [] if is_in_place(parameter) else parameter.all_gather_outputs
+        yield from parameter.all_gather_outputs
 
 
 def _fsdp_params(networks: Iterable[nn.Module]) -> Iterator[Any]:
@@ -130,7 +122,7 @@ class ShardingMemory:
             raise RuntimeError(f"{group!r} has not run yet; run one forward before measuring")
         handles = []
         for parameter in group.fsdp_params:
-            for output in _gathered_outputs(parameter):
+            for output in parameter.all_gather_outputs:
                 storage = output.untyped_storage()
                 self._gathered[storage._cdata] = storage.nbytes()
                 self.bytes["gathered"] += storage.nbytes()
@@ -145,19 +137,17 @@ class ShardingMemory:
             parameter.to_accumulated_grad_if_needed = self._casting(parameter)
         gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
         inputs_and_outputs = _alternately("reduce_inputs", "shard_gradients")
-        unwatch = watch_gradients(group, lambda parameter: self._add("shard_gradients", parameter.sharded_param.grad))
         gather.allocate = self._watching(gather.allocate, lambda: "staging")
         reduce.allocate = self._watching(reduce.allocate, lambda: next(inputs_and_outputs))
         try:
             yield
         finally:
-            unwatch()
             del gather.allocate, reduce.allocate  # the methods of their classes again
             for handle in handles:
                 handle.remove()
             for parameter in group.fsdp_params:
                 del parameter.to_accumulated_grad_if_needed
-                for output in _gathered_outputs(parameter):
+                for output in parameter.all_gather_outputs:
                     self.bytes["gathered"] -= self._gathered.pop(output.untyped_storage()._cdata, 0)
 
     def _watching(self, allocate: Callable[..., Tensor], kind: Callable[[], str]) -> Callable[..., Tensor]:
@@ -189,11 +179,6 @@ class ShardingMemory:
                 self._watched[key] = (kind, storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key)))
                 self.bytes[kind] += storage.nbytes()
                 self._reduce_inputs += kind == "reduce_inputs"
-                self._note_peak()
-            elif (before := self._watched[key])[0] == "full_gradients" != kind:  # on one rank it becomes the shard's
-                self._watched[key] = (kind, *before[1:])
-                self.bytes[before[0]] -= before[1]
-                self.bytes[kind] += before[1]
                 self._note_peak()
 
     def _forget(self, key: int) -> None:

@@ -75,8 +75,8 @@ FAULTS = (
         name="reduce_in_bf16",
         room="sharding: mixed precision",
         harm="reduce_dtype=auto under bf16 sums gradients over ranks in bf16",
-        old='    return torch.float64 if settings.precision == "fp64" else torch.float32\n',
-        new="    return COMPUTE_DTYPE[settings.precision]\n",
+        old='reduce_dtype = full_dtype if settings.reduce_dtype == "auto"',
+        new='reduce_dtype = compute_dtype if settings.reduce_dtype == "auto"',
         killed_by="distributed/test_sharding.py::test_a_role_that_was_idle_first_trains_in_the_same_dtypes",
     ),
     Fault(
@@ -224,12 +224,14 @@ FAULTS = (
         killed_by="distributed/test_resume.py::test_same_mesh_bit_by_bit[fp32]",
     ),
     Fault(
-        name="publish_before_manifest",
+        name="publish_before_state",
         room="checkpoints: atomicity",
         harm="a run killed in between has a checkpoint with its name and without its state",
         old=(
-            "        files[STATE] = _write(unfinished / STATE, state)\n"
-            '        _write(unfinished / MANIFEST, json.dumps({"files": files}, indent=1))\n'
+            '        with (unfinished / STATE).open("w") as stream:\n'
+            "            stream.write(state)\n"
+            "            stream.flush()\n"
+            "            os.fsync(stream.fileno())\n"
             "        _sync(unfinished)\n"
             "        if target.exists():\n"
             "            leave(target)\n"
@@ -239,8 +241,7 @@ FAULTS = (
             "        if target.exists():\n"
             "            leave(target)\n"
             "        unfinished.rename(target)\n"
-            "        files[STATE] = _write(target / STATE, state)\n"
-            '        _write(target / MANIFEST, json.dumps({"files": files}, indent=1))\n'
+            "        (target / STATE).write_text(state)\n"
             "        _sync(target)\n"
         ),
         killed_by="distributed/test_checkpoints.py::test_a_checkpoint_is_published_whole_and_all_ranks_see_its_damage",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_cp.sharding.offsets import place
+from fsdp_cp.sharding.pool import place
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 
 AGAIN = "gather in backward"

@@ -11,22 +11,10 @@ from torch.autograd import forward_ad
 from fsdp_cp import ShardSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.local_ranks import run_ranks
-from fsdp_cp.sharding.activations import (
-    apply_activation_offload,
-    apply_checkpointing,
-    apply_compile,
-    offload_saved_tensors,
-    recompute_in_backward,
-)
+from fsdp_cp.sharding.activations import offload_saved_tensors, recompute_in_backward, wrap_unit
 from tests.counted import Calls, Counted
 
 # --- offloading one module ---
-
-
-def wrap_unit(unit, settings):
-    """In :func:`fsdp_cp.shard_module`'s order."""
-    for apply in (apply_checkpointing, apply_compile, apply_activation_offload):
-        apply(unit, settings)
 
 
 class Views(nn.Module):

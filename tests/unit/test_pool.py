@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fsdp_cp.sharding import pool as pools
-from fsdp_cp.sharding.offsets import ALIGNMENT, place
-from fsdp_cp.sharding.pool import BufferPool
+from fsdp_cp.sharding.pool import ALIGNMENT, BufferPool, place
 
 CPU = torch.device("cpu")
 
