@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from distill.config import Config
-from distill.trainer import Trainer
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding.shard import settings_of
 from fsdp_cp.words import counted
 from models.role import EXPERTS, Role
+
+if TYPE_CHECKING:
+    from distill.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distill.evaluate import write_scheduler
-from distill.trainer import Trainer
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import barrier, on_all_ranks
@@ -17,6 +16,9 @@ from fsdp_cp.timeouts import long_timeout
 from models.export_folder import export_adapters, export_weights
 from models.published import withdraw
 from models.role import EXPERTS
+
+if TYPE_CHECKING:
+    from distill.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

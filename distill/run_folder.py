@@ -267,6 +267,11 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return [*launch, sys.argv[0], *arguments]
 
 
+def same_command(config: Config) -> str:
+    """Return the phrase that says how a run is resumed by the command that started it."""
+    return "the same command" + ", with checkpoint.resume=auto," * (config.checkpoint.resume == "never")
+
+
 def _move_aside(run_dir: Path) -> None:
     """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed."""
     found = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import chain
@@ -21,20 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from distill.announce import announce
 from distill.config import Config
 from distill.data import ClipDataset
 from distill.data.order import Batching, MicroBatchSampler
 from distill.evaluate import Evaluator
+from distill.finish import finish
 from distill.gradients import Losses, accumulate_gradients
 from distill.json_lines import cut_back
-from distill.methods import Batch, Method, build_method
+from distill.methods import Batch, Method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.optimizers import RoleOptimizer, learning_rate
 from distill.profiling import StepProfiler
+from distill.run import Run
+from distill.run_folder import same_command
 from distill.sampling import sampling_batch
-from distill.setup import RunPlan
-from fsdp_cp import hangs
-from fsdp_cp.checkpoint import Checkpoints, branch_name, leave_branch, load, published_steps, read_state, step_folder
+from fsdp_cp.checkpoint import Checkpoints, branch_name, leave_branch, load, read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
@@ -48,32 +49,9 @@ from fsdp_cp.signals import Stopped, StopSignal
 from fsdp_cp.timeouts import long_timeout, shorten
 from models.condition import Condition
 from models.ema import Ema
-from models.load import build_roles
 from models.role import Role
 
 log = logging.getLogger(__name__)
-
-
-def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
-    """Build the roles of ``plan`` on ``mesh``, and return their trainer before its first step. A collective."""
-    roles = build_roles(
-        plan.roles,
-        trained=plan.method.trained_roles,
-        mesh=mesh,
-        device=device,
-        latent_shape=data.latent_shape,
-        condition_shapes=data.condition_shapes,
-        seed=config.seed,
-    )
-    return Trainer(
-        config=config,
-        mesh=mesh,
-        device=device,
-        data=data,
-        method=build_method(config.method, roles),
-        micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
-    )
 
 
 class Trainer:
@@ -162,6 +140,22 @@ class Trainer:
             config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
         )
 
+    def run(self, run: Run, stop: StopSignal) -> None:
+        """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write what a run ends with.
+
+        Args:
+            run: the opened run.
+            stop: the signal that has come; heeded between two steps.
+        """
+        self.sources, self.facts = run.sources, run.facts
+        if run.resume_from is not None:
+            self.resume(run.resume_from)
+        with run.started(lambda: self.step):
+            announce(self)
+            self.train(stop)
+            finish(self)
+            self.close()
+
     def train(self, stop: StopSignal) -> None:
         """Open the logs and train the remaining steps.
 
@@ -183,29 +177,6 @@ class Trainer:
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
-
-    @contextmanager
-    def reported_hangs(self) -> Iterator[None]:
-        """Report a collective that timed out, with the step and the command that resumes."""
-        on_nccl = self.device.type == "cuda"
-        # What the user has set stays, by its older name too.
-        if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.run_dir.resolve() / "flight_recorder_"))
-        try:
-            with hangs.watched() if on_nccl else nullcontext():
-                yield
-        except Exception as error:
-            steps, saved = self.config.steps, published_steps(self.run_dir / "checkpoints")
-            step = f"in step {self.step + 1} of {steps}" if self.step < steps else "after the last step"
-            advice = "there is no checkpoint yet: the same command starts from scratch"
-            if saved:
-                advice = f"{self._same_command()} resumes from {step_folder(self.run_dir, saved[-1]).name}"
-            hangs.report(error, step=step, advice=advice)
-            raise
-
-    def _same_command(self) -> str:
-        is_never = self.config.checkpoint.resume == "never"
-        return "the same command" + ", with checkpoint.resume=auto," * is_never
 
     def resume(self, folder: Path) -> None:
         """Continue from the checkpoint in ``folder``; a collective.
@@ -536,7 +507,7 @@ class Trainer:
         self.checkpoints.wait()
         raise Stopped(
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
-            f" saved in {self.run_dir / 'checkpoints'}; {self._same_command()} resumes from there"
+            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
         )
 
     @long_timeout()
