@@ -53,8 +53,8 @@ class _TeacherAlone(OdeRegression):
 
 
 def _write(folder: TrajectoryFolder, trajectories: Iterable[tuple[int, Tensor, Tensor, str]]) -> None:
-    for each in trajectories:
-        folder.write(*each)
+    for entry in trajectories:
+        folder.write(*entry)
 
 
 def write_trajectories(
@@ -86,13 +86,13 @@ def write_trajectories(
         for start in range(0, len(missing), chunk):
             first = start + mesh.dp_rank * batch
             # The last ones are filled up by repeating one, which is not written.
-            mine = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
-            items = [data[i % len(data)] for i in mine]
-            random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
+            numbers = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
+            items = [data[i % len(data)] for i in numbers]
+            random = StepRandom(seed=config.seed, step=0, positions=numbers, device=device)
             noise = random.normal("trajectories/noise", data.latent_shape)
             condition = condition_of(default_collate(items), data).to(device)
             states, latents = trajectory(teacher, noise, condition, settings)
-            made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
+            made = zip(numbers, states, latents, (item["caption"] for item in items), strict=True)
             written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
             on_all_ranks(partial(_write, folder, written))
             advance(min(chunk, len(missing) - start))
