@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from distill.config import Config
-from distill.trainer import Trainer
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding.shard import settings_of
 from fsdp_cp.words import counted
 from models.role import EXPERTS, Role
+
+if TYPE_CHECKING:
+    from distill.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +26,8 @@ def announce(trainer: Trainer) -> None:
         return
     roles = trainer.method.roles
     for name, role in roles.items():
-        parts = role.trained_apart().values() if role.trainable else [role]
-        count = sum(p.numel() for part in parts for p in part.parameters())
+        networks = trainer.trained_of(name) or [role]
+        count = sum(parameter.numel() for network in networks for parameter in network.parameters())
         log.info("%s: %s parameters, %s", name, f"{count:,}", ", ".join(_traits(roles, role)))
     tokens = next(iter(trainer.roles.values())).tokens
     local = local_token_count(tokens, trainer.mesh.cp_size)
@@ -35,7 +38,7 @@ def announce(trainer: Trainer) -> None:
         log.warning("CUDA_DEVICE_MAX_CONNECTIONS=1 prevents FSDP's communication from overlapping compute; unset it")
     log.info(
         "%s; %s; %s; output in %s",
-        batch_in_words(trainer.config, trainer.batching.micro_batch_size, trainer.mesh.dp_size),
+        batch_in_words(trainer.config, trainer.batches.batching.micro_batch_size, trainer.mesh.dp_size),
         counted(trainer.config.steps, "step"),
         counted(len(trainer.training_data), "clip" if trainer.config.data.has_clips else "caption"),
         trainer.run_dir,

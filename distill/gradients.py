@@ -45,22 +45,22 @@ def accumulate_gradients(
     """
     name = method.trained_role(step)
     role = method.roles[name]
-    roots = [each.network for each in method.roles.values()]
+    roots = [other.network for other in method.roles.values()]
     streams = [random(i) for i in range(len(micro_batches))]
     # The closures do the work: listing the losses, to know which backward of a network is its last, runs nothing early.
-    each = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
-    work = list(chain.from_iterable(each))
-    of_network = [0 for _ in work]
+    parts = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
+    work = list(chain.from_iterable(parts))
+    networks = [0 for _ in work]
     if role.boundaries:
         trains = [method.networks(step, draws) for draws in streams]
-        of_network = [of[loss.name] for part, of in zip(each, trains, strict=True) for loss in part]
-    losses = Losses({}, {}, set(of_network))
+        networks = [by_loss[loss.name] for part, by_loss in zip(parts, trains, strict=True) for loss in part]
+    losses = Losses({}, {}, set(networks))
     with phase(f"{name}/gradients", roots), ExitStack() as frozen:
-        frozen.enter_context(role.training(set(of_network)))
+        frozen.enter_context(role.training(set(networks)))
         for other in method.frozen_roles(step):
             frozen.enter_context(method.roles[other].frozen())
-        for i, (loss, index) in enumerate(zip(work, of_network, strict=True)):
-            is_first, is_last = index not in of_network[:i], index not in of_network[i + 1 :]
+        for i, (loss, index) in enumerate(zip(work, networks, strict=True)):
+            is_first, is_last = index not in networks[:i], index not in networks[i + 1 :]
             with microbatch(role.networks[index].module, is_first=is_first, is_last=is_last):
                 with phase(f"{name}/{loss.name}/forward"):
                     value = loss.closure()

@@ -25,9 +25,9 @@ class Lines(NamedTuple):
 
 def read_objects(path: Path) -> Lines:
     """Return the JSON objects of a file, whatever else is in it. A missing file and a folder have none."""
-    found = [parse(line) for line in path.open("rb") if line.strip()] if path.is_file() else []
-    records = [record for record in found if record is not None]
-    return Lines(records, len(found) - len(records))
+    parsed = [parse(line) for line in path.open("rb") if line.strip()] if path.is_file() else []
+    records = [record for record in parsed if record is not None]
+    return Lines(records, len(parsed) - len(records))
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -114,8 +114,8 @@ class RoleOptimizer:
         """
         named = self.role.named_parameters()
         for group, names in self.groups.items():
-            given = [name for name in names if named[name].grad is not None]
-            self._update(lr * group.lr_scale, group.weight_decay, {name: named[name] for name in given})
+            trained = {name: named[name] for name in names if named[name].grad is not None}
+            self._update(lr * group.lr_scale, group.weight_decay, trained)
         _clear(named.values())
 
     def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter]) -> None:

@@ -50,19 +50,22 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
             raise UserError(
                 f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
             )
-    found = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
+    fingerprints = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
     for role in roles:
         base = role.name
         if role.lora is not None and role.lora.saved is not None:
-            found[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
+            fingerprints[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
             base = "teacher"
         settings = getattr(config, base)
-        found[f"{base}.checkpoint"] = (
+        fingerprints[f"{base}.checkpoint"] = (
             " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
             if role.folders
             else json.dumps([settings.architecture, settings.boundary])
         )
-    return {key: {"value": values.get(key), "fingerprint": found[key]} if key in found else None for key in BY_CONTENT}
+    return {
+        key: {"value": values.get(key), "fingerprint": fingerprints[key]} if key in fingerprints else None
+        for key in BY_CONTENT
+    }
 
 
 def check_resume(
@@ -99,13 +102,8 @@ def check_resume(
     changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
     sources, earlier = dict(sources or {}), state.get("sources", {})
     known = sources.keys() & earlier.keys()
-    other = {key for key in known if _content(earlier, key) != _content(sources, key)}
-    if "teacher.checkpoint" in other:  # roles that start from the teacher's weights, then and now, follow its setting
-        follow = {key for key in ("student.checkpoint", "fake.checkpoint") if key in known}
-        for each in (earlier, sources):
-            follow = {key for key in follow if _content(each, key) == _content(each, "teacher.checkpoint")}
-        other -= follow
     free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
+    other = _other_contents(earlier, sources)
     other |= {key for key in changed if key.startswith("data.")} - {*BY_CONTENT, *free}
     if refused := sorted(other - set(config.checkpoint.accept)):
         values = [
@@ -127,13 +125,8 @@ def check_resume(
         )
     if rank() == 0:
         for key in changed:
-            log.log(
-                logging.WARNING if key in of_training else logging.INFO,
-                "resumed with %s=%s, which was %s",
-                key,
-                now[key],
-                before[key],
-            )
+            level = logging.WARNING if key in of_training else logging.INFO
+            log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
         for key in sorted(other.difference(changed)):
             log.warning("resumed with other contents of %s=%s", key, now[key])
         if unknown := [key for key in sources if key not in earlier]:
@@ -143,6 +136,18 @@ def check_resume(
     for key in other & known:
         sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}
     return sources
+
+
+def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> set[str]:
+    """Return the settings whose files have other contents in ``sources`` than in those of the checkpoint."""
+    known = sources.keys() & earlier.keys()
+    other = {key for key in known if _content(earlier, key) != _content(sources, key)}
+    if "teacher.checkpoint" in other:  # roles that start from the teacher's weights, then and now, follow its setting
+        follow = {key for key in ("student.checkpoint", "fake.checkpoint") if key in known}
+        for side in (earlier, sources):
+            follow = {key for key in follow if _content(side, key) == _content(side, "teacher.checkpoint")}
+        other -= follow
+    return other
 
 
 def _content(sources: Mapping[str, Any], key: str) -> str | None:

@@ -42,13 +42,13 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
         UserError: the disk has no room for them.
     """
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
-    there = len(published_steps(folder)) if resume != "never" else 0
+    published = len(published_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
     if settings.keep:
         for_good = 0
         if settings.every and settings.keep_every:
             for_good = steps // math.lcm(settings.every, settings.keep_every)
-        new = min(new, max(1, settings.keep + 1 - there) + for_good)
+        new = min(new, max(1, settings.keep + 1 - published) + for_good)
     size = checkpoint_bytes(config, plan)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -58,7 +58,7 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
             " use another disk or set checkpoint.keep=1"
         )
     return (
-        f"a checkpoint takes {_gigabytes(size)}; the run adds up to {new} to the {there} in {folder}"
+        f"a checkpoint takes {_gigabytes(size)}; the run adds up to {new} to the {published} in {folder}"
         f" (checkpoint.keep={settings.keep}, every={settings.every}): {_gigabytes(size * new)} of {_gigabytes(free)}"
         " free"
     )

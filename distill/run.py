@@ -1,81 +1,142 @@
-"""A run of ``train.py``, from composed settings to the end of the training."""
+"""Frame of a run: what ``train.py`` opens before it builds anything, and closes after the training."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from distill.announce import announce
+import torch
+
 from distill.config import Config
-from distill.dry_run import dry_run
-from distill.finish import finish
 from distill.loggers import log_in
-from distill.mesh_check import check_meshes
-from distill.planning.command import plan_command
-from distill.planning.suggest import suggest_command
 from distill.resume_checks import check_resume, find_sources
 from distill.room import check_disk
-from distill.run_folder import command_line, held_run_dir, recorded_end, refuse_foreign, resume_setting, start_run
-from distill.setup import device_of, plan_run
-from distill.trainer import build_trainer
-from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken
+from distill.run_folder import command_line, held_run_dir, recorded_end, resume_setting, same_command, start_run
+from distill.setup import RunPlan, device_of
+from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_overtaken, step_folder
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
-from fsdp_cp.mesh import mesh_of_shape
+from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.signals import StopSignal
 
 
-def run(config: Config, overrides: list[str], stop: StopSignal) -> None:
-    """Check the settings, build mesh, data and roles, and train.
+def open_device(config: Config) -> torch.device:
+    """Return this rank's device, with CUDA's allocator chosen: the checks of a plan may start CUDA.
 
-    Args:
-        config: the composed settings.
-        overrides: words of the command line that ``config`` is composed of.
-        stop: the signal that ends the run early.
+    Raises:
+        UserError: several tasks of a launcher that is not torchrun; see also :func:`distill.setup.device_of`.
     """
-    if config.plan == "suggest":
-        return suggest_command(config, overrides)
-    if config.plan:
-        return plan_command(config, command_line(overrides))
     refuse_separate_worlds()
     device = device_of(config)
-    choose_allocator(device, config.cuda_allocator)  # the checks below may start CUDA, and with it the allocator
-    plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
-    refuse_foreign(plan.run_dir)
-    if config.dry_run:
-        return dry_run(config, plan)
-    log_in(config.log)
+    choose_allocator(device, config.cuda_allocator)
+    return device
+
+
+@contextmanager
+def open_mesh(config: Config, plan: RunPlan, device: torch.device) -> Iterator[Mesh]:
+    """Start the process group for the length of the context, and yield the planned mesh."""
     offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
     choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
+        yield mesh_of_shape(plan.mesh, device_type=device.type)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """An opened run. No other run writes into its directory, and its checkpoint fits its settings."""
+
+    config: Config
+    plan: RunPlan
+    device: torch.device
+    mesh: Mesh
+    command: list[str]
+    """Words of the command line that starts the run again."""
+    resume_from: Path | None
+    """Folder of the checkpoint that the run resumes."""
+    sources: dict[str, Any]
+    """Result of :func:`distill.resume_checks.check_resume`, for the run's checkpoints."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Facts for the report, in addition to those of every run."""
+
+    @contextmanager
+    def started(self, step: Callable[[], int]) -> Iterator[None]:
+        """Record the start, the log and the end of the run. Enter it when nothing can refuse the run any more.
+
+        Args:
+            step: number of steps done so far.
+        """
+        run_dir = self.plan.run_dir
+        start_run(self.config, run_dir, resume_from=self.resume_from, step=step(), command=self.command)
+        with recorded_end(run_dir), self._reported_hangs(step):
+            yield
+
+    @contextmanager
+    def _reported_hangs(self, step: Callable[[], int]) -> Iterator[None]:
+        """Report a collective that timed out, with the step and the command that resumes."""
+        on_nccl, run_dir = self.device.type == "cuda", self.plan.run_dir
+        # What the user has set stays, by its older name too.
+        if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.resolve() / "flight_recorder_"))
+        try:
+            with watch_for_hangs() if on_nccl else nullcontext():
+                yield
+        except Exception as error:
+            done, steps, saved = step(), self.config.steps, published_steps(run_dir / "checkpoints")
+            place = f"in step {done + 1} of {steps}" if done < steps else "after the last step"
+            advice = "there is no checkpoint yet: the same command starts from scratch"
+            if saved:
+                advice = f"{same_command(self.config)} resumes from {step_folder(run_dir, saved[-1]).name}"
+            report_hang(error, step=place, advice=advice)
+            raise
+
+
+@contextmanager
+def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: list[str]) -> Iterator[Run]:
+    """Open the run of ``config`` on all ranks.
+
+    In this order, of which each step may refuse the run:
+
+    1. the loggers' services, the process group, the mesh and the data's table;
+    2. the checkpoint to resume, against the settings and the files that they name;
+    3. room for checkpoints on the disk;
+    4. the run directory and its lock, after which the checkpoint must still be the newest.
+
+    The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built: a run
+    that is refused changes no file of an earlier one.
+
+    Args:
+        config: the composed settings.
+        plan: their plan.
+        device: this rank's device.
+        arguments: words of the command line that ``config`` is composed of.
+
+    Raises:
+        UserError: in one line, what refuses the run.
+    """
+    log_in(config.log)
+    with open_mesh(config, plan, device) as mesh:
         # Before the resume, which would refuse a faulty table as other data, or as nothing to train.
         on_all_ranks(lambda: config.data.table_in_words() if rank() == 0 else None)
         checkpoints = plan.run_dir / "checkpoints"
-        resume, there = resume_setting(config, plan.run_dir), published_steps(checkpoints)
+        resume, existing = resume_setting(config, plan.run_dir), published_steps(checkpoints)
         resume_from = find_resume(resume, checkpoints)
-        mesh = mesh_of_shape(plan.mesh, device_type=device.type)
         sources = on_all_ranks(lambda: find_sources(config, plan.roles) if rank() == 0 else None)[0]
         if resume_from is not None:
             sources = check_resume(config, resume_from, plan.roles, sources)
         steps = config.steps - (read_state(resume_from)["step"] if resume_from else 0)
         on_all_ranks(lambda: check_disk(config, plan, steps, resume) if rank() == 0 else None)
         with held_run_dir(plan.run_dir):
-            refuse_overtaken(there, checkpoints)
-            where = {"device": device, "run_dir": plan.run_dir}
-            data = config.data.build(
-                seed=config.seed, captions=config.sample.captions, images=config.sample.images, **where
+            refuse_overtaken(existing, checkpoints)
+            yield Run(
+                config=config,
+                plan=plan,
+                device=device,
+                mesh=mesh,
+                command=command_line(arguments),
+                resume_from=resume_from,
+                sources=sources,
             )
-            checked = {}
-            if config.log.mesh_check and resume_from is None:
-                checked = check_meshes(config, plan, device=device, data=data)
-            trainer = build_trainer(config, plan, mesh=mesh, device=device, data=data)
-            trainer.sources = sources
-            if checked:
-                trainer.facts["first steps on two meshes"] = checked
-            if resume_from is not None:
-                trainer.resume(resume_from)
-            start_run(config, plan.run_dir, resume_from=resume_from, step=trainer.step, command=command_line(overrides))
-            with recorded_end(plan.run_dir), trainer.reported_hangs():
-                announce(trainer)
-                trainer.train(stop)
-                finish(trainer)
-                trainer.close()

@@ -267,17 +267,22 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return [*launch, sys.argv[0], *arguments]
 
 
+def same_command(config: Config) -> str:
+    """Return the phrase that says how a run is resumed by the command that started it."""
+    return "the same command" + ", with checkpoint.resume=auto," * (config.checkpoint.resume == "never")
+
+
 def _move_aside(run_dir: Path) -> None:
     """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed."""
-    found = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
-    if not found:
+    outputs = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
+    if not outputs:
         return
     previous = run_dir / "previous"
     number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
     target = previous / str(number)
     target.mkdir(parents=True)
     # The record of starts comes last: after a kill it still marks the other files as a run's.
-    for path in sorted(found, key=lambda path: path.name == STARTS):
+    for path in sorted(outputs, key=lambda path: path.name == STARTS):
         path.rename(target / path.name)
     log.info("starting from scratch; moved the previous run's files to %s", target)
 

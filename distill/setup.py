@@ -14,6 +14,7 @@ import torch
 from distill.config import Config
 from distill.config.checks import micro_batch_size
 from distill.config.schema import RoleSettings
+from distill.data import ClipDataset
 from distill.loggers import check_services
 from distill.methods import METHODS, Method
 from distill.optimizers import parameter_groups
@@ -21,12 +22,14 @@ from distill.profiling import check_profile
 from fsdp_cp.attention.kernels import check_backend, choose_kernel
 from fsdp_cp.errors import UserError, paths_of_the_user, shown
 from fsdp_cp.launch import choose_device, rank, world_size
-from fsdp_cp.mesh import MeshShape, resolve_mesh
+from fsdp_cp.mesh import Mesh, MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
+from models.load import build_roles
 from models.lora.saved import find_adapters
 from models.published import refuse_input
+from models.role import Role
 from models.role_plan import RolePlan, plan_role, sharing
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,25 @@ class RunPlan:
     mesh: MeshShape
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
+
+    def build_roles(self, *, mesh: Mesh, device: torch.device, data: ClipDataset, seed: int) -> dict[str, Role]:
+        """Build the planned roles on ``mesh``, for samples of ``data``. A collective.
+
+        Args:
+            mesh: mesh of the planned shape.
+            device: this rank's device.
+            data: the clips.
+            seed: seed of random weights.
+        """
+        return build_roles(
+            self.roles,
+            trained=self.method.trained_roles,
+            mesh=mesh,
+            device=device,
+            latent_shape=data.latent_shape,
+            condition_shapes=data.condition_shapes,
+            seed=seed,
+        )
 
 
 @paths_of_the_user()
@@ -82,43 +104,11 @@ def plan_run(
             if sharding[name].compile:
                 require_compiler(device.type, f"{name}.compile")
             require_fp8(sharding[name], device.type, f"{name}.")
-    roles = []
-    for name in needed:
-        settings = getattr(config, name)
-        trained = name in method.trained_roles
-        base = settings if saved[name] is None else _base_of_adapters(config, name, trained)
-        roles.append(
-            plan_role(
-                name,
-                checkpoint=base.checkpoint,
-                architecture=base.architecture,
-                boundary=base.boundary,
-                family=settings.family,
-                sharding=sharding[name],
-                attention_backend=config.attention.backend,
-                head_groups=config.attention.head_groups,
-                additions=method.additions(config.method).get(name, ()),
-                lora=settings.lora if trained else None,
-                saved=saved[name],
-                experts=settings.experts if name == "student" else "both",
-            )
-        )
-        if sharding[name].fp8 != "none":
-            network, family = roles[-1].network, roles[-1].family
-            in_fp32 = [*family.fp8_excluded(network), *family.full_precision_units(network)]
-            linear_layers(family.blocks(network), in_fp32, f"{name}.")
+    roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
     _check_experts(config, method, roles)
     for role in roles:
-        if config.export.at_end:
-            read = [folder.path for folder in role.folders]
-            if (file := saved[role.name]) is not None:
-                read.append(file.parent)
-            for path in read:
-                refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
-        optimizer = getattr(config.optim, role.name, None)
-        if role.name in method.trained_roles and (optimizer.no_decay or optimizer.lr_scale):
-            parameter_groups(role.own_shapes, optimizer, f"optim.{role.name}")
+        _check_files(config, role, saved[role.name], trained=role.name in method.trained_roles)
     patches = {role.family.patch_size(role.config) for role in roles}
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
@@ -139,6 +129,55 @@ def plan_run(
         mesh=shape,
         micro_batch_size=micro_batch_size(config, shape.dp),
     )
+
+
+def _plan_role(
+    config: Config, name: str, method: type[Method], sharding: ShardSettings, saved: Path | None
+) -> RolePlan:
+    """Return the plan of role ``name``, checked against its files.
+
+    Args:
+        config: the settings.
+        name: the role.
+        method: the method.
+        sharding: sharding of the role.
+        saved: file of adapters that the role's checkpoint is.
+    """
+    settings, trained = getattr(config, name), name in method.trained_roles
+    base = settings if saved is None else _base_of_adapters(config, name, trained)
+    role = plan_role(
+        name,
+        checkpoint=base.checkpoint,
+        architecture=base.architecture,
+        boundary=base.boundary,
+        family=settings.family,
+        sharding=sharding,
+        attention_backend=config.attention.backend,
+        head_groups=config.attention.head_groups,
+        additions=method.additions(config.method).get(name, ()),
+        lora=settings.lora if trained else None,
+        saved=saved,
+        experts=settings.experts if name == "student" else "both",
+    )
+    if sharding.fp8 != "none":
+        in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]
+        linear_layers(role.family.blocks(role.network), in_fp32, f"{name}.")
+    return role
+
+
+def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:
+    """Check that the export does not replace a checkpoint of ``role``, and the groups of its optimizer.
+
+    Raises:
+        UserError: a checkpoint inside of the run's export; a pattern of ``optim.ROLE`` that no parameter matches.
+    """
+    if config.export.at_end:
+        folders = [folder.path for folder in role.folders] + ([saved.parent] if saved is not None else [])
+        for path in folders:
+            refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
+    optimizer = getattr(config.optim, role.name, None)
+    if trained and (optimizer.no_decay or optimizer.lr_scale):
+        parameter_groups(role.own_shapes, optimizer, f"optim.{role.name}")
 
 
 def device_of(config: Config) -> torch.device:

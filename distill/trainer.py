@@ -4,75 +4,47 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
 
+from distill.announce import announce
+from distill.batches import StepBatches
+from distill.callbacks import Export, Norms, Report, Samples
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.data.order import Batching, MicroBatchSampler
-from distill.evaluate import Evaluator
 from distill.gradients import Losses, accumulate_gradients
 from distill.json_lines import cut_back
-from distill.methods import Batch, Method, build_method
+from distill.methods import Batch, Method
 from distill.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
-from distill.optimizers import RoleOptimizer, learning_rate
 from distill.profiling import StepProfiler
-from distill.sampling import sampling_batch
-from distill.setup import RunPlan
-from fsdp_cp.checkpoint import Checkpoints, branch_name, leave_branch, load, published_steps, read_state, step_folder
+from distill.run import Run
+from distill.run_folder import same_command
+from distill.trained import Trained, averaged, build_trained
+from fsdp_cp.checkpoint import Checkpoints, branch_name, leave_branch, load, read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
-from fsdp_cp.measure.diagnostics import first_non_finite, parameter_norms
+from fsdp_cp.measure.diagnostics import first_non_finite
 from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import announced, bar
-from fsdp_cp.reduce import all_reduce_scalars, grad_norm, local_shard, on_all_ranks, scale_grads
+from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, local_shard, on_all_ranks
 from fsdp_cp.rng import DrawsAhead, StepRandom
 from fsdp_cp.signals import Stopped, StopSignal
-from fsdp_cp.timeouts import long_timeout, report_hang, shorten, watch_for_hangs
-from models.condition import Condition
-from models.ema import Ema
-from models.load import build_roles
+from fsdp_cp.timeouts import long_timeout, shorten
 from models.role import Role
 
 log = logging.getLogger(__name__)
-
-
-def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
-    """Build the roles of ``plan`` on ``mesh``, and return their trainer before its first step. A collective."""
-    roles = build_roles(
-        plan.roles,
-        trained=plan.method.trained_roles,
-        mesh=mesh,
-        device=device,
-        latent_shape=data.latent_shape,
-        condition_shapes=data.condition_shapes,
-        seed=config.seed,
-    )
-    return Trainer(
-        config=config,
-        mesh=mesh,
-        device=device,
-        data=data,
-        method=build_method(config.method, roles),
-        micro_batch_size=plan.micro_batch_size,
-        run_dir=plan.run_dir,
-    )
 
 
 class Trainer:
@@ -102,36 +74,22 @@ class Trainer:
         self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
         self.run_dir = run_dir
         self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
-        self.trained = {name: part for role in self.roles.values() for name, part in role.trained_apart().items()}
-        """Parts with their own optimizer, average and schedule: a role, or each of its experts."""
-        self.optimizers = {
-            name: RoleOptimizer(part, getattr(config.optim, part.name)) for name, part in self.trained.items()
-        }
-        self.averages: dict[str, Ema] = {}
-        for name, part in self.trained.items():
-            ema = getattr(config, part.name).ema
-            if ema.enabled:
-                self.averages[name] = Ema(part, decay=ema.decay, gamma=ema.gamma, start=ema.start)
-        method.student_average = self._student_average
+        self.trained = build_trained(config, method)
+        method.student_average = partial(averaged, self.trained_of("student"))
         self.training_data = method.training_data(data)
-        self.batching = Batching(
-            global_size=config.batch_size,
+        self.batches = StepBatches(
+            config,
+            mesh=mesh,
+            device=device,
+            data=data,
+            training_data=self.training_data,
             micro_batch_size=micro_batch_size,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            parts=config.expert_draws,
-        )
-        # Moved once: with each micro-batch it would be a copy that the GPU waits for.
-        self.null, self.empty = (
-            {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
         )
         # On the CPU a thread would take the cores of what it runs ahead of.
         self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
-        self.planned_updates = _planned_updates(method, config, self.trained)
-        # Saved and restored.
+        # Saved and restored, as are the networks in ``trained`` and their numbers of updates.
         self.step = 0
         self.samples = 0
-        self.updates = dict.fromkeys(self.trained, 0)
         self.skipped = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
         self.unlogged: dict[str, float | None] = {}
@@ -150,16 +108,26 @@ class Trainer:
         """Facts that the report shows, in addition to those of every run."""
         self.log: MetricsLog | None = None
         self.norms: NormsLog | None = None
-        settings = config.checkpoint
-        self.checkpoints = Checkpoints(
-            run_dir / "checkpoints",
-            keep=settings.keep,
-            keep_every=settings.keep_every,
-            asynchronous=settings.asynchronous,
-        )
-        self.evaluator = Evaluator(
-            config=config, mesh=mesh, device=device, data=data, method=method, run_dir=run_dir, batch=micro_batch_size
-        )
+        kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", **kept)
+        samples = Samples(self)
+        self.callbacks = (Norms(self), Export(self), samples, Report(self, samples))
+
+    def run(self, run: Run, stop: StopSignal) -> None:
+        """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write what a run ends with.
+
+        Args:
+            run: the opened run.
+            stop: the signal that has come; heeded between two steps.
+        """
+        self.sources, self.facts = run.sources, run.facts
+        if run.resume_from is not None:
+            self.resume(run.resume_from)
+        with run.started(lambda: self.step):
+            announce(self)
+            self.train(stop)
+            self.finish()
+            self.close()
 
     def train(self, stop: StopSignal) -> None:
         """Open the logs and train the remaining steps.
@@ -168,43 +136,36 @@ class Trainer:
             stop: the signal that has come; heeded between two steps.
         """
         on_all_ranks(self._open_log)
-        fitting = sampling_batch(self.method.roles.values(), self.mesh, self.device)
-        self.evaluator.batch = max(self.evaluator.batch, fitting)  # a micro-batch fits in training
         reset_peak(self.device)
         profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
-        with stop.deferred(), self.checkpoints.completed(), profiler:
-            # A context closes the bar before an error is printed.
-            with bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05) as shown:
-                self._train(shown.update, stop, profiler)
+        # A context closes the bar before an error is printed.
+        progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
+        with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
+            self._train(shown.update, stop, profiler)
+
+    @long_timeout()
+    def finish(self) -> None:
+        """Write export, samples and report.
+
+        Raises:
+            UserError: a run that ended with a loss that is not finite: its student is not shown as a result.
+        """
+        for name, loss in self.last_loss.items():
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the run ended at step {self.step} with a loss of the {name} that is not finite"
+                    f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr"
+                    " and begin again with checkpoint.resume=never, or from an earlier checkpoint"
+                )
+        for callback in self.callbacks:
+            callback.at_end()
+        barrier()
 
     def close(self) -> None:
         """Close the logs."""
         for opened in (self.log, self.norms):
             if opened is not None:
                 opened.close()
-
-    @contextmanager
-    def reported_hangs(self) -> Iterator[None]:
-        """Report a collective that timed out, with the step and the command that resumes."""
-        on_nccl = self.device.type == "cuda"
-        # What the user has set stays, by its older name too.
-        if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.run_dir.resolve() / "flight_recorder_"))
-        try:
-            with watch_for_hangs() if on_nccl else nullcontext():
-                yield
-        except Exception as error:
-            steps, saved = self.config.steps, published_steps(self.run_dir / "checkpoints")
-            step = f"in step {self.step + 1} of {steps}" if self.step < steps else "after the last step"
-            advice = "there is no checkpoint yet: the same command starts from scratch"
-            if saved:
-                advice = f"{self._same_command()} resumes from {step_folder(self.run_dir, saved[-1]).name}"
-            report_hang(error, step=step, advice=advice)
-            raise
-
-    def _same_command(self) -> str:
-        is_never = self.config.checkpoint.resume == "never"
-        return "the same command" + ", with checkpoint.resume=auto," * is_never
 
     def resume(self, folder: Path) -> None:
         """Continue from the checkpoint in ``folder``; a collective.
@@ -223,21 +184,26 @@ class Trainer:
         if folder.parent.resolve() == (self.run_dir / "checkpoints").resolve():
             leave_branch(folder)
         self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
-        self.updates, self.skipped, self.unlogged = state["updates"], state["skipped"], state["unlogged"]
+        self.skipped, self.unlogged = state["skipped"], state["unlogged"]
+        for name, count in state["updates"].items():
+            self.trained[name].updates = count
         self.branch_of = self.branch_of or state.get("branch_of")
         self.saved_step = self.step
         if rank() == 0:
             log.info("resumed from step %d (%s)", self.step, folder)
 
     def saved_tensors(self) -> dict[str, Any]:
-        """Return everything that trains, by part. The teacher is not part of it, since it does not change."""
-        tensors: dict[str, Any] = {
-            name: {"weights": part.weights(), "adamw": self.optimizers[name].state()}
-            for name, part in self.trained.items()
-        }
-        for name, average in self.averages.items():
-            tensors[name]["ema"] = average.weights
-        return tensors
+        """Return everything that trains, by network. The teacher is not part of it, since it does not change."""
+        return {name: network.tensors() for name, network in self.trained.items()}
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """Number of updates so far, by trained network."""
+        return {name: network.updates for name, network in self.trained.items()}
+
+    def trained_of(self, role: str) -> list[Trained]:
+        """Return the trained networks of ``role``."""
+        return [network for network in self.trained.values() if network.role.name == role]
 
     def _saved_state(self) -> dict[str, Any]:
         """Return the plain state. Random streams are functions of seed, step and position, so it restores them too."""
@@ -265,19 +231,19 @@ class Trainer:
         Args:
             most: steps after which a role without a step is left out.
         """
-        found: dict[str, tuple[float, float]] = {}
+        numbers: dict[str, tuple[float, float]] = {}
         data, waiting = self._steps_of_data(), set(self.roles)
         while waiting and self.step < min(most, self.config.steps):
             name = self.method.trained_role(self.step)
             metrics = self._train_step(data)
             if name in waiting:
                 waiting.remove(name)
-                found[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
-        return found
+                numbers[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
+        return numbers
 
     def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
         """Train the remaining steps; log, save and sample between them. Call ``advance`` after each."""
-        rates = {name: role.trained_names for name, role in self.roles.items()}
+        rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
         line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
         while self.step < self.config.steps:
@@ -298,9 +264,8 @@ class Trainer:
             if (every and self.step % every == 0) or at_end:
                 self._save()
             self._heed(stop)
-            every = self.config.sample.every
-            if every and self.step % every == 0 and self.step < self.config.steps:
-                self.sample()
+            for callback in self.callbacks:
+                callback.after_step()
 
     def _open_log(self) -> None:
         if rank() == 0:
@@ -312,30 +277,7 @@ class Trainer:
 
     def _steps_of_data(self) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each remaining step."""
-        sampler = MicroBatchSampler(
-            seed=self.config.seed,
-            clips=len(self.training_data),
-            batching=self.batching,
-            first_sample=self.samples,
-            steps=self.config.steps - self.step,
-        )
-        micro_batches = iter(
-            DataLoader(self.training_data, batch_sampler=sampler, pin_memory=self.device.type == "cuda")
-        )
-        for _ in range(self.config.steps - self.step):
-            yield [self._to_batch(next(micro_batches)) for _ in range(self.batching.accumulation)]
-
-    def _to_batch(self, items: dict[str, Any]) -> Batch:
-        return Batch(
-            latents=items["latents"].to(self.device, non_blocking=True) if "latents" in items else None,
-            condition=Condition(
-                {name: items[name].to(self.device, non_blocking=True) for name in self.data.condition_shapes},
-                self.null,
-                self.empty,
-            ),
-            latent_shape=self.data.latent_shape,
-            trajectory=items["trajectory"].to(self.device, non_blocking=True) if "trajectory" in items else None,
-        )
+        return self.batches.steps(self.config.steps - self.step, first_sample=self.samples)
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
         """Update the role whose turn it is and return its metrics, which except for times are equal on all ranks.
@@ -345,117 +287,101 @@ class Trainer:
         """
         started = time.perf_counter()
         name = self.method.trained_role(self.step)
-        role = self.roles[name]
-        for r in self.method.roles.values():
-            r.flops = 0
+        for role in self.method.roles.values():
+            role.flops = 0
         if self.draws is not None:
             self.draws.begin(self.step, name, self.method.trained_role(self.step + 1))
         with PhaseTimes(self.device) as times:
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
                 micro_batches = next(data)
-            found, parts = self._accumulate_gradients(micro_batches)
-            self._log_norms(name, parts)
+            losses = self._accumulate_gradients(micro_batches)
+            trained = [network for network in self.trained_of(name) if network.index in losses.networks]
+            for callback in self.callbacks:
+                callback.before_update(name, trained)
             with phase(f"{name}/clip"):
-                norm = grad_norm(chain.from_iterable(self.trained[part].parameters() for part in parts))
-            settings = getattr(self.config.optim, name)
-            rates = {part: learning_rate(settings, self.updates[part], self.planned_updates[part]) for part in parts}
+                norm = grad_norm(chain.from_iterable(network.parameters() for network in trained))
+            rates = {f"{network.name}/lr": network.rate() for network in trained}
             with phase(f"{name}/update"):
-                self._update(name, norm, rates)
-            # Not before the norm, which would be launched late on CUDA: the host waits for either.
-            losses = {name: float(value) for name, value in found.sums.items()}
-            total = sum(found.weights[name] * value for name, value in losses.items())
-            # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
-            names = sorted(losses)
-            flops = float(sum(r.flops for r in self.method.roles.values()))
-            observed = self.method.observations.drain()
-            flat = [total, flops, *(losses[n] for n in names), *(x for pair in observed.values() for x in pair)]
-            with phase("metrics"):
-                reduced = all_reduce_scalars(flat, self.mesh.dp)
+                self._update(name, norm, trained)
+            loss, flops, means = self._reduce(losses)
         seconds = time.perf_counter() - started
         self.step += 1
         self.samples += self.config.batch_size
         self.seconds += seconds
-        self.last_loss[name] = reduced[0]
+        self.last_loss[name] = loss
         peak = peak_flops(self.device)
-        metrics: dict[str, float | None] = {
-            f"{name}/loss": reduced[0],
+        performance = speed(
+            name,
+            seconds=seconds,
+            phases=times.seconds(),
+            samples=self.config.batch_size,
+            tokens=self.roles[name].tokens * self.config.batch_size,
+            flops=flops,
+            peak=None if peak is None else peak * world_size(),
+        )
+        return {
+            f"{name}/loss": loss,
             f"{name}/grad_norm": norm,
-            **{f"{part}/lr": rate for part, rate in rates.items()},
+            **rates,
             f"{name}/skipped": float(self.skipped[name]),
-            **speed(
-                name,
-                seconds=seconds,
-                phases=times.seconds(),
-                samples=self.config.batch_size,
-                tokens=role.tokens * self.config.batch_size,
-                flops=reduced[1],
-                peak=None if peak is None else peak * world_size(),
-            ),
+            **performance,
+            **{f"{name}/{key}": value for key, value in means.items()},
         }
-        if len(names) > 1:
-            metrics |= {f"{name}/{n}": value for n, value in zip(names, reduced[2 : 2 + len(names)], strict=True)}
-        rest = reduced[2 + len(names) :]
-        for key, value, count in zip(observed, rest[::2], rest[1::2], strict=True):
-            metrics[f"{name}/{key}"] = value / count if count else None
-        return metrics
 
-    def _accumulate_gradients(self, micro_batches: list[Batch]) -> tuple[Losses, list[str]]:
-        """Return this rank's share of the losses, and the names of the parts that now have gradients."""
+    def _accumulate_gradients(self, micro_batches: list[Batch]) -> Losses:
+        """Run the backward passes of a step, and return this rank's share of its losses."""
+
+        batching = self.batches.batching
 
         def random(i: int) -> StepRandom:
             return StepRandom(
                 seed=self.config.seed,
                 step=self.step,
-                positions=self.batching.positions(i),
-                part=self.batching.part(i),
+                positions=batching.positions(i),
+                part=batching.part(i),
                 device=self.device,
                 ahead=self.draws,
             )
 
-        share = self.batching.micro_batch_size / self.config.batch_size
-        found = accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
-        role = self.roles[self.method.trained_role(self.step)]
-        names = dict(zip(role.trained_experts, role.trained_names, strict=True))
-        return found, [names[index] for index in sorted(found.networks)]
+        share = batching.micro_batch_size / self.config.batch_size
+        return accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
 
-    def _log_norms(self, name: str, parts: Sequence[str]) -> None:
-        """Log the norms of ``parts`` at the first update of role ``name`` in each ``log.norms_every`` steps.
+    def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
+        """Return a step's loss and operations, and the means of its losses and observations. A collective.
 
-        A fixed step of the interval would miss a role that trains every fifth step.
+        It comes after the norm, which would be launched late on CUDA: the host waits for either.
         """
-        every, step = self.config.log.norms_every, self.step + 1
-        if not every or step < every:
-            return
-        before = range(step - step % every, step)
-        if any(self.method.trained_role(earlier - 1) == name for earlier in before):
-            return
-        with phase(f"{name}/norms"):
-            norms = {part: parameter_norms(self.trained[part].named_parameters()) for part in parts}
-        if self.norms is not None:
-            for part, values in norms.items():
-                self.norms.write(step, part, values)
+        values = {name: float(value) for name, value in losses.sums.items()}
+        total = sum(losses.weights[name] * value for name, value in values.items())
+        # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
+        names = sorted(values)
+        flops = float(sum(role.flops for role in self.method.roles.values()))
+        observed = self.method.observations.drain()
+        flat = [total, flops, *(values[name] for name in names), *chain.from_iterable(observed.values())]
+        with phase("metrics"):
+            loss, flops, *rest = all_reduce_scalars(flat, self.mesh.dp)
+        means: dict[str, float | None] = dict(zip(names, rest, strict=False)) if len(names) > 1 else {}
+        pairs = rest[len(names) :]
+        for key, value, count in zip(observed, pairs[::2], pairs[1::2], strict=True):
+            means[key] = value / count if count else None
+        return loss, flops, means
 
-    def _update(self, name: str, norm: float, rates: Mapping[str, float]) -> None:
+    def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
         """Clip and step, or skip the update if the norm, which is the same on all ranks, is not finite.
 
         Args:
             name: the role.
-            norm: gradient norm of all parts that train at this step.
-            rates: learning rate of each of these parts, by its name in :attr:`trained`.
+            norm: gradient norm of all networks that train at this step.
+            trained: these networks.
         """
         if not math.isfinite(norm):
             self._skip(name, norm)
             return
         self.skipped_in_a_row[name] = 0
         clip = self.config.optim.clip
-        for part, rate in rates.items():
-            if clip is not None and norm > clip:
-                scale_grads(self.trained[part].parameters(), clip / norm)
-            self.optimizers[part].step(rate)
-            if part in self.averages:
-                self.averages[part].update(self.updates[part])
-            self.updates[part] += 1
+        for network in trained:
+            network.update(clip / norm if clip is not None and norm > clip else None)
 
     def _skip(self, name: str, norm: float) -> None:
         """Leave the state of role ``name`` as it is, and log where its gradient is not finite.
@@ -467,8 +393,8 @@ class Trainer:
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
         if self.skipped_in_a_row[name] == 1:
             self.first_skipped[name] = f"step {self.step + 1} in {where}"
-        for part in self.roles[name].trained_names:
-            self.optimizers[part].clear_gradients()
+        for network in self.trained_of(name):
+            network.optimizer.clear_gradients()
         if rank() == 0:
             log.warning(
                 "step %d: the gradient norm of %s is %s, first in %s; update skipped", self.step + 1, name, norm, where
@@ -489,11 +415,11 @@ class Trainer:
 
     def memory(self) -> dict[str, float]:
         """Return peak and, on CUDA, reserved memory in GiB, the largest over ranks. A collective."""
-        found = {"memory/peak_gib": peak_gib(self.device)}
+        memory = {"memory/peak_gib": peak_gib(self.device)}
         if (reserved := reserved_gib(self.device)) is not None:
-            found["memory/reserved_gib"] = reserved
-        largest = all_reduce_scalars(list(found.values()), self.mesh.world, dist.ReduceOp.MAX)
-        return dict(zip(found, largest, strict=True))
+            memory["memory/reserved_gib"] = reserved
+        largest = all_reduce_scalars(list(memory.values()), self.mesh.world, dist.ReduceOp.MAX)
+        return dict(zip(memory, largest, strict=True))
 
     @long_timeout()
     def _save(self) -> None:
@@ -535,50 +461,5 @@ class Trainer:
         self.checkpoints.wait()
         raise Stopped(
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
-            f" saved in {self.run_dir / 'checkpoints'}; {self._same_command()} resumes from there"
+            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
         )
-
-    @long_timeout()
-    def sample(self) -> None:
-        """Write clips of the student as it is now, averaged if it has an average."""
-        with self.method.student_average():
-            self.evaluator.write_samples(self.step, self.log)
-
-    @contextmanager
-    def _student_average(self) -> Iterator[None]:
-        """Within this context, the student computes with its average, if it has one."""
-        with ExitStack() as stack:
-            for name, average in self.averages.items():
-                if self.trained[name].name == "student":
-                    stack.enter_context(average.swapped_in())
-            yield
-
-    def weights_of(self, role: str, *, averaged: bool) -> list[Mapping[str, Tensor]]:
-        """Return for each network of a role the weights that are the role's own, by public name.
-
-        An expert that does not train has those of its base.
-        """
-        networks = self.roles[role]
-        networks.rest()
-        found: list[Mapping[str, Tensor]] = [network.base_parameters() for network in networks.networks]
-        for i, part in zip(networks.trained_experts, networks.trained_names, strict=True):
-            found[i] = self.averages[part].weights if averaged else self.trained[part].weights()
-        return found
-
-
-def _planned_updates(method: Method, config: Config, trained: Collection[str]) -> dict[str, int]:
-    """Return the number of optimizer updates that each trained network gets in this run, by name.
-
-    For two experts, count the steps whose random draw selects the expert.
-    """
-    counts: Counter[str] = Counter()
-    for step in range(config.steps):
-        role = method.roles[method.trained_role(step)]
-        if not role.boundaries:
-            counts[role.name] += 1
-            continue
-        parts = (StepRandom(seed=config.seed, step=step, positions=(), part=i) for i in range(config.expert_draws))
-        networks = {index for draws in parts for index in method.networks(step, draws).values()}
-        names = dict(zip(role.trained_experts, role.trained_names, strict=True))
-        counts.update(names[index] for index in networks)
-    return {name: counts[name] for name in trained}

@@ -24,23 +24,15 @@ from distill.config.usage import information
 from distill.data import ClipDataset, condition_of
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
+from distill.run import open_device, open_mesh
 from distill.setup import plan_run
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import (
-    choose_allocator,
-    choose_device,
-    end_process,
-    exit_code,
-    process_group,
-    rank,
-    refuse_separate_worlds,
-)
-from fsdp_cp.mesh import Mesh, mesh_of_shape
+from fsdp_cp.launch import end_process, exit_code, rank
+from fsdp_cp.mesh import Mesh
 from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 from fsdp_cp.rng import StepRandom
 from models.condition import has_image
-from models.load import build_roles
 from models.role import Role
 
 log = logging.getLogger(__name__)
@@ -61,8 +53,8 @@ class _TeacherAlone(OdeRegression):
 
 
 def _write(folder: TrajectoryFolder, trajectories: Iterable[tuple[int, Tensor, Tensor, str]]) -> None:
-    for each in trajectories:
-        folder.write(*each)
+    for entry in trajectories:
+        folder.write(*entry)
 
 
 def write_trajectories(
@@ -94,13 +86,13 @@ def write_trajectories(
         for start in range(0, len(missing), chunk):
             first = start + mesh.dp_rank * batch
             # The last ones are filled up by repeating one, which is not written.
-            mine = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
-            items = [data[i % len(data)] for i in mine]
-            random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
+            numbers = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
+            items = [data[i % len(data)] for i in numbers]
+            random = StepRandom(seed=config.seed, step=0, positions=numbers, device=device)
             noise = random.normal("trajectories/noise", data.latent_shape)
             condition = condition_of(default_collate(items), data).to(device)
             states, latents = trajectory(teacher, noise, condition, settings)
-            made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
+            made = zip(numbers, states, latents, (item["caption"] for item in items), strict=True)
             written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
             on_all_ranks(partial(_write, folder, written))
             advance(min(chunk, len(missing) - start))
@@ -116,22 +108,11 @@ def run(overrides: list[str]) -> None:
         raise UserError("dry_run=true is train.py's, and nothing here is left out by it; use train.py dry_run=true")
     for other in (config.student, config.fake):
         other.checkpoint = other.architecture = None  # the plan would say that they are not used
-    refuse_separate_worlds()
-    device = choose_device(config.device)
-    choose_allocator(device, config.cuda_allocator)
+    device = open_device(config)
     plan = plan_run(config, _TeacherAlone)
-    with process_group(device):
-        mesh = mesh_of_shape(plan.mesh, device_type=device.type)
+    with open_mesh(config, plan, device) as mesh:
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
-        roles = build_roles(
-            plan.roles,
-            trained=(),
-            mesh=mesh,
-            device=device,
-            latent_shape=data.latent_shape,
-            condition_shapes=data.condition_shapes,
-            seed=config.seed,
-        )
+        roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
         written = write_trajectories(
             config, teacher=roles["teacher"], data=data, mesh=mesh, device=device, batch=plan.micro_batch_size
         )

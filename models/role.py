@@ -30,7 +30,7 @@ ROUNDING = 1e-7
 
 
 def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
-    """What those of a role's networks are called that train, in logs and checkpoints: as the role, or its experts."""
+    """Return the names of a role's networks that train, in logs and checkpoints: the role's, or its experts'."""
     return [f"{role}.{EXPERTS[i]}" for i in experts] if boundaries else [role]
 
 
@@ -50,9 +50,9 @@ class Role:
     """Times in (0, 1), falling, between those that one network serves and the next: from the boundary on the former."""
     trainable: bool
     trained_experts: tuple[int, ...] = ()
-    """Of experts those that train, by their position; all where none are given."""
+    """Positions of the experts that train; all of them by default."""
     adapters: dict[str, Any] | None = None
-    """Of a role with adapters what they are (:attr:`models.role_plan.RolePlan.adapters`)."""
+    """Description of the role's adapters (:attr:`models.role_plan.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
     """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
     beyond: float = field(default=0.0, init=False)
@@ -76,22 +76,29 @@ class Role:
 
     @property
     def family(self) -> Family:
-        """Of its networks."""
+        """Model family of the networks."""
         return self.networks[0].family
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of its networks."""
+        """Diffusers configuration that all networks of this role share."""
         return self.networks[0].config
 
     @property
     def tokens(self) -> int:
-        """Tokens of one sample."""
+        """Number of tokens of one sample."""
         return self.networks[0].tokens
 
     def expert_at(self, time: float) -> int:
-        """Which of its networks serves ``time``: from a boundary on the one before it, as in diffusers' pipelines."""
+        """Return the position of the network that serves ``time``.
+
+        A boundary belongs to the network before it, as in diffusers' pipelines.
+        """
         return sum(time + ROUNDING < boundary for boundary in self.boundaries)
+
+    def trains_at(self, time: float) -> bool:
+        """Return whether the network that serves ``time`` is one of those that train."""
+        return self.expert_at(time) in self.trained_experts
 
     def network_at(self, t: Tensor, at: float | None) -> Network:
         """The network that serves the times ``t``.
@@ -122,19 +129,17 @@ class Role:
                 )
         return self.networks[expert]
 
-    def trained_apart(self) -> dict[str, Role]:
-        """What has an optimizer of its own: this role, or each of its experts as a role of one network, by name."""
+    def single(self, index: int) -> Role:
+        """Return the role with one of its networks alone."""
         if not self.boundaries:
-            return {self.name: self}
-        return {
-            name: replace(self, networks=(self.networks[i],), boundaries=(), trained_experts=())
-            for name, i in zip(self.trained_names, self.trained_experts, strict=True)
-        }
+            return self
+        return replace(self, networks=(self.networks[index],), boundaries=(), trained_experts=())
 
     @property
-    def trained_names(self) -> list[str]:
-        """Of :meth:`trained_apart`."""
-        return trained_names(self.name, self.boundaries, self.trained_experts)
+    def trained_networks(self) -> dict[str, int]:
+        """Positions of the networks that train, by their names in logs and checkpoints."""
+        names = trained_names(self.name, self.boundaries, self.trained_experts)
+        return dict(zip(names, self.trained_experts, strict=True))
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
@@ -202,7 +207,10 @@ class Role:
 
     @contextmanager
     def differences(self, step: float) -> Iterator[None]:
-        """Inside, calls may be by ``step`` outside of the range that ``at`` is in, for a difference of one network."""
+        """Within this context, allow times up to ``step`` outside the range of the selected expert.
+
+        A finite difference so uses one network on both sides.
+        """
         self.beyond = step
         try:
             yield
@@ -257,7 +265,7 @@ class Role:
             gather_first_block_early(self.network, self.family.blocks(self.network)[0])
 
     def rest(self) -> None:
-        """Hold the shards alone. Until then updates of them would be ignored where parameters stay gathered."""
+        """Free gathered parameters: where they stay gathered, updates of the shards would be ignored."""
         reshard(self.network)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -266,12 +274,12 @@ class Role:
         named = [network.named_parameters(self.name) for network in self.networks]
         if len(named) == 1:
             return named[0]
-        return {f"{i}.{name}": parameter for i, each in enumerate(named) for name, parameter in each.items()}
+        return {f"{i}.{name}": weight for i, network in enumerate(named) for name, weight in network.items()}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of :meth:`named_parameters`."""
+        """Return the values of :meth:`named_parameters`."""
         return list(self.named_parameters().values())
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of :meth:`named_parameters`, as the sharded masters (DTensors that share their storage)."""
+        """Return the sharded masters of :meth:`named_parameters` (DTensors that share their storage), by name."""
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}

@@ -10,7 +10,7 @@ from fsdp_cp import local_ranks
 # A failed assertion of what tests share says as much as one of a test.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
 # The server of forks imports it once for all ranks of a pytest process: what the first one to start asks for counts.
-local_ranks.PRELOAD = ("torch", "distill.run")
+local_ranks.PRELOAD = ("torch", "distill.trainer")
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -171,7 +171,7 @@ class Dmd2(FewStepMethod):
         student = self.roles["student"]
         lengths = range(1, len(times) + 1)
         if student.boundaries:
-            lengths = [n for n in lengths if student.expert_at(times[n - 1]) in student.trained_experts]
+            lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:

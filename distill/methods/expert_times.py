@@ -59,13 +59,15 @@ def draw_times(
         roles: for each of the times, who is evaluated at it.
         trains: who trains at the last of them, and perhaps some of its networks alone (:attr:`Role.trained_experts`).
     """
-    if not any(role.boundaries for each in roles for role in each):
+    if not any(role.boundaries for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]
     pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")
-    wanted = [_ranges(torch.tensor([time], dtype=torch.float64), of) for time, of in zip(pilot, roles, strict=True)]
+    wanted = [
+        _ranges(torch.tensor([time], dtype=torch.float64), group) for time, group in zip(pilot, roles, strict=True)
+    ]
     times = list(draw(host, purpose, dtype))
     for attempt in count(1):
-        outside = torch.stack([_ranges(t, of) != range_ for t, of, range_ in zip(times, roles, wanted, strict=True)])
+        outside = torch.stack([_ranges(t, group) != w for t, group, w in zip(times, roles, wanted, strict=True)])
         again = outside.any(0)
         if not again.any():
             break
@@ -86,9 +88,9 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
         UserError: where ``trains`` has an expert alone at whose times the method draws none.
     """
     for attempt in range(_TRIES):
-        of = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
-        times = [float(t) for t in draw(random.shared, of, torch.float64)]
-        if trains is None or not trains.boundaries or trains.expert_at(times[-1]) in trains.trained_experts:
+        stream = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
+        times = [float(t) for t in draw(random.shared, stream, torch.float64)]
+        if trains is None or not trains.boundaries or trains.trains_at(times[-1]):
             return times
     raise UserError(
         f"{trains.name}.experts: none of {_TRIES} draws of {purpose} is a time at which the chosen expert serves, so it"

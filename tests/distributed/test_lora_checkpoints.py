@@ -41,7 +41,7 @@ def _run(setup, folder, run_dir, first=0):
     x, t, condition = _inputs()
     with torch.no_grad():
         says = {"raw": trainer.roles["student"].velocity(x, t, condition)}
-        with trainer.averages["student"].swapped_in():
+        with trainer.trained["student"].average.swapped_in():
             says["ema"] = trainer.roles["student"].velocity(x, t, condition)
         says["teacher"] = trainer.method.roles["teacher"].velocity(x, t, condition)
     return trace, says

@@ -47,11 +47,11 @@ def _on_ranks(folder, strategy):
         name: {
             "weights": storage_bytes(trainer.roles[name].parameters()),
             "optimizer": storage_bytes(
-                x for of in trainer.optimizers[name].state().values() for x in of.values() if x.ndim
+                x for state in network.optimizer.state().values() for x in state.values() if x.ndim
             ),
-            "average": storage_bytes(trainer.averages[name].weights.values()) if name in trainer.averages else 0,
+            "average": storage_bytes(network.average.weights.values()) if network.average is not None else 0,
         }
-        for name in RANKS
+        for name, network in trainer.trained.items()
     }
     held["base"] = storage_bytes(network.base_parameters().values())
     held["all"] = storage_bytes(network.module.parameters())

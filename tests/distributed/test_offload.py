@@ -44,7 +44,7 @@ def _run(setup, folder, run_dir, first, last):
     trace = trainer.record()
     trainer._save()
     trainer.checkpoints.wait()
-    average = full_tensors(trainer.averages["student"].weights)
+    average = full_tensors(trainer.trained["student"].average.weights)
     trace.weights["ema"] = average
     return trace if dist.get_rank() == 0 else (trace.losses, trace.norms)
 

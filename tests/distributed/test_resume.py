@@ -38,8 +38,8 @@ def _run(setup, folder, run_dir, first, last):
     trace = trainer.record(save_at=(STOP, last))
     adam = {
         f"{role}.{name}.{key}": value
-        for role, optimizer in trainer.optimizers.items()
-        for name, state in optimizer.state().items()
+        for role, network in trainer.trained.items()
+        for name, state in network.optimizer.state().items()
         for key, value in state.items()
     }
     trace.weights["adam"] = full_tensors(adam)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from distill.config import Config
 from distill.methods import METHODS, build_method
+from distill.trained import Trained
 from distill.trainer import Trainer
 from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.mesh import Mesh, build_mesh
@@ -28,10 +29,10 @@ class RecordingTrainer(Trainer):
         super().__init__(**kwargs)
         self.trace = Trace()
 
-    def _update(self, name: str, norm: float, rates: Mapping[str, float]) -> None:
+    def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
         named = self.roles[name].named_parameters()
         self.trace.gradients.append(full_tensors({n: p.grad for n, p in named.items() if p.grad is not None}))
-        super()._update(name, norm, rates)
+        super()._update(name, norm, trained)
 
     def record(self, save_at: Sequence[int] = ()) -> Trace:
         """Run all steps; after the steps ``save_at``, and nowhere else, write a checkpoint."""
@@ -47,8 +48,9 @@ class RecordingTrainer(Trainer):
                 self.checkpoints.wait()
         for name, role in self.roles.items():
             self.trace.weights[name] = full_tensors(role.weights())
-        for name, average in self.averages.items():
-            self.trace.weights[f"average of {name}"] = full_tensors(average.weights)
+        for name, network in self.trained.items():
+            if network.average is not None:
+                self.trace.weights[f"average of {name}"] = full_tensors(network.average.weights)
         return self.trace
 
 
