@@ -79,15 +79,32 @@ def shard_module(
         _modules_of(model, given, name)
         for given, name in ((units, "units"), (full_precision_units, "full_precision_units"))
     )
-    _refuse_shared_parameters(model, [*units, *full_precision_units])
-    _cast_masters(model, settings, full_precision_units)
-    attributes = _attributes(model)
     # First: the wrappers below take a unit's forward with the layers that it has then.
     fp8_layers = apply_fp8(model, units, settings, mesh.device_type, [*fp8_excluded, *full_precision_units])
     for unit in units:
         apply_checkpointing(unit, settings)
         apply_compile(unit, settings)
         apply_activation_offload(unit, settings)
+    shard(model, mesh, units, settings, full_precision_units=full_precision_units, fp8_layers=fp8_layers)
+
+
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    units: Sequence[nn.Module],
+    settings: ShardSettings,
+    *,
+    full_precision_units: Sequence[nn.Module] = (),
+    fp8_layers: Sequence[nn.Linear] = (),
+) -> None:
+    """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` are those of ``apply_fp8``.
+
+    Raises:
+        ValueError: a parameter that two units share.
+    """
+    _refuse_shared_parameters(model, [*units, *full_precision_units])
+    _cast_masters(model, settings, full_precision_units)
+    attributes = _attributes(model)
     explain_dtypes(model, settings)
     refuse_double_backward(model, settings)
     where = _shard_mesh(mesh, settings)
