@@ -22,6 +22,7 @@ from fsdp_cp.checkpoint import find_resume, published_steps, read_state, refuse_
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.timeouts import report_hang, watch_for_hangs
 
 
 def open_device(config: Config) -> torch.device:

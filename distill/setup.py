@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import combinations, product
 from pathlib import Path
 
@@ -199,9 +199,7 @@ def world_of(config: Config) -> int:
 def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
     """Return the sharding of role ``name``, checked before its files are read."""
     role = getattr(config, name)
-    settings = ShardSettings(**{item.name: getattr(role, item.name) for item in fields(ShardSettings)})
-    if name not in method.trained_roles:  # settings of training have no effect
-        settings = replace(settings, **{key: getattr(ShardSettings(), key) for key in _OF_TRAINING})
+    settings = role if name in method.trained_roles else role.frozen()  # settings of training have no effect
     settings.check(device.type, f"{name}.")
     # FSDP2 makes the memory of a whole weight once: the forwards without tangents need it as those with them.
     if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -17,29 +16,17 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard, on_all_ranks
 from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
-from fsdp_cp.sharding.shard import materialise, shard_module
-from models.additions.base import additions_of, attach_additions
+from fsdp_cp.sharding.settings import Precision
+from fsdp_cp.sharding.shard import materialise, settings_of
+from models.additions.base import attach_additions
 from models.checkpoint_files import one_line
 from models.families.base import LatentShape, Shape
 from models.lora.serving import Serving
 from models.names import owner
 from models.network import Network
+from models.parallelize import parallelize
 from models.role import Role
 from models.role_plan import RolePlan, sharing
-
-
-def _sharding_of(plans: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
-    """How a network of these roles is sharded; they agree in what counts (:func:`distill.setup.plan_run`)."""
-    adapted = [plan for plan in plans if plan.lora is not None]
-    of = (adapted or plans)[0]
-    settings = replace(of.sharding, precision=precision or of.sharding.precision)
-    if adapted:  # adapters keep fp32 masters; the base is stored as it computes
-        early = any(plan.sharding.gather_early for plan in plans)
-        return replace(settings, master_dtype="keep", gather_early=early)
-    if of.as_it_is:
-        return replace(settings.frozen(), master_dtype="keep")
-    return settings if of.name in trained else settings.frozen()
 
 
 def build_role(
@@ -158,76 +145,36 @@ def build_network(
         UserError: data whose shapes the network cannot take.
     """
     plan, family = plans[0], plans[0].family
-    adapted = [each for each in plans if each.lora is not None]
-    tokens = {each.tokens(latent_shape, condition_shapes) for each in plans}
-    assert len(tokens) == 1, "one base"
-    sharding = _sharding_of(plans, trained, precision)
+    adapted = {role.name: role.lora for role in plans if role.lora is not None}
+    (tokens,) = {role.tokens(latent_shape, condition_shapes) for role in plans}  # they have one base
     network = deepcopy(plan.network)
-    for each in plans:
-        if each.lora is not None:
-            each.lora.inject(network, each.name)
-    for each in plans:
-        if each.additions:
-            attach_additions(network, each.name, deepcopy(each.added), family, mesh, shared=len(plans) > 1)
-    if sharding.precision != "bf16" and device.type == "cuda":
+    for name, adapters in adapted.items():
+        adapters.inject(network, name)
+    for role in plans:
+        if role.additions:
+            attach_additions(network, role.name, deepcopy(role.added), family, mesh, shared=len(plans) > 1)
+    serving = Serving(network, family.blocks(network)) if adapted else None
+    parallelize(network, plans, trained=trained, mesh=mesh, precision=precision)
+    settings = settings_of(network)
+    if settings.precision != "bf16" and device.type == "cuda":
         # cuDNN would round fp32 convolutions (the patch embedding) to TF32: losses were .6 % off on an H200.
         torch.backends.cudnn.allow_tf32 = False
-    if sharding.precision == "fp64":
-        nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
-    never, of_base = set(family.never_trained(plan.network)), None if adapted else plan.name
-    for name, parameter in network.named_parameters():
-        of, public = owner(name)
-        parameter.requires_grad_((of or of_base) in trained and public not in never)
-    family.parallelize(network, mesh, plan.attention_backend, plan.head_groups)
-    serving = Serving(network, family.blocks(network)) if adapted else None
-    _shard(network, plans, mesh, sharding)
     # Offloaded parameters live in CPU memory, buffers where the network computes.
     if allocate:
-        materialise(network, "cpu" if sharding.offload == "cpu" else device)
+        materialise(network, "cpu" if settings.offload == "cpu" else device)
         family.restore_buffers(network, device)
-    (tokens_of_sample,) = tokens
     return Network(
         family=family,
         config=plan.config,
         module=network,
-        precision=sharding.precision,
-        tokens=tokens_of_sample,
-        forward_flops=family.forward_flops(plan.config, tokens_of_sample, condition_shapes),
-        tangent_flops=family.tangent_flops(plan.config, tokens_of_sample, condition_shapes),
-        attention_flops=family.attention_flops(plan.config, tokens_of_sample, condition_shapes),
-        adapters=tuple(each.name for each in adapted),
+        precision=settings.precision,
+        tokens=tokens,
+        forward_flops=family.forward_flops(plan.config, tokens, condition_shapes),
+        tangent_flops=family.tangent_flops(plan.config, tokens, condition_shapes),
+        attention_flops=family.attention_flops(plan.config, tokens, condition_shapes),
+        adapters=tuple(adapted),
         serving=serving,
     )
-
-
-def _shard(network: nn.Module, plans: Sequence[RolePlan], mesh: Mesh, settings: ShardSettings) -> None:
-    """The blocks are units; what computes in fp32 under bf16 is, too."""
-    family, in_fp32 = plans[0].family, []
-    if settings.precision == "bf16":
-        in_fp32 += family.full_precision_units(network)
-        for each in plans:
-            extra = additions_of(network, each.name).values()
-            in_fp32 += [addition for addition in extra if addition.full_precision]
-        if any(each.lora is not None for each in plans):
-            _store_base_as_it_computes(network, in_fp32, COMPUTE_DTYPE[settings.precision])
-    # Adapters and copies of what is trained whole are small, and as exact as what trains them.
-    own = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
-    shard_module(
-        network,
-        mesh=mesh,
-        units=list(family.blocks(network)),
-        full_precision_units=in_fp32,
-        fp8_excluded=[*family.fp8_excluded(network), *map(network.get_submodule, own)],
-        settings=settings,
-    )
-
-
-def _store_base_as_it_computes(network: nn.Module, in_fp32: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Nobody trains it, so it needs no fp32 masters: 2 bytes a parameter."""
-    kept = {parameter for unit in in_fp32 for parameter in unit.parameters()}
-    for name, parameter in network.named_parameters():
-        if owner(name)[0] is None and parameter not in kept:
-            parameter.data = parameter.data.to(dtype)
 
 
 def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> None:

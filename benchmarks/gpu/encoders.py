@@ -39,7 +39,7 @@ def encoders(context: Context) -> None:
 def text_encoder(context: Context) -> None:
     """A caption through umT5-XXL, in fp32 as data sets run it, and in bf16."""
     device = context.device
-    settings = TINY_TEXT | {"feed_forward_proj": "gated-gelu"} if context.tiny else dict(Wan.text_encoder)
+    settings = TINY_TEXT | {"feed_forward_proj": "gated-gelu"} if context.tiny else dict(Wan.planning.text_encoder)
     tokens = 8 if context.tiny else CAPTION_TOKENS
     exact: Tensor | None = None
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

@@ -36,7 +36,7 @@ TINY = {
 
 def architecture_of(size: str, tiny: bool, layers: int | None = None) -> dict[str, Any]:
     """Of the published Wan of ``size`` (``1_3b``, ``14b``), with so many blocks; or one small block."""
-    published = dict(Wan.published[f"wan2_1_t2v_{size}"])
+    published = dict(Wan.planning.networks[f"wan2_1_t2v_{size}"])
     return dict(TINY) if tiny else published if layers is None else published | {"num_layers": layers}
 
 

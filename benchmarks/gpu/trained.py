@@ -45,7 +45,7 @@ def adapters(context: Context, name: str, size: str, method: str, *more: str) ->
     """As :func:`steps`; or a row that says why not, where the frozen base alone would fill the GPU."""
     if context.device_type == "cuda":
         with torch.device("meta"):
-            base = Wan().build(Wan.published[f"wan2_1_t2v_{size}"], "architecture")
+            base = Wan().build(Wan.planning.networks[f"wan2_1_t2v_{size}"], "architecture")
         needed = 2 * sum(p.numel() for p in base.parameters()) / GIB
         there = torch.cuda.get_device_properties(context.device).total_memory / GIB
         if needed > 0.9 * there:

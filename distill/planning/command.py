@@ -116,14 +116,14 @@ def as_planned(config: Config) -> Config:
             if getattr(role, setting) != "pooled":
                 setattr(role, setting, getattr(default, setting))
         if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
-            family = family_of(role.family, name)
-            if config.planning.model not in family.published:
+            released = family_of(role.family, name).planning
+            if config.planning.model not in released.networks:
                 raise UserError(
                     f"planning.model={config.planning.model} is not a published network of {name}.family={role.family};"
-                    f" use {' or '.join(sorted(family.published)) or f'{name}.architecture'}"
+                    f" use {' or '.join(sorted(released.networks)) or f'{name}.architecture'}"
                 )
-            role.architecture = dict(family.published[config.planning.model])
-            role.boundary = family.published_boundaries.get(config.planning.model)
+            role.architecture = dict(released.networks[config.planning.model])
+            role.boundary = released.boundaries.get(config.planning.model)
     return config
 
 
@@ -140,7 +140,8 @@ def planned_shapes(config: Config) -> Shapes:
     family.check_keys(student.architecture, "student.architecture")
     with torch.device("meta"):  # the network's class completes the architecture
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
-    latents = family.latents_for(network, config.data.num_frames, config.data.height, config.data.width)
+    channels, data = family.latent_channels(network), config.data
+    latents = family.planning.latents_of_clip(channels, data.num_frames, data.height, data.width)
     shapes = family.condition_shapes(network, latents, config.data.max_text_tokens)
     # In the data's form, so that a run's checks refuse what does not fit together.
     shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])

@@ -74,7 +74,7 @@ def _captions_peak(config: Config, text: Mapping[str, Any]) -> Peak:
     if _QWEN not in (text.get("architectures") or ()):
         return _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))
     if config.data.encoders is None:
-        second = dict(family_of(config.student.family, "student").text_encoder_2)
+        second = dict(family_of(config.student.family, "student").planning.text_encoder_2)
     else:
         second = json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
     return _peak(
@@ -92,7 +92,8 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     (channels, *_), condition_shapes = shapes
     parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
     if config.data.encoders is None:
-        found = [dict(part) for part in family_of(config.student.family, "student").encoders_for(channels).values()]
+        released = family_of(config.student.family, "student").planning.encoders(channels)
+        found = [dict(settings) for settings in released.values()]
     else:
         folder = Path(find_shipped(config.data.encoders))
         found = [json.loads((folder / part / "config.json").read_text()) for part in parts]

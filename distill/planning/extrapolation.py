@@ -38,7 +38,8 @@ def simulate_any_depth(
     whole = (
         min(depths) <= high
         or len(depths) > 1
-        or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
+        or any(role.family.planning.with_layers(role.config, 1) is None for role in plan.roles)
+        or any("gan_head" in role.additions for role in plan.roles)
         or not all(_adapted_alike(role) for role in plan.roles)
     )
     if whole:
@@ -107,7 +108,7 @@ def shallow_depths(plan: RunPlan) -> tuple[int, int]:
 
 def shallow(role: RolePlan, layers: int) -> RolePlan:
     """Return ``role`` with this number of blocks and random weights."""
-    config = role.family.with_layers(role.config, layers)
+    config = role.family.planning.with_layers(role.config, layers)
     assert config is not None
     with torch.device("meta"):
         network = role.family.build(config, f"{role.name}.architecture")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.arguments import check_joint, check_options, check_split, check_tensors
+from fsdp_cp.attention.arguments import check_cross_attention, check_self_attention
 from fsdp_cp.attention.derivative import choose_dual
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import attend_in_ring, make_ring
@@ -28,10 +28,8 @@ from fsdp_cp.attention.ulysses import (
     unpack_tokens,
 )
 from fsdp_cp.duals import may_be_dual, unpack_duals
-from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
+from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
-from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
 __all__ = ["context_parallel_attention", "cross_attention"]
 
@@ -93,23 +91,20 @@ def context_parallel_attention(
             it ends (docs/attention.md, "When it fails").
     """
     groups = context_groups(mesh)
-    q, k, v = check_tensors(q, k, v)
-    segments = segments_of(total_tokens, q.shape[1], groups)
-    check_split(q, k, segments, causal_block, head_groups, groups)
-    text = None if joint is None else check_joint(joint, (q, k, v), segments, causal_block, mesh)
-    segments = segments if text is None else (text[0].shape[1], *segments)
-    check_options(q, key_mask, scale, backend, sum(segments))
-
+    (q, k, v), text, segments = check_self_attention(
+        q, k, v, mesh=mesh, groups=groups, total_tokens=total_tokens, scale=scale, backend=backend, key_mask=key_mask,
+        causal_block=causal_block, joint=joint, head_groups=head_groups,
+    )  # fmt: skip
     if text is not None:
         assert isinstance(mesh, Mesh)
-        q, k, v = (torch.cat([split_tokens(x, mesh), own], dim=1) for x, own in zip(text, (q, k, v), strict=True))
+        q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, causal_block=causal_block)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if text is None:
         return out
     assert isinstance(mesh, Mesh)
-    own_text = local_token_count(segments[0], mesh.cp_size)
-    out_text, out = out.split([own_text, out.shape[1] - own_text], dim=1)
+    local_text = local_token_count(segments[0], mesh.cp_size)
+    out_text, out = out.split([local_text, out.shape[1] - local_text], dim=1)
     return out, gather_tokens(out_text, mesh, total=segments[0], partial_grad=True)
 
 
@@ -150,22 +145,9 @@ def cross_attention(
     Raises:
         ValueError, RuntimeError: as :func:`context_parallel_attention`.
     """
-    q, k, v = check_tensors(q, k, v)
-    keys = k.shape[1]
-    if mesh is not None:
-        check_mesh(mesh)
-        (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
-        if local_token_count(keys, mesh.cp_size) != k.shape[1]:
-            raise UserError(
-                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes"
-                f" {local_token_count(keys, mesh.cp_size)}; use fsdp_cp.sequence.split_tokens"
-            )
-    elif total_keys is None:
-        refuse_split_keys(q.shape[1], keys)
-    elif total_keys != keys:
-        raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
-    check_options(q, key_mask, scale, backend, keys)
-
+    (q, k, v), keys = check_cross_attention(
+        q, k, v, mesh=mesh, total_keys=total_keys, scale=scale, backend=backend, key_mask=key_mask
+    )
     if mesh is not None:
         k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()
     layout = Layout((q.shape[1],), (keys,), ulysses=1, ring=1)

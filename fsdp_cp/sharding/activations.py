@@ -32,18 +32,32 @@ SMALLEST_OFFLOADED = 64 * 1024
 
 
 def wrap_unit(unit: nn.Module, settings: ShardSettings) -> None:
-    """Wrap the forward of ``unit`` in place: activation checkpointing, compilation, then offload of saved tensors.
+    """Wrap the forward of ``unit`` in place: activation checkpointing, compilation, then offload of saved tensors."""
+    apply_checkpointing(unit, settings)
+    apply_compile(unit, settings)
+    apply_activation_offload(unit, settings)
 
-    The compiler sees the checkpointing, and plans by the same policy what one backward graph computes again. Offload is
-    last, since it takes the tensors that the other two leave to save.
+
+def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
+    """Apply ``activation_checkpointing`` in place, before :func:`apply_compile`.
+
+    The compiler then sees the checkpointing, and plans by the same policy what one backward graph computes again.
     """
     if settings.activation_checkpointing == "full":
         recompute_in_backward(unit)
     elif settings.activation_checkpointing == "selective":
         offload = settings.activation_offload and not settings.compile
         recompute_in_backward(unit, _kept(settings), offload=offload)
+
+
+def apply_compile(unit: nn.Module, settings: ShardSettings) -> None:
+    """Apply ``compile`` in place."""
     if settings.compile:
         compile_forward(unit)
+
+
+def apply_activation_offload(unit: nn.Module, settings: ShardSettings) -> None:
+    """Apply ``activation_offload`` in place, last, since it takes the tensors that the other two leave to save."""
     if settings.activation_offload:
         offload_saved_tensors(unit)
 

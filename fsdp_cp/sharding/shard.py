@@ -61,16 +61,33 @@ def shard_module(
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is already sharded; call shard_module once")
-    settings = _checked(settings or ShardSettings(), changes, mesh.device_type)
+    settings = checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
     units = _modules_of(model, units, "units")
     full_precision_units = _modules_of(model, full_precision_units, "full_precision_units")
-    _refuse_shared_parameters(model, [*units, *full_precision_units])
-    _cast_masters(model, settings, full_precision_units)
-    attributes = _attributes(model)
     # First: the wrappers below take a unit's forward with the layers that it has then.
     fp8_layers = apply_fp8(model, units, settings, mesh.device_type, [*fp8_excluded, *full_precision_units])
     for unit in units:
         wrap_unit(unit, settings)
+    shard(model, mesh, units, settings, full_precision_units=full_precision_units, fp8_layers=fp8_layers)
+
+
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    units: Sequence[nn.Module],
+    settings: ShardSettings,
+    *,
+    full_precision_units: Sequence[nn.Module] = (),
+    fp8_layers: Sequence[nn.Linear] = (),
+) -> None:
+    """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` are those of ``apply_fp8``.
+
+    Raises:
+        ValueError: a parameter that two units share.
+    """
+    _refuse_shared_parameters(model, [*units, *full_precision_units])
+    _cast_masters(model, settings, full_precision_units)
+    attributes = _attributes(model)
     refuse_double_backward(model, settings)
     shard_mesh = _shard_mesh(mesh, settings)
     _fully_shard(model, units, full_precision_units, settings, shard_mesh)
@@ -89,7 +106,7 @@ def shard_module(
     refuse_tangents_with_gradients(root)
 
 
-def _checked(settings: ShardSettings, changes: dict[str, Any], device_type: str) -> ShardSettings:
+def checked_settings(settings: ShardSettings, device_type: str, **changes: Any) -> ShardSettings:
     """Return the settings that count, with ``changes``. Warn once about those that have no effect."""
     known = [field.name for field in fields(ShardSettings)]
     unknown = [name for name in changes if name not in known]

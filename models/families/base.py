@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from models.condition import Condition
+from models.families.planning import FamilyPlanning, LatentShape
 
 Shape = tuple[int, ...]
-LatentShape = tuple[int, int, int, int]
 
 
 def config_of(network: nn.Module) -> Mapping[str, Any]:
@@ -39,6 +39,8 @@ class Family(ABC):
     """``_class_name`` of the network's ``config.json``."""
     time_scale: ClassVar[float] = 1000.0
     """What the network calls the time 1 of pure noise."""
+    planning: ClassVar[FamilyPlanning] = FamilyPlanning()
+    """Facts that only a plan of memory and time needs."""
     frame_times: ClassVar[bool] = False
     """Does :meth:`outputs` take a time for each latent frame, ``(B, T)``, beside one for each sample?"""
 
@@ -216,51 +218,6 @@ class Family(ABC):
             UserError: the pipeline takes no flow-matching scheduler, so none is exported.
         """
         return None
-
-    # Planning
-
-    published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Configurations of published networks by name, for plans without a checkpoint."""
-
-    published_boundaries: ClassVar[Mapping[str, float]] = {}
-    """Of those that are two experts, the time from which on the first serves; by the names of :attr:`published`."""
-
-    text_encoder: ClassVar[Mapping[str, Any]] = {}
-    """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
-
-    text_encoder_2: ClassVar[Mapping[str, Any]] = {}
-    """The same of a second one that is loaded beside it; empty where there is none."""
-
-    vae: ClassVar[Mapping[str, Any]] = {}
-    """The same of their VAE; empty for Wan 2.1's class with its own defaults."""
-
-    image_encoder: ClassVar[Mapping[str, Any]] = {}
-    """The same of their image encoder, CLIP's vision transformer; empty where none takes an image."""
-
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any] | None:
-        """``config`` with another number of blocks; ``None`` where blocks differ, so that few tell nothing of many."""
-        return None
-
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """``(C, T, H, W)`` of a clip in the latents of the published networks' VAE.
-
-        Raises:
-            UserError: no clip of these sizes has any.
-        """
-        raise UserError(f"{self.name} names no VAE; set data.encoders")
-
-    def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
-        """:meth:`clip_latents` for a network of ``config``, where a family's networks have several VAEs.
-
-        Raises:
-            UserError: no clip of these sizes has any.
-        """
-        return self.clip_latents(num_frames, height, width)
-
-    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        """``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` of published networks by their latents'
-        channels; a VAE's is empty for the defaults of its class, an image encoder's where there is none."""
-        return {"text_encoder": self.text_encoder, "vae": self.vae, "image_encoder": self.image_encoder}
 
     # Running
 

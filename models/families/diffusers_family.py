@@ -18,11 +18,19 @@ from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
 from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, Shape
+from models.families.planning import FamilyPlanning
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Least and greatest of these counts: diffusers would build a damaged file's billion layers for hours."""
 _MOST = 2**20
 """Greatest of all other integers."""
+
+
+class DiffusersPlanning(FamilyPlanning):
+    """Facts about a family whose networks have ``num_layers`` equal blocks."""
+
+    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {**config, "num_layers": layers}
 
 
 class DiffusersFamily(Family):
@@ -32,6 +40,7 @@ class DiffusersFamily(Family):
     """diffusers' class, unmodified."""
     label: ClassVar[str]
     """Name of the family's networks in messages."""
+    planning = DiffusersPlanning()
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -162,9 +171,6 @@ class DiffusersFamily(Family):
         if name == "scale_shift_table":
             tensor.normal_().div_(tensor.shape[-1] ** 0.5)
 
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        return {**config, "num_layers": layers}
-
     def heads(self, config: Mapping[str, Any]) -> int:
         """Return the number of query heads, which equals that of key/value heads."""
         return config["num_attention_heads"]
@@ -209,29 +215,6 @@ def refuse(config: Mapping[str, Any], key: str, wanted: str, setting: str) -> No
     """
     shown = " ".join(repr(config[key]).split())[:80]
     raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
-
-
-def encoded_clip(
-    vae: str, channels: int, frames: int, pixels: int, *, num_frames: int, height: int, width: int
-) -> LatentShape:
-    """Return the latents ``(C, T, H, W)`` of a clip.
-
-    Args:
-        vae: name of the VAE, for messages.
-        channels: C.
-        frames: frames of a latent frame; the first frame has one of its own.
-        pixels: height and width of a latent.
-        num_frames, height, width: of the clip.
-
-    Raises:
-        UserError: a clip that the VAE does not divide.
-    """
-    if (num_frames - 1) % frames or height % pixels or width % pixels:
-        raise UserError(
-            f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1 frames"
-            f" of multiples of {pixels} pixels"
-        )
-    return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels
 
 
 def token_positions(

@@ -32,7 +32,8 @@ from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse, token_positions
+from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse, token_positions
+from models.families.planning import encoded_clip
 
 RotaryTables = tuple[Tensor, Tensor, int]
 
@@ -44,15 +45,10 @@ IMAGE_TOKENS = 729
 """Features that SigLIP so400m gives of an image of 384 x 384 pixels: 27 x 27 patches."""
 
 
-class Hunyuan(DiffusersFamily):
-    """HunyuanVideo 1.5 by diffusers' ``HunyuanVideo15Transformer3DModel`` (0.42): of text, or of a first image too."""
+class HunyuanPlanning(DiffusersPlanning):
+    """Tencent's network and its encoders."""
 
-    name = "hunyuan15"
-    class_name = "HunyuanVideo15Transformer3DModel"
-    transformer = HunyuanVideo15Transformer3DModel
-    label = "HunyuanVideo 1.5"
-    masked_attention = True
-    published = {
+    networks = {
         # The defaults of diffusers' class, with which its conversion script builds all of 480p and 720p.
         "hunyuan_video1_5": {
             "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "attention_head_dim": 128,
@@ -78,13 +74,24 @@ class Hunyuan(DiffusersFamily):
     }  # fmt: skip
     """SigLIP so400m's, .43e9 parameters."""
 
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """Its VAE: 32 channels, a latent frame for four frames behind the first, 16 x 16 pixels."""
+        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
+
+
+class Hunyuan(DiffusersFamily):
+    """HunyuanVideo 1.5 by diffusers' ``HunyuanVideo15Transformer3DModel`` (0.42): of text, or of a first image too."""
+
+    name = "hunyuan15"
+    class_name = "HunyuanVideo15Transformer3DModel"
+    transformer = HunyuanVideo15Transformer3DModel
+    label = "HunyuanVideo 1.5"
+    masked_attention = True
+    planning = HunyuanPlanning()
+
     def pipeline_times(self, steps: int) -> list[float]:
         """HunyuanVideo15Pipeline's, before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
-
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """Its VAE: 32 channels, a latent frame for four frames behind the first, 16 x 16 pixels."""
-        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)

@@ -22,20 +22,17 @@ from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape
-from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse
+from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
+from models.families.planning import encoded_clip
 
 TIME_FEATURES = 256
 """Sines and cosines of a time, which diffusers has written into ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
 
 
-class LTX(DiffusersFamily):
-    """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): of text, or of a first frame too."""
+class LTXPlanning(DiffusersPlanning):
+    """Lightricks' networks and their encoders."""
 
-    name = "ltx"
-    class_name = "LTXVideoTransformer3DModel"
-    transformer = LTXVideoTransformer3DModel
-    label = "LTX"
-    published = {
+    networks = {
         # The defaults of diffusers' class, with which its conversion script builds 0.9.0 and 0.9.1.
         "ltx_video_2b": {
             "in_channels": 128, "out_channels": 128, "num_attention_heads": 32, "attention_head_dim": 64,
@@ -55,13 +52,23 @@ class LTX(DiffusersFamily):
     vae = {"_class_name": "AutoencoderKLLTXVideo"}
     """0.9.0's, which has the class's own sizes."""
 
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """LTX's VAE: 128 channels, a latent frame for eight frames behind the first, 32 x 32 pixels."""
+        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
+
+
+class LTX(DiffusersFamily):
+    """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): of text, or of a first frame too."""
+
+    name = "ltx"
+    class_name = "LTXVideoTransformer3DModel"
+    transformer = LTXVideoTransformer3DModel
+    label = "LTX"
+    planning = LTXPlanning()
+
     def pipeline_times(self, steps: int) -> list[float]:
         """LTXPipeline's, before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
-
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """LTX's VAE: 128 channels, a latent frame for eight frames behind the first, 32 x 32 pixels."""
-        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)

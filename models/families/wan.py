@@ -28,7 +28,8 @@ from fsdp_cp.mesh import Mesh
 from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse
+from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
+from models.families.planning import encoded_clip
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
 
 IMAGE_TOKENS = 257
@@ -51,13 +52,13 @@ def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
     return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
 
 
-_PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
-_14B = {**_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
+_RELEASED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
+_14B = {**_RELEASED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
 TI2V_CHANNELS = 48
 """Of the latents of Wan 2.2's own VAE, which the 5B network alone is made for."""
 
 TI2V_5B: Mapping[str, Any] = {
-    **_PUBLISHED, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
+    **_RELEASED, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
     "in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS,
 }  # fmt: skip
 """Wan 2.2 TI2V 5B's network, 5.0e9 parameters."""
@@ -92,16 +93,12 @@ _PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit
 _ORIGINAL_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
 
 
-class Wan(DiffusersFamily):
-    """Wan 2.1, and 2.2's A14B and TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
+class WanPlanning(DiffusersPlanning):
+    """Wan's networks and their encoders."""
 
-    name = "wan"
-    class_name = "WanTransformer3DModel"
-    transformer = WanTransformer3DModel
-    label = "Wan"
-    published = {
+    networks = {
         "wan2_1_t2v_1_3b": {
-            **_PUBLISHED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+            **_RELEASED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
         },
         "wan2_1_t2v_14b": _14B,
         "wan2_1_i2v_14b": {**_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
@@ -109,7 +106,7 @@ class Wan(DiffusersFamily):
         "wan2_2_t2v_a14b": _14B,
         "wan2_2_i2v_a14b": {**_14B, "in_channels": 36},
     }  # fmt: skip
-    published_boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
+    boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
     text_encoder = {
         "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -121,18 +118,25 @@ class Wan(DiffusersFamily):
     }  # fmt: skip
     """CLIP ViT-H/14's, .63e9 parameters."""
 
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """Wan 2.1's VAE: 16 channels, a latent frame for four frames behind the first, 8 x 8 pixels."""
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """Return the latents of Wan 2.1's VAE (8 x 8 pixels, 4 frames), or of Wan 2.2's for its number of channels."""
+        if channels == TI2V_CHANNELS:
+            return encoded_clip("Wan 2.2's VAE", channels, 4, 16, num_frames=num_frames, height=height, width=width)
         return encoded_clip("Wan's VAE", 16, 4, 8, num_frames=num_frames, height=height, width=width)
 
-    def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
-        if self.latent_channels(config) != TI2V_CHANNELS:
-            return self.clip_latents(num_frames, height, width)
-        return encoded_clip("Wan 2.2's VAE", TI2V_CHANNELS, 4, 16, num_frames=num_frames, height=height, width=width)
+    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        own_vae = {"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {}
+        return super().encoders(channels) | own_vae
 
-    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        found = super().encoders_for(channels)
-        return found | ({"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {})
+
+class Wan(DiffusersFamily):
+    """Wan 2.1, and 2.2's A14B and TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
+
+    name = "wan"
+    class_name = "WanTransformer3DModel"
+    transformer = WanTransformer3DModel
+    label = "Wan"
+    planning = WanPlanning()
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)

@@ -159,9 +159,12 @@ def test_published_sizes_are_planned_without_weights():
 def test_its_encoders_are_planned():
     """Build the published encoders on meta."""
     with torch.device("meta"):
-        glyphs = encoders.build_text_encoder(HUNYUAN.text_encoder_2)
-        text = encoders.build_text_encoder(HUNYUAN.text_encoder | {"num_hidden_layers": 1})
-        vae, image = encoders.build_vae(HUNYUAN.vae), encoders.build_image_encoder(HUNYUAN.image_encoder)
+        glyphs = encoders.build_text_encoder(HUNYUAN.planning.text_encoder_2)
+        text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
+        vae, image = (
+            encoders.build_vae(HUNYUAN.planning.vae),
+            encoders.build_image_encoder(HUNYUAN.planning.image_encoder),
+        )
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
     assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16

@@ -118,11 +118,11 @@ def test_its_encoders_are_planned():
     """Build the published encoders on meta, and plan a VAE that takes a time."""
     text = encoders.build_text_encoder
     with torch.device("meta"):
-        assert type(text(LTX_FAMILY.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
+        assert type(text(LTX_FAMILY.planning.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
         assert type(text({"d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1})).__name__ == "UMT5EncoderModel"
-        vae = encoders.build_vae(LTX_FAMILY.vae)
+        vae = encoders.build_vae(LTX_FAMILY.planning.vae)
     assert type(vae).__name__ == "AutoencoderKLLTXVideo" and vae.spatial_compression_ratio == 32
-    small = json.loads(json.dumps(LTX_FAMILY.vae)) | {
+    small = json.loads(json.dumps(LTX_FAMILY.planning.vae)) | {
         "block_out_channels": [8] * 4, "decoder_block_out_channels": [8] * 4, "layers_per_block": [1] * 5,
         "decoder_layers_per_block": [1] * 5, "latent_channels": 4, "timestep_conditioning": True,
     }  # fmt: skip
