@@ -6,9 +6,9 @@ import sys
 
 from distill.config import Config, compose_config
 from distill.config.usage import information
-from fsdp_cp.error_file import recorded
 from fsdp_cp.launch import end_process, exit_code
-from fsdp_cp.signals import StopSignal, end_with_torchrun
+from fsdp_cp.runtime.error_file import recorded
+from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
 
 
 def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
@@ -20,15 +20,15 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
         stop: the signal that ends the run early.
     """
     # Imported once the settings are right: FSDP, diffusers and peft take most of a start.
-    from distill.dry_run import dry_run
-    from distill.mesh_check import check_meshes
     from distill.methods import build_method
     from distill.planning.command import plan_command
     from distill.planning.suggest import suggest_command
-    from distill.run import open_device, open_run
-    from distill.run_folder import command_line, refuse_foreign
-    from distill.setup import plan_run
-    from distill.trainer import Trainer
+    from distill.run.dry_run import dry_run
+    from distill.run.folder import command_line, refuse_foreign
+    from distill.run.mesh_check import check_meshes
+    from distill.run.open import open_device, open_run
+    from distill.run.setup import plan_run
+    from distill.train.trainer import Trainer
 
     if config.plan == "suggest":
         return suggest_command(config, arguments)
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
         end_with_torchrun()
         with StopSignal() as stop:
             config = compose_config(arguments)
-            from distill.run_folder import run_log
+            from distill.run.folder import run_log
 
             with run_log():
                 train(config, arguments, stop)

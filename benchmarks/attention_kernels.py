@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import Mesh, build_mesh
 from tests.oracles.long_attention import TOLERANCE, exact_attention, exact_tangent, random_inputs

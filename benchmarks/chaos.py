@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 
 from benchmarks.arguments import at_least_1
 from benchmarks.distillation import ROOT
-from distill.run_folder import STARTS
-from fsdp_cp.checkpoint import published_steps, reader, step_folder
+from distill.run.folder import STARTS
+from fsdp_cp.checkpoint.save_load import published_steps, reader, step_folder
 from fsdp_cp.errors import UserError
 
 RANKS = 2

@@ -40,9 +40,9 @@ from benchmarks.arguments import at_least_1
 from benchmarks.attention_kernels import local_kernels
 from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.local_ranks import RankPool, run_ranks
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
+from fsdp_cp.runtime.local_ranks import RankPool, run_ranks
 from tests.oracles.long_attention import TOLERANCE, exact_attention, random_inputs
 
 HEAD_DIM = 64

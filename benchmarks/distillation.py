@@ -25,19 +25,19 @@ from omegaconf import OmegaConf
 from benchmarks.arguments import add_students
 from benchmarks.diversity import diversity
 from distill.config import Config, compose_config, load_config
-from distill.evaluate import SAMPLE_SEED, reference_clips
+from distill.evaluate.evaluator import SAMPLE_SEED, reference_clips
+from distill.evaluate.sampling import generate, sample_captions
 from distill.methods import METHODS, build_method
 from distill.methods.ode_regression import trajectory_evaluations
 from distill.report.measures import HIGHER_IS_BETTER, Measure, measure, worse_by
 from distill.report.media import contact_sheet
-from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process, process_group
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.signals import end_with_parent
-from models.load import build_role
-from models.role import Role
-from models.role_plan import plan_role
+from fsdp_cp.runtime.signals import end_with_parent
+from models.roles.load import build_role
+from models.roles.role import Role
+from models.roles.role_plan import plan_role
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression")

@@ -37,7 +37,7 @@ from benchmarks.lora import students
 from distill.config import compose_config
 from distill.report.measures import HIGHER_IS_BETTER, worse_by
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import EXPERT_FOLDERS
+from models.files.checkpoint_files import EXPERT_FOLDERS
 
 SHIPPED = ROOT / "assets" / "quickstart_teacher" / "transformer"
 BOUNDARY = 0.875

@@ -26,18 +26,18 @@ from benchmarks.distillation import CLIPS, ROOT, STUDENT_STEPS, Run, renders, ta
 from benchmarks.lora import students
 from distill.config import compose_config
 from distill.data.base import condition_of
+from distill.methods.common.schedules import add_noise
 from distill.report.measures import HIGHER_IS_BETTER
-from distill.schedules import add_noise
 from fsdp_cp import microbatch
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh
+from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.fp8 import require_fp8
 from fsdp_cp.sharding.settings import ShardSettings
-from models.load import build_roles
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.load import build_roles
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 
 RECIPE = "quickstart"
@@ -128,7 +128,7 @@ def errors(meshes: Sequence[tuple[int, int]], count: int) -> list[str]:
         "|---" * 10 + "|",
     ]
     for dp_shard, cp in meshes:
-        with RankPool(dp_shard * cp, timeout=600.0, preload=("torch", "models.load")) as pool:
+        with RankPool(dp_shard * cp, timeout=600.0, preload=("torch", "models.roles.load")) as pool:
             for case in CASES:
 
                 def step(settings, dp_shard=dp_shard, cp=cp, case=case, pool=pool):

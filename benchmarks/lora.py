@@ -40,7 +40,7 @@ from benchmarks.distillation import (
 from distill.config import compose_config, load_config
 from distill.report.measures import HIGHER_IS_BETTER, worse_by
 from fsdp_cp.errors import UserError
-from models.role_plan import plan_role
+from models.roles.role_plan import plan_role
 
 RECIPE = "quickstart"
 WHOLE = "whole networks"

@@ -27,8 +27,8 @@ from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in
 from distill.config import Config, compose_config, load_config
 from distill.data.moving_shapes import RGB
 from distill.data.word_table import COLOURS
+from distill.evaluate.sampling import sample_captions
 from distill.report.measures import detect
-from distill.sampling import sample_captions
 from fsdp_cp.errors import UserError
 
 SHARES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03)

@@ -32,18 +32,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.arguments import at_least_1
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import microbatch
-from fsdp_cp.fake_world import fake_world
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
-from fsdp_cp.tensor_lists import multiply_, squared_norms
-from models.condition import text_condition
+from fsdp_cp.runtime.local_ranks import run_ranks
+from fsdp_cp.sharding.tensor_lists import multiply_, squared_norms
 from models.families import wan_attention
 from models.families.wan import Wan
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 
 COMPUTES = {
     "num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "freq_dim": 64,
@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, medians of {args.rounds} rounds")
     blocks, depths = (1, [1, 2]) if args.quick else (COMPUTES["num_layers"], [30, 40])
-    preload = ("torch", "models.load", "distill.optimizers")
+    preload = ("torch", "models.roles.load", "distill.train.optimizers")
     for tokens in list(LARGE_LATENTS)[: 1 if args.quick else None]:
         seconds = run_ranks(1, one_process, blocks, tokens, args.rounds, timeout=1800, preload=preload)[0]
         print(f"\n## One process: {blocks} blocks of width 256, {tokens} tokens; the same losses and norms\n")

@@ -35,16 +35,16 @@ from benchmarks.sharding_bounds import (
     sizes_of,
 )
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer
-from distill.trainer import Trainer
+from distill.train.optimizers import RoleOptimizer
+from distill.train.trainer import Trainer
 from fsdp_cp import Mesh, build_mesh, microbatch
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.measure.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
-from models.condition import text_condition
-from models.load import build_role
-from models.role_plan import plan_role
+from fsdp_cp.runtime.local_ranks import RankPool
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import write_checkpoints
@@ -194,7 +194,7 @@ def measure_three(strategies: dict[str, str], folder: Path) -> Idle:
 def report(world: int, rounds: int) -> bool:
     """Print both tables for ``world`` ranks; were all bounds kept?"""
     cases = tuple(case for case in CASES if world > case.replicas)
-    with RankPool(world, timeout=600, preload=("torch", "distill.trainer", "models.load")) as pool:
+    with RankPool(world, timeout=600, preload=("torch", "distill.train.trainer", "models.roles.load")) as pool:
         ranks = pool.run(measure, cases, rounds)
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoints(Path(folder))

@@ -10,8 +10,8 @@ from distill.config import compose_config
 from distill.data import ClipDataset
 from distill.methods import build_method
 from distill.planning.roles import Shapes
-from distill.setup import plan_run
-from distill.trainer import Trainer
+from distill.run.setup import plan_run
+from distill.train.trainer import Trainer
 from fsdp_cp.mesh import mesh_of_shape
 
 

@@ -24,7 +24,7 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import Hardware, Prediction, load_hardware, predict
 from distill.planning.simulation import StepCost
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.mesh import MeshShape
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)

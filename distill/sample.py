@@ -15,10 +15,9 @@ import numpy as np
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
+from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.methods import METHODS, build_method
 from distill.report.media import contact_sheet, write_mp4
-from distill.sampling import decode, generate, sample_captions
-from fsdp_cp.error_file import recorded
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import (
     choose_device,
@@ -31,15 +30,16 @@ from fsdp_cp.launch import (
 )
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.paths import user_path
-from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.error_file import recorded
+from fsdp_cp.runtime.progress import log_to_console, progress
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.words import counted
 from models.additions.base import named_additions
-from models.checkpoint_files import ADDITIONS
-from models.load import build_role
-from models.published import published, refuse_input, refuse_occupied
-from models.role_plan import RolePlan, plan_role
+from models.files.checkpoint_files import ADDITIONS
+from models.files.published import published, refuse_input, refuse_occupied
+from models.roles.load import build_role
+from models.roles.role_plan import RolePlan, plan_role
 
 _MAX_CLIPS = 1024  # their latents and frames are in memory together
 

@@ -24,16 +24,16 @@ from distill.config.usage import information
 from distill.data import ClipDataset, condition_of
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
-from distill.run import open_device, open_mesh
-from distill.setup import plan_run
+from distill.run.open import open_device, open_mesh
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import end_process, exit_code, rank
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 from fsdp_cp.rng import StepRandom
-from models.condition import has_image
-from models.role import Role
+from fsdp_cp.runtime.progress import log_to_console, progress
+from models.roles.condition import has_image
+from models.roles.role import Role
 
 log = logging.getLogger(__name__)
 

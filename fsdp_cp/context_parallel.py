@@ -13,7 +13,7 @@ is then that of a value in its order, values that are ``None`` not counted for m
 
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it has the sequence's length
 from the split of the argument that it names (``of``), of the same forward; attention has it from there too
-(:mod:`fsdp_cp.sequence_lengths`).
+(:mod:`fsdp_cp.context.sequence_lengths`).
 
 Once gathered, tokens cannot be split again in the same forward: what lies between is computed by every rank of the
 ``cp`` group, and its gradients would be sums of complete and partial ones (docs/gradients.md). That is refused, and so
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
+from fsdp_cp.context.plan import EmbedOwnTokens, GatherTokens, Planned, SplitTokens, arguments, read_plan
+from fsdp_cp.context.sequence_lengths import Lengths, enter, entered, in_backward, leave, records_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
-from fsdp_cp.plan import EmbedOwnTokens, GatherTokens, Planned, SplitTokens, arguments, read_plan
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
-from fsdp_cp.sequence_lengths import Lengths, enter, entered, in_backward, leave, records_of
 
 __all__ = ["EmbedOwnTokens", "GatherTokens", "SplitTokens", "parallelize_context"]
 

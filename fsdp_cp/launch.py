@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_cp import timeouts
-from fsdp_cp.agent_store import own_part
-from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
 from fsdp_cp.measure.memory import mark_start
-from fsdp_cp.signals import STOPPED, Stopped
+from fsdp_cp.runtime import timeouts
+from fsdp_cp.runtime.agent_store import own_part
+from fsdp_cp.runtime.error_file import write_error
+from fsdp_cp.runtime.signals import STOPPED, Stopped
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_cp.communicators import connect, connect_once, context_overrides
 from fsdp_cp.errors import UserError, shown
-from fsdp_cp.timeouts import inherited_timeout
+from fsdp_cp.runtime.communicators import connect, connect_once, context_overrides
+from fsdp_cp.runtime.timeouts import inherited_timeout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.tensor_lists import local_shards, multiply_, squared_norms
-from fsdp_cp.torch_versions import all_gather_single
+from fsdp_cp.runtime.torch_versions import all_gather_single
+from fsdp_cp.sharding.tensor_lists import local_shards, multiply_, squared_norms
 
 T = TypeVar("T")
 

@@ -20,20 +20,20 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
+from fsdp_cp.checkpoint.save_load import find_checkpoint, read_state, readable, reader
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.shard import materialise
-from models.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
-from models.export_folder import write_folder
 from models.families.registry import family_of
-from models.load import seed_of_expert
+from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.files.export_folder import write_folder
+from models.files.published import refuse_input, refuse_occupied
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
-from models.published import refuse_input, refuse_occupied
-from models.role import EXPERTS
+from models.roles.load import seed_of_expert
+from models.roles.role import EXPERTS
 
 _KINDS = {"raw": "weights", "ema": "ema"}
 
@@ -93,7 +93,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: a ``step_*`` folder.
-        out: the folder to write; see :func:`models.published.refuse_occupied`.
+        out: the folder to write; see :func:`models.files.published.refuse_occupied`.
         role: ``student`` or ``fake``.
         weights: ``raw`` or ``ema``.
         dtype: of the files.

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_cp.check_parallel import gradient_errors, relative_error
+from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.errors import UserError
-from fsdp_cp.host_memory import available_host_memory
-from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
+from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
-from models.checkpoint_files import TransformerFolder, tensor_reader
-from models.condition import Condition
-from models.export_folder import export_weights
 from models.families.base import LatentShape
-from models.load import build_role
-from models.role_plan import RolePlan, plan_role
+from models.files.checkpoint_files import TransformerFolder, tensor_reader
+from models.files.export_folder import export_weights
+from models.roles.condition import Condition
+from models.roles.load import build_role
+from models.roles.role_plan import RolePlan, plan_role
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """dp_shard x cp."""
@@ -78,7 +78,7 @@ class Errors:
 
     output: float
     gradient: float
-    """The greatest of :func:`fsdp_cp.check_parallel.gradient_errors`."""
+    """The greatest of :func:`fsdp_cp.context.check_parallel.gradient_errors`."""
     norm: float
     tangent: float
     weights: float

@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from fsdp_cp import local_ranks
+from fsdp_cp.runtime import local_ranks
 
 # A failed assertion of what tests share says as much as one of a test.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
 # The server of forks imports it once for all ranks of a pytest process: what the first one to start asks for counts.
-local_ranks.PRELOAD = ("torch", "distill.trainer")
+local_ranks.PRELOAD = ("torch", "distill.train.trainer")
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

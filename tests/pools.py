@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.runtime.local_ranks import RankPool
 
 TIMEOUT = 240.0
 """Seconds for one function on the ranks."""

@@ -21,7 +21,7 @@ from benchmarks.attention_kernels import (
 )
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.kernels import refused_at_once
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.mesh import build_mesh
 
 SIZES, TINY_SIZES = ((32760, 12), (75600, 5), (32760, 3), (8192, 12)), ((384, 2), (512, 2))

@@ -38,7 +38,7 @@ from benchmarks.gpu.process import FINISHED, run_part
 from benchmarks.gpu.report import NOT_RUN, Results
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
-from fsdp_cp.signals import Stopped
+from fsdp_cp.runtime.signals import Stopped
 
 MINUTES = 30.0
 LEAST_SECONDS = 15.0

@@ -80,7 +80,7 @@ def phases(context: Context, name: str, size: str, method: str, *more: str) -> N
         peak.reset()
         place = phase_now()
 
-    with process_group(device), peak.watched(), mock.patch("models.load.set_first_values", fill_on_device):
+    with process_group(device), peak.watched(), mock.patch("models.roles.load.set_first_values", fill_on_device):
         trainer = open_trainer(words, device, shapes, clips)
         data = trainer._steps_of_data()
         peak.reset()

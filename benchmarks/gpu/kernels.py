@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.child import Context, DeviceLost, said
-from fsdp_cp.attention.kernel import Kernel
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.kernel import Kernel
 from tests.oracles.attention_kernels import CASES, TOLERANCE, check_derivative, check_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

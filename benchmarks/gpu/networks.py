@@ -15,8 +15,8 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.rng import stream_seed
 from models.families.wan import Wan
-from models.network import Network
-from models.role_plan import RolePlan
+from models.roles.network import Network
+from models.roles.role_plan import RolePlan
 
 GIB = 2**30
 ROLES = ("teacher", "student", "fake")
@@ -87,7 +87,7 @@ def shapes_of(words: list[str]) -> Shapes:
 
 @torch.no_grad()
 def fill_on_device(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
-    """In the place of :func:`models.load.set_first_values`, which draws on the CPU: three minutes of a 14B network.
+    """Replace :func:`models.roles.load.set_first_values`, which draws on the CPU: three minutes for a 14B network.
 
     Matrices are normal, and keep the size of what they multiply; biases 0, other vectors 1; adapters as they begin.
     """

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu.child import RAISED, ROOT, command_of, ended, read_rows
 from benchmarks.gpu.parts import Part
 from fsdp_cp.launch import outside_of_torchrun
-from fsdp_cp.signals import end_with_parent
+from fsdp_cp.runtime.signals import end_with_parent
 
 FINISHED, FAILED, LATE = "finished", "failed", "over its time"
 PRINTED = 40

@@ -17,12 +17,12 @@ from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import GIB, Peak, architecture_of, fill_on_device, gib, shapes_of, words_of
 from benchmarks.planning import planned
 from benchmarks.steps import open_trainer
-from distill.derivatives import directional_derivative
-from distill.trainer import Trainer
+from distill.methods.common.derivatives import directional_derivative
+from distill.train.trainer import Trainer
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
-from models.condition import text_condition
 from models.families.wan import Wan
+from models.roles.condition import text_condition
 from tests.oracles.clips import RandomClips
 
 ROUNDS = 2
@@ -59,7 +59,7 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
     words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
     shapes, compiled = shapes_of(words), any(word.endswith(".compile=true") for word in more)
     clips = RandomClips(*shapes)  # in the host's memory: on a CPU the tensors below count, and these must not
-    fast = mock.patch("models.load.set_first_values", fill_on_device)
+    fast = mock.patch("models.roles.load.set_first_values", fill_on_device)
     with process_group(device), peak.watched(storages=not compiled), fast:
         began = time.monotonic()
         trainer = open_trainer(words, device, shapes, clips)

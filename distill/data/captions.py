@@ -14,7 +14,7 @@ from typing import Any
 
 from distill.data.encoded import EncodedData
 from distill.data.table import column_names, read_table, read_text
-from distill.json_lines import parse
+from distill.run.json_lines import parse
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 

@@ -24,7 +24,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.words import counted
-from models.condition import Condition
+from models.roles.condition import Condition
 
 logger = logging.getLogger(__name__)
 

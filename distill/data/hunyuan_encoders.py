@@ -33,9 +33,9 @@ from distill.data.pipeline_folder import (
     whole_numbers,
 )
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line
-from models.condition import FIRST_FRAME
 from models.families.hunyuan import GLYPH_TOKENS
+from models.files.checkpoint_files import one_line
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

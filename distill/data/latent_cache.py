@@ -36,7 +36,7 @@ from distill.data.shares import Shares, first_of_each, node, read_ahead
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
-from models.condition import FIRST_FRAME
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

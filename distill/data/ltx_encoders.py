@@ -23,7 +23,7 @@ from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_te
 from distill.data.first_frame import ImageInput
 from distill.data.pipeline_folder import class_defaults, load_part, part_settings, shown, whole_numbers
 from fsdp_cp.errors import UserError
-from models.condition import FIRST_FRAME
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

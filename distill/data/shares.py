@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fsdp_cp.launch import rank, share_of_cores
-from fsdp_cp.progress import progress
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.progress import progress
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.installed import installed_names, load_installed
 
 if TYPE_CHECKING:
-    from models.role import Role
+    from models.roles.role import Role
 
 __all__ = ["METHODS", "Batch", "Loss", "Method", "add_installed_methods", "build_method"]
 

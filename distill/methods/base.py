@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from distill.data import ClipDataset
-from distill.observations import Observations
+from distill.methods.common.observations import Observations
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
-from models.condition import Condition
+from models.roles.condition import Condition
 
 if TYPE_CHECKING:
-    from models.role import Role
+    from models.roles.role import Role
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -194,7 +194,7 @@ def guided_velocity(
         t: ``(B,)``.
         condition: of the B samples; its ``null`` is what ``u`` is told.
         scale: ``w``; 1 is the conditional velocity, without a second pass.
-        at: of :meth:`models.role.Role.network_at`.
+        at: of :meth:`models.roles.role.Role.network_at`.
     """
     w = scale_at(role, scale, at)
     if w == 1.0:

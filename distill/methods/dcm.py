@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.observations import observe_by_time, observe_latents, per_sample_mean
-from distill.schedules import add_noise, denoise, euler_times, per_sample
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
+from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.distribution_matching import Shared, distribution_matching, fake_score_error
-from distill.methods.expert_times import Times, draw_times, expert_of_step
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.observations import observe_by_time, observe_latents
-from distill.schedules import add_noise, shift_time
+from distill.methods.common.distribution_matching import Shared, distribution_matching, fake_score_error
+from distill.methods.common.expert_times import Times, draw_times, expert_of_step
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import observe_by_time, observe_latents
+from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom

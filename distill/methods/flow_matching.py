@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
-from distill.methods.expert_times import draw_times, expert_of_step
-from distill.methods.sampling import Sampler, guided_sample
-from distill.observations import observe_by_time, observe_latents, per_sample_mean
-from distill.schedules import add_noise, shift_time
+from distill.methods.common.expert_times import draw_times, expert_of_step
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
+from distill.methods.common.sampling import Sampler, guided_sample
+from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.rng import StepRandom
-from models.condition import Condition
+from models.roles.condition import Condition
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 

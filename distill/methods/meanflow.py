@@ -14,18 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import per_sample_mean, per_sample_norm
+from distill.methods.common.sampling import StudentSampler
+from distill.methods.common.schedules import add_noise, per_sample
 from distill.methods.flow_matching import TimeDistribution, draw_time
-from distill.methods.sampling import StudentSampler
-from distill.observations import per_sample_mean, per_sample_norm
-from distill.schedules import add_noise, per_sample
 from fsdp_cp.choices import check_range
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
-from models.condition import Condition
+from models.roles.condition import Condition
 
 
 @dataclass(kw_only=True)

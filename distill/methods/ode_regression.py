@@ -17,17 +17,17 @@ from torch import Tensor
 from distill.data import ClipDataset
 from distill.data.trajectories import NOTED_LATER, TrajectoryClips, TrajectoryFolder
 from distill.methods.base import Batch, Loss
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.methods.sampling import euler_sample
-from distill.observations import observe_latents, per_sample_mean
-from distill.schedules import denoise, euler_times
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import observe_latents, per_sample_mean
+from distill.methods.common.sampling import euler_sample
+from distill.methods.common.schedules import denoise, euler_times
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.condition import Condition
+from models.roles.condition import Condition
 
 if TYPE_CHECKING:
-    from models.role import Role
+    from models.roles.role import Role
 
 
 @dataclass(kw_only=True)

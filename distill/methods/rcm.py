@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.distribution_matching import distribution_matching, fake_score_error
-from distill.methods.expert_times import Draw, Times, draw_times, expert_of_step
+from distill.methods.common.distribution_matching import distribution_matching, fake_score_error
+from distill.methods.common.expert_times import Draw, Times, draw_times, expert_of_step
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
+from distill.methods.common.schedules import shift_time
 from distill.methods.scm import Scm, ScmSettings
-from distill.observations import observe_by_time, observe_latents, per_sample_norm
-from distill.schedules import shift_time
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss
-from distill.methods.expert_times import draw_times, expert_of_step
-from distill.methods.few_step import FewStepMethod, FewStepSettings
-from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
-from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
-from distill.schedules import per_sample
+from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
+from distill.methods.common.expert_times import draw_times, expert_of_step
+from distill.methods.common.few_step import FewStepMethod, FewStepSettings
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
+from distill.methods.common.schedules import per_sample
+from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom

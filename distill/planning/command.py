@@ -21,13 +21,13 @@ from distill.planning.page import in_words, page
 from distill.planning.prediction import Prediction, load_hardware, predict
 from distill.planning.roles import Shapes
 from distill.report.media import atomic_path
-from distill.setup import RunPlan, plan_run
+from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
-from models.checkpoint_files import defining
 from models.families.base import config_of
 from models.families.registry import family_of
+from models.files.checkpoint_files import defining
 
 log = logging.getLogger(__name__)
 

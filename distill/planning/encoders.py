@@ -18,10 +18,10 @@ from distill.data.image_encoder import SIGLIP
 from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
 from distill.planning.roles import Shapes
-from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.registry import family_of
-from models.shipped import find_shipped
+from models.files.shipped import find_shipped
 
 _QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP.classes[0]
 

@@ -14,10 +14,10 @@ import torch
 from distill.config import Config
 from distill.planning.roles import Shapes
 from distill.planning.simulation import Simulation, StepCost, simulate
-from distill.setup import RunPlan, plan_run
+from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.measure.attributed import Peak
-from fsdp_cp.signals import end_with_parent
-from models.role_plan import RolePlan
+from fsdp_cp.runtime.signals import end_with_parent
+from models.roles.role_plan import RolePlan
 
 
 def simulate_any_depth(

@@ -12,7 +12,7 @@ from distill.config import Config
 from distill.config.errors import CONFIGS
 from distill.planning.roles import HOST, KINDS
 from distill.planning.simulation import Simulation
-from distill.setup import RunPlan
+from distill.run.setup import RunPlan
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.mesh import MeshShape

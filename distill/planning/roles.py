@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distill.setup import RunPlan
+from distill.run.setup import RunPlan
 from fsdp_cp.measure.attributed import AttributedStorages
 from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
@@ -19,12 +19,12 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
-from models.condition import Condition
 from models.families.base import LatentShape, Shape
-from models.load import build_network, trained_with
-from models.network import Network
-from models.role import Role
-from models.role_plan import RolePlan, sharing
+from models.roles.condition import Condition
+from models.roles.load import build_network, trained_with
+from models.roles.network import Network
+from models.roles.role import Role
+from models.roles.role_plan import RolePlan, sharing
 
 Shapes = tuple[LatentShape, Mapping[str, Shape]]
 """Shapes of a sample's latents and of its condition."""

@@ -1,8 +1,8 @@
 """A method's steps on fake tensors: the run's own code as rank 0 of a world that does not exist.
 
-Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/fake_world.py); only
-weights, clips and numbers are missing. Memory is what these operations allocate. Formulas cover only memory that no
-operation shows: what kernels and backends allocate for themselves.
+Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/measure/fake_world.py);
+only weights, clips and numbers are missing. Memory is what these operations allocate. Formulas cover only memory that
+no operation shows: what kernels and backends allocate for themselves.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from distill.config import Config
-from distill.gradients import accumulate_gradients
 from distill.methods import Batch, Method, build_method
-from distill.observations import Observations
-from distill.optimizers import RoleOptimizer
+from distill.methods.common.observations import Observations
 from distill.planning.roles import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
-from distill.setup import RunPlan
-from fsdp_cp.fake_world import fake_world
+from distill.run.setup import RunPlan
+from distill.train.gradients import accumulate_gradients
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.phases import phase, phase_now
 from fsdp_cp.measure.sharding_memory import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
@@ -34,9 +34,9 @@ from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.pool import pool_at
-from models.condition import Condition
-from models.ema import Ema
-from models.role import Role
+from models.roles.condition import Condition
+from models.roles.ema import Ema
+from models.roles.role import Role
 
 
 @dataclass

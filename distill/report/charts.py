@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from distill.json_lines import finite_number, read_objects, step_of
+from distill.run.json_lines import finite_number, read_objects, step_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.json_lines import finite_number, read_objects
 from distill.report.charts import values
-from distill.run_folder import LOG, STARTS
+from distill.run.folder import LOG, STARTS
+from distill.run.json_lines import finite_number, read_objects
 from fsdp_cp.words import counted
 
 if TYPE_CHECKING:

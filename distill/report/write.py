@@ -25,7 +25,7 @@ from distill.report.media import atomic_path, contact_sheet
 from distill.report.page import page
 from distill.report.troubles import troubles
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
-from distill.run_folder import STARTS
+from distill.run.folder import STARTS
 from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)

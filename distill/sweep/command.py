@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import torch
 
 from distill.report.media import atomic_path
-from distill.run_folder import STARTS, held_run_dir
+from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
 from distill.sweep.points import check_points, parse_words
 from distill.sweep.results import write_csv, write_picture
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from fsdp_cp.signals import Stopped, StopSignal
+from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.words import counted
 
 USAGE = """\

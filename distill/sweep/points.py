@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from distill.config import Config, compose_config
 from distill.methods import METHODS
 from distill.planning.command import as_planned, planned_shapes
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 
 MOST = 1000

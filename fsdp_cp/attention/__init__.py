@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.arguments import check_cross_attention, check_self_attention
-from fsdp_cp.attention.derivative import choose_dual
+from fsdp_cp.attention.duals import may_be_dual, unpack_duals
+from fsdp_cp.attention.kernels.derivative import choose_dual
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import attend_in_ring, make_ring
 from fsdp_cp.attention.ring import ring_dual
@@ -27,7 +28,6 @@ from fsdp_cp.attention.ulysses import (
     unpack_heads,
     unpack_tokens,
 )
-from fsdp_cp.duals import may_be_dual, unpack_duals
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 
@@ -66,7 +66,8 @@ def context_parallel_attention(
             sequence is the concatenation of segments that were split each by itself. A string is a name of the plan:
             ``("encoder_hidden_states", "hidden_states")`` are as many as were split under these names. Inside a
             network of :func:`fsdp_cp.context_parallel.parallelize_context` the default is the one count of its splits
-            that makes ``S_local`` per rank (:mod:`fsdp_cp.sequence_lengths`); elsewhere it is required with ``cp > 1``.
+            that makes ``S_local`` per rank (:mod:`fsdp_cp.context.sequence_lengths`); elsewhere it is required with
+            ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (the log says once which and why), ``"cpu_flash"``, ``"flash"``,
             ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.

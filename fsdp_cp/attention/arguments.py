@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.kernels import choose_kernel
+from fsdp_cp.attention.kernels.choose import choose_kernel
+from fsdp_cp.context.sequence_lengths import refuse_split_keys, segments_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh
 from fsdp_cp.sequence import is_count, local_token_count
-from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
 QKV = tuple[Tensor, Tensor, Tensor]
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
-from fsdp_cp.attention.kernels import choose_kernel
+from fsdp_cp.attention.kernels.choose import choose_kernel
+from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.ring import Ring, ring_backward, ring_forward
 

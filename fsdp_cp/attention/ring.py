@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
+from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
+from fsdp_cp.attention.kernels.reference import Dual
 from fsdp_cp.attention.layout import Chunk, Layout, Tile
-from fsdp_cp.attention.reference import Dual
 
 T = TypeVar("T", Tensor, Tensor | None)
 _KEYS_TAG, _GRADS_TAG = 1, 2  # both are in flight between the same two ranks in backward
@@ -343,7 +343,7 @@ def ring_dual(
     """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
     Shapes as in :func:`ring_forward`; in a ring of one, a tangent that is 0 may be ``None``. ``attention_dual``
-    computes one rectangle of queries and keys, as :func:`fsdp_cp.attention.reference.attention_dual` does. Returns
+    computes one rectangle of queries and keys (:func:`fsdp_cp.attention.kernels.reference.attention_dual`). Returns
     ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
     """
     layout, me = ring.layout, ring.rank

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_cp.reduce import all_reduce_scalars, local_shard
-from fsdp_cp.tensor_lists import local_shards, squared_norms
+from fsdp_cp.sharding.tensor_lists import local_shards, squared_norms
 
 
 @torch.no_grad()  # with gradients on, every shard would be a call of autograd

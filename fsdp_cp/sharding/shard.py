@@ -15,13 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
+from fsdp_cp.runtime.torch_versions import fsdp_setter, refuse_tangents_with_gradients
 from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.fp8 import apply_fp8, gather_in_fp8
 from fsdp_cp.sharding.guards import allow_inference_mode, refuse_double_backward
 from fsdp_cp.sharding.pool import pool_buffers, pool_of
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, fsdp_modules, gather_in_compute_stream, remember_units
-from fsdp_cp.torch_versions import fsdp_setter, refuse_tangents_with_gradients
 
 log = logging.getLogger(__name__)
 

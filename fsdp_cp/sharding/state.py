@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_cp.runtime.torch_versions import param_groups, reset_iter_state
 from fsdp_cp.sharding.pool import pool_at
-from fsdp_cp.torch_versions import param_groups, reset_iter_state
 
 if TYPE_CHECKING:
     from fsdp_cp.sharding.settings import ShardSettings

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from models.families.base import Family
-from models.names import ADDITIONS
+from models.roles.names import ADDITIONS
 
 PREFIX = "additions."
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def attach_additions(
     Args:
         network: of ``family``, on ``mesh``.
         role: the role's name.
-        additions: by name (:func:`models.role_plan.build_additions`).
+        additions: by name (:func:`models.roles.role_plan.build_additions`).
         family, mesh: of the network.
         shared: whether other roles call the network too.
     """

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import Condition
 from models.families.planning import FamilyPlanning, LatentShape
+from models.roles.condition import Condition
 
 Shape = tuple[int, ...]
 

@@ -16,9 +16,9 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
-from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, Shape
 from models.families.planning import FamilyPlanning
+from models.roles.condition import FIRST_FRAME
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
 """Least and greatest of these counts: diffusers would build a damaged file's billion layers for hours."""

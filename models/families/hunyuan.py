@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
 from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse, token_positions
 from models.families.planning import encoded_clip
+from models.roles.condition import FIRST_FRAME, Condition
 
 RotaryTables = tuple[Tensor, Tensor, int]
 

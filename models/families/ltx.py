@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape
 from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
 from models.families.planning import encoded_clip
+from models.roles.condition import FIRST_FRAME, Condition
 
 TIME_FEATURES = 256
 """Sines and cosines of a time, which diffusers has written into ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""

@@ -2,7 +2,7 @@
 
 Wan 2.1, text to video and image to video. The latter takes, behind its latents, the channels of a mask and of the
 encoded first image, and an image encoder's features, to which a second cross-attention attends. Wan 2.2's A14B is two
-such networks for two ranges of times (models/role.py), without those features.
+such networks for two ranges of times (models/roles/role.py), without those features.
 
 Wan 2.2's TI2V 5B is a text-to-video network with a VAE of its own. It has neither channels nor an encoder for an image:
 where the data give a first frame, that frame replaces the noisy one (models/families/frames.py), as in
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
 from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
 from models.families.planning import encoded_clip
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
+from models.roles.condition import FIRST_FRAME, Condition
 
 IMAGE_TOKENS = 257
 """Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""

@@ -11,12 +11,12 @@ import torch
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from models.checkpoint_files import inspect_transformer
 from models.families.registry import family_names, family_of
+from models.files.checkpoint_files import inspect_transformer
+from models.files.published import refuse_input, refuse_occupied
 from models.lora.extract import extract
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.settings import LoraSettings
-from models.published import refuse_input, refuse_occupied
 
 
 def main(argv: list[str] | None = None) -> int:

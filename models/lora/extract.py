@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from models.additions.base import named_additions
-from models.checkpoint_files import TransformerFolder, tensor_reader
 from models.families.base import Family
+from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.lora.plan import target_layers
 from models.lora.settings import LoraSettings
 

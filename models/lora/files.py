@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp_cp.errors import UserError
 from models.families.base import Family
-from models.published import published
+from models.files.published import published
 
 FORMATS = ("diffusers-lora", "wan-lora")
 NAME = "pytorch_lora_weights.safetensors"
@@ -81,7 +81,7 @@ def file_tensors(
 def write_file(
     folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, move_aside: bool = False
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``; see :func:`models.published.published`.
+    """Write ``folder/pytorch_lora_weights.safetensors``; see :func:`models.files.published.published`.
 
     Raises:
         UserError: a folder that cannot be written.

@@ -13,7 +13,7 @@ class Weights(NamedTuple):
     """Weights of a network or of adapters that are read one at a time."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By public name (models/names.py)."""
+    """By public name (models/roles/names.py)."""
     read: Callable[[str], Tensor]
     """Returns a whole tensor by its name. On a mesh every rank must call it."""
 

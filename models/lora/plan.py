@@ -25,7 +25,7 @@ from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.names import owner
+from models.roles.names import owner
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line, refuse_pointer
 from models.families.base import Family
+from models.files.checkpoint_files import one_line, refuse_pointer
+from models.files.shipped import find_shipped
 from models.lora.files import NAME
-from models.shipped import find_shipped
 
 _FILES = (NAME, "adapter_model.safetensors")
 """diffusers' name, and peft's; other names are taken where a folder holds one file of adapters."""

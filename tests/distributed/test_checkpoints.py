@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_cp import checkpoint
-from fsdp_cp.checkpoint import Checkpoints, find_resume, load, published_steps, step_folder
-from fsdp_cp.timeouts import set_timeout, timeout_of
+from fsdp_cp.checkpoint import save_load as checkpoint
+from fsdp_cp.checkpoint.save_load import Checkpoints, find_resume, load, published_steps, step_folder
+from fsdp_cp.runtime.timeouts import set_timeout, timeout_of
 
 SHAPE = (1027, 513)  # rows that neither 3 nor 4 ranks divide
 
@@ -69,7 +69,7 @@ def _without_room(folder):
     records, renamed = [], []
     handler = logging.Handler()
     handler.emit = records.append
-    logging.getLogger("fsdp_cp.checkpoint").addHandler(handler)
+    logging.getLogger("fsdp_cp.checkpoint.save_load").addHandler(handler)
 
     def note(event, arguments):
         if event == "os.rename" and str(arguments[1]) == str(step_folder(folder, 7)):

@@ -12,7 +12,7 @@ from distill.data import latent_cache, shares
 from distill.data.encoders import TextEncoder, VideoCodec
 from distill.data.video_folder import VideoFolder
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.runtime.local_ranks import run_ranks
 from tests.tiny_pipeline import build_tiny_pipeline, render_clips
 
 WORLD = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distill.trainer import Trainer
+from distill.train.trainer import Trainer
 from fsdp_cp.measure.sharding_memory import storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from models.lora.settings import LoraSettings

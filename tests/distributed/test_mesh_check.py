@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from distill.config import compose_config
-from distill.mesh_check import check_meshes
 from distill.methods import build_method
-from distill.setup import plan_run
-from distill.trainer import Trainer
-from fsdp_cp.local_ranks import run_ranks
+from distill.run.mesh_check import check_meshes
+from distill.run.setup import plan_run
+from distill.train.trainer import Trainer
 from fsdp_cp.mesh import mesh_of_shape
+from fsdp_cp.runtime.local_ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import run_steps, simulate
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.sharding.pool import BufferPool
 
 WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")

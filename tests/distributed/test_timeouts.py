@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_cp import timeouts
-from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.measure.phases import phase, where
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import all_gather_single, barrier
-from fsdp_cp.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
+from fsdp_cp.runtime import timeouts
+from fsdp_cp.runtime.local_ranks import run_ranks
+from fsdp_cp.runtime.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
 
 HSDP = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "heads": 4}
 RING = {"dp_shard": 2, "cp": 2, "ring": 2, "heads": 4}
@@ -80,7 +80,7 @@ def _waits_in_vain():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fsdp_cp.timeouts").addHandler(handler)
+    logging.getLogger("fsdp_cp.runtime.timeouts").addHandler(handler)
     mesh = build_mesh(dp_shard=2, cp=2, ulysses=2)
     for _ in range(3):
         dist.all_reduce(torch.ones(3), group=mesh.cp.get_group())
@@ -130,7 +130,7 @@ def _long_in_place():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fsdp_cp.timeouts").addHandler(handler)
+    logging.getLogger("fsdp_cp.runtime.timeouts").addHandler(handler)
     barrier()
     set_timeout(timedelta(seconds=1))
     with timeouts.watch_for_hangs():

@@ -15,11 +15,11 @@ from torch import Tensor
 from distill.config import load_config
 from distill.data.clips import ClipFormat, read_clip
 from distill.methods import build_method
-from distill.methods.sampling import rollout
-from fsdp_cp.local_ranks import run_ranks
+from distill.methods.common.sampling import rollout
 from fsdp_cp.mesh import build_mesh
-from models.load import build_role
-from models.role_plan import plan_role
+from fsdp_cp.runtime.local_ranks import run_ranks
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.e2e.launch import train
 from tests.tiny_pipeline import render_clips
 

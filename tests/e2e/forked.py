@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from fsdp_cp import local_ranks
+from fsdp_cp.runtime import local_ranks
 
 
 class Forked:

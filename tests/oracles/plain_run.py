@@ -21,12 +21,12 @@ from distill.methods import METHODS, Batch, build_method
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
-from models.condition import Condition
 from models.families.registry import FAMILIES
-from models.load import seed_of_expert
-from models.network import Network
-from models.role import Role
-from models.role_plan import build_additions
+from models.roles.condition import Condition
+from models.roles.load import seed_of_expert
+from models.roles.network import Network
+from models.roles.role import Role
+from models.roles.role_plan import build_additions
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut

@@ -11,13 +11,13 @@ import torch
 
 from distill.config import Config
 from distill.methods import METHODS, build_method
-from distill.trained import Trained
-from distill.trainer import Trainer
-from fsdp_cp.local_ranks import RankPool
+from distill.train.trained import Trained
+from distill.train.trainer import Trainer
 from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.initialise import copy_own_part
-from models.load import build_roles
-from models.role_plan import plan_role
+from models.roles.load import build_roles
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 
@@ -116,7 +116,7 @@ def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> 
         pool: of ``setup.world_size`` ranks; new ones by default.
     """
     if pool is None:
-        with RankPool(setup.world_size, preload=("torch", "distill.trainer")) as pool:
+        with RankPool(setup.world_size, preload=("torch", "distill.train.trainer")) as pool:
             return trace_on_ranks(setup, folder, pool)
     assert pool.world_size == setup.world_size
     traces = pool.run(sharded_trace, setup, folder)

@@ -6,8 +6,8 @@ from torch import nn
 
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles import tiny_wan
 
 ARCHITECTURE = tiny_wan.ARCHITECTURE | {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from distill.methods.base import Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.schedules import add_noise, per_sample
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.schedules import add_noise, per_sample
 from fsdp_cp.errors import UserError
 
 

@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fsdp_cp.attention import cuda_kernels
-from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, SM_MARGIN
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels import cuda as cuda_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, SM_MARGIN
 from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}

@@ -8,7 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fsdp_cp.checkpoint import (
+from fsdp_cp.checkpoint.reader import _Unpickler, reader
+from fsdp_cp.checkpoint.save_load import (
     Checkpoints,
     find_checkpoint,
     find_resume,
@@ -17,10 +18,9 @@ from fsdp_cp.checkpoint import (
     refuse_overtaken,
     step_folder,
 )
-from fsdp_cp.checkpoint_reader import _Unpickler, reader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
-from fsdp_cp.signals import Stopped
+from fsdp_cp.runtime.signals import Stopped
 
 SHAPE = (64, 33)
 
@@ -92,7 +92,7 @@ def test_a_signal_while_one_is_read_is_no_damage(folder, monkeypatch):
     def stopped(self, plan, planner):
         raise Stopped("stopped by SIGTERM")
 
-    monkeypatch.setattr("fsdp_cp.checkpoint_reader._Reader.read_data", stopped)
+    monkeypatch.setattr("fsdp_cp.checkpoint.reader._Reader.read_data", stopped)
     with pytest.raises(Stopped):
         load(step_folder(folder, 2), tensors(9))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_cp.attention import cuda_kernels
-from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, preferred
+from fsdp_cp.attention.kernels import cuda as cuda_kernels
+from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from tests.oracles.attention_kernels import (
     CASES,
     TOLERANCE,

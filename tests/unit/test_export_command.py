@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from fsdp_cp.checkpoint import Checkpoints
+from fsdp_cp.checkpoint.save_load import Checkpoints
 from models.export import main
 from tests.oracles.tiny_wan import ARCHITECTURE
 

@@ -12,10 +12,10 @@ from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from models.families.ltx import LTX
-from models.scheduler import few_step_scheduler
+from models.files.scheduler import few_step_scheduler
 from tests.oracles.tiny_ltx import ARCHITECTURE
 from tests.unit.test_flops import ltx_inputs
 

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from distill.config import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
-from distill.resume_checks import BY_CONTENT, check_resume, find_sources
+from distill.run.resume_checks import BY_CONTENT, check_resume, find_sources
 from fsdp_cp.errors import UserError
 from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.role_plan import plan_role
 from tests.tiny_pipeline import render_clips
 
 OF_A_START = {"run_dir", "dry_run", "plan", "world"}

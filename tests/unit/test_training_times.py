@@ -10,9 +10,9 @@ from torch import nn
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
+from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
-from distill.schedules import euler_times
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40

@@ -1,0 +1,203 @@
+"""The ``checkpoints/`` folder of a run: its checkpoints, damaged ones among them, and the one to resume from.
+
+A checkpoint is ``step_00000100/`` with torch.distributed.checkpoint's files and ``state.json`` for plain state. A
+folder gets this name by a rename when all files are on the disk, so an incomplete one was damaged later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from fsdp_cp.checkpoint.reader import reader
+from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import barrier, on_all_ranks
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+_PLAIN = (STATE, ".metadata")
+"""Files of a checkpoint. A folder with neither is not one; a folder with one of them is a damaged checkpoint."""
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return ``folder/step_00000100`` for step 100."""
+    return folder / f"step_{step:08d}"
+
+
+@paths_of_the_user()
+def published_steps(folder: Path) -> list[int]:
+    """Return the steps of the published checkpoints under ``folder``, ascending."""
+    if not folder.is_dir():
+        return []
+    matches = [_STEP.fullmatch(p.name) for p in folder.iterdir() if any((p / name).exists() for name in _PLAIN)]
+    return sorted(int(m.group(1)) for m in matches if m)
+
+
+def unfinished_folders(folder: Path) -> list[Path]:
+    """Return the leftovers of killed saves and removals under ``folder``: ``step_00000100.tmp`` and no other name."""
+    return [path for path in folder.glob("step_*.tmp") if _STEP.fullmatch(path.stem)]
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the saved ``state``; its ``step`` defaults to that of the folder's name.
+
+    Raises:
+        UserError: the file cannot be read, or is not a state.
+    """
+    file = checkpoint / STATE
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
+    match = _STEP.fullmatch(checkpoint.name)
+    if isinstance(state, dict) and match:  # save does not ask its caller for it
+        state.setdefault("step", int(match.group(1)))
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise UserError(f"{file} is not the state of a checkpoint; use an earlier checkpoint")
+    return state
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Return the damage of a checkpoint in a line that names the file; ``None`` for a whole one.
+
+    Reads the plain files, and the sizes of the others. It does not read tensors.
+    """
+    try:
+        read_state(checkpoint)
+        reader(checkpoint).read_metadata()
+    except (UserError, OSError) as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+def find_checkpoint(folder: str | Path, setting: str) -> Path:
+    """Return ``folder`` if it is a checkpoint, else the newest whole checkpoint of the run folder.
+
+    Args:
+        folder: a run folder or a step folder.
+        setting: name of the setting, for messages.
+
+    Raises:
+        UserError: a folder without a whole checkpoint.
+    """
+    path = Path(folder).expanduser()
+    if _STEP.fullmatch(path.name) and (path / STATE).is_file():
+        if (wrong := damage(path)) is not None:
+            raise UserError(f"{setting}={folder} is damaged: {wrong}; use an earlier checkpoint")
+        return path
+    newest = _newest_whole(path / "checkpoints") if str(folder) else None
+    if newest is None:
+        words = "auto, never, " if setting == "checkpoint.resume" else ""
+        raise UserError(
+            f"{setting}={folder} has no complete checkpoint; use {words}a run folder (with checkpoints/step_*/ in it)"
+            " or one step_* folder"
+        )
+    return newest
+
+
+def _newest_whole(checkpoints: Path) -> Path | None:
+    """Return the newest whole checkpoint; warn about newer ones that are damaged."""
+    for step in reversed(published_steps(checkpoints)):
+        checkpoint = step_folder(checkpoints, step)
+        if (wrong := damage(checkpoint)) is None:
+            return checkpoint
+        log.warning("the checkpoint of step %d is damaged and not used: %s", step, wrong)
+    return None
+
+
+def find_resume(setting: str, checkpoints: Path) -> Path | None:
+    """Return the checkpoint that ``checkpoint.resume`` means, the same on every rank; ``None`` to start from scratch.
+
+    A named folder is the start of a run. The same command started again (by a scheduler, say) resumes from the run's
+    own newest whole checkpoint, whose state knows by ``branch_of`` where the run began.
+
+    Args:
+        setting: ``auto`` (the newest whole one under ``checkpoints``), ``never``, a run folder or a step folder.
+        checkpoints: this run's own checkpoint folder.
+
+    Raises:
+        UserError: a folder without a whole checkpoint; another run's folder, where this run has checkpoints of its own;
+            own checkpoints of which none is whole.
+    """
+    if setting == "never":
+        return None
+    # Rank 0 decides: on a network file system ranks may see a rename at different times.
+    return on_all_ranks(lambda: _find_resume(setting, checkpoints) if rank() == 0 else None)[0]
+
+
+@paths_of_the_user()
+def _find_resume(setting: str, checkpoints: Path) -> Path | None:
+    newest = _newest_whole(checkpoints)
+    own = published_steps(checkpoints)
+    if own and newest is None:  # starting from scratch would move weeks of work aside
+        raise UserError(
+            f"no checkpoint in {checkpoints} is whole (the newest: step {own[-1]}); use checkpoint.resume=never to"
+            " start from scratch, or another run_dir"
+        )
+    if setting == "auto":
+        return newest
+    # First: the checkpoint from which the run began may have been removed since, by `keep` for one.
+    if newest is not None and read_state(newest).get("branch_of") == branch_name(setting):
+        log.info("the run began from %s; resuming from its own newest checkpoint", setting)
+        return newest
+    named = find_checkpoint(setting, "checkpoint.resume")
+    if newest is None or named.parent.resolve() == checkpoints.resolve():
+        return named
+    raise UserError(
+        f"checkpoint.resume={setting} is another run's, but {checkpoints.parent} has checkpoints of its own, the newest"
+        f" of step {own[-1]}; use another run_dir, or checkpoint.resume=auto to resume from them"
+    )
+
+
+def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
+    """Refuse to start if there are later checkpoints than ``before``. Called by all ranks, which hold the folder.
+
+    Ranks whose torchrun was killed save and end by themselves, perhaps after this start has looked for checkpoints.
+
+    Raises:
+        UserError: a later checkpoint exists.
+    """
+
+    def look() -> None:
+        later = [step for step in published_steps(checkpoints) if step > max(before, default=-1)]
+        if rank() == 0 and later:
+            newest = step_folder(checkpoints, later[-1])
+            raise UserError(f"{newest} was saved while this start looked for checkpoints: start it again")
+
+    on_all_ranks(look)
+
+
+def branch_name(setting: str) -> str | None:
+    """Return the name in a checkpoint's state of the ``checkpoint.resume`` with which its run began."""
+    return None if setting in ("auto", "never") else str(Path(setting).expanduser().resolve())
+
+
+def leave_branch(checkpoint: Path) -> None:
+    """Rename the checkpoints in the same folder that are later than ``checkpoint`` to ``left_step_*``.
+
+    Called by all ranks. For a run that resumes from an earlier step: ``checkpoint.resume=auto`` must not pick the later
+    ones up, and ``keep`` must not count them.
+    """
+    if rank() == 0:
+        for step in published_steps(checkpoint.parent):
+            later = step_folder(checkpoint.parent, step)
+            if later.name > checkpoint.name:
+                leave(later)
+    barrier()
+
+
+def leave(folder: Path) -> None:
+    """Rename a checkpoint that the run leaves, to a name that is free."""
+    left = folder.with_name(f"left_{folder.name}")
+    number = 2
+    while left.exists():
+        left, number = folder.with_name(f"left_{folder.name}_{number}"), number + 1
+    folder.rename(left)
+    log.warning("%s belongs to a branch that the run leaves; renamed to %s", folder.name, left)
