@@ -241,7 +241,9 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         yield
         failed = False
     except BaseException as error:
-        timeouts.report_hang(error)
+        from fsdp_cp.runtime.hangs import report_hang  # imports FSDP, which takes half a second
+
+        report_hang(error)
         raise
     finally:
         timeouts.forget()
@@ -250,4 +252,6 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
         else:
-            timeouts.end_soon()
+            from fsdp_cp.runtime.hangs import end_soon
+
+            end_soon()

@@ -22,7 +22,7 @@ from fsdp_cp.checkpoint.save_load import find_resume, published_steps, read_stat
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.runtime.timeouts import report_hang, watch_for_hangs
+from fsdp_cp.runtime.hangs import report_hang, watch_for_hangs
 
 
 def open_device(config: Config) -> torch.device:

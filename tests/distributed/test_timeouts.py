@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_cp.measure.phases import phase, where
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import all_gather_single, barrier
-from fsdp_cp.runtime import timeouts
+from fsdp_cp.runtime import hangs, timeouts
 from fsdp_cp.runtime.local_ranks import run_ranks
 from fsdp_cp.runtime.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
 
@@ -93,8 +93,8 @@ def _waits_in_vain():
                 dist.all_reduce(torch.ones(3), group=mesh.cp.get_group())
                 all_gather_single(torch.ones(6), torch.ones(3), mesh.dp.get_group())
         except RuntimeError as error:
-            timeouts.report_hang(error, step="in step 7 of 9", advice="do this")
-            timeouts.report_hang(error)
+            hangs.report_hang(error, step="in step 7 of 9", advice="do this")
+            hangs.report_hang(error)
             assert error.__notes__ == lines
     else:
         time.sleep(3)
@@ -112,11 +112,11 @@ def test_a_rank_that_waits_in_vain_says_where():
 
 def test_only_what_comes_of_waiting_is_reported(caplog):
     for error in (ValueError("Timed out waiting"), RuntimeError("the file timed out"), KeyError("Connection closed")):
-        timeouts.report_hang(error)
+        hangs.report_hang(error)
         assert not hasattr(error, "__notes__")
     assert not caplog.records
     lost = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51367.")
-    timeouts.report_hang(lost)
+    hangs.report_hang(lost)
     assert len(caplog.records) == 1
     with pytest.raises(KeyError) as caught, phase("a"):
         with pytest.raises(ValueError), phase("b"):
@@ -133,7 +133,7 @@ def _long_in_place():
     logging.getLogger("fsdp_cp.runtime.timeouts").addHandler(handler)
     barrier()
     set_timeout(timedelta(seconds=1))
-    with timeouts.watch_for_hangs():
+    with hangs.watch_for_hangs():
         with phase("short"):
             time.sleep(0.3)
         with phase("outer"), phase("long"):
