@@ -40,8 +40,8 @@ def refused_at_once(kernel: Kernel, device_type: str, head_dim: int) -> str | No
         return kernel.refuses(torch.device("cpu"), torch.bfloat16, head_dim, False)
     if kernel.name == "cpu_flash":
         return "runs on the CPU"
-    package = getattr(kernel, "functions", None)
-    return None if package is None else package().problem
+    package = kernel.package() if hasattr(kernel, "package") else None
+    return f"not carried: {package}" if isinstance(package, str) else None
 
 
 def one_kernel(context: Context, name: str) -> None:

@@ -45,6 +45,13 @@ def check(config: Config) -> None:
                 f"sample.student_steps={shown(config.sample.student_steps)} must be at most {most}, the number of the"
                 f" student's times (method.{times})"
             )
+    if "expandable_segments:True" in (config.cuda_allocator or ""):
+        for role in ("teacher", "student", "fake"):
+            if (buffers := getattr(config, role).communication_buffers) in ("process_group", "symmetric"):
+                raise UserError(
+                    f"{role}.communication_buffers={buffers} registers memory with NCCL, which"
+                    f" cuda_allocator={config.cuda_allocator} does not allow; use cuda_allocator=null"
+                )
     check_images(config)
     config.data.check_captions(config.sample.captions)
 

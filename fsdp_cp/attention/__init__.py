@@ -70,7 +70,8 @@ def context_parallel_attention(
             ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (the log says once which and why), ``"cpu_flash"``, ``"flash"``,
-            ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.
+            ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"flash_attn_4"``, ``"transformer_engine"``,
+            ``"reference"``.
         key_mask: ``(B, all tokens)`` bool, True where a key may be attended to; over the text (with ``joint``) or the
             segments in their order, then the video; the same on all ranks. A row that may attend to nothing gives 0.
         causal_block: tokens of a block (frames x tokens per frame); a query attends to its own block and to earlier

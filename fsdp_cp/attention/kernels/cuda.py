@@ -1,25 +1,27 @@
-"""Local attention kernels for CUDA: torch's own, FlashAttention 3, Transformer Engine.
+"""Local attention kernels for CUDA: torch's own, FlashAttention 3 and 4, Transformer Engine.
 
 All of them take the log-sum-exp and the output of a whole row in backward, wherever the row's other keys are: their
 ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` are read from these tensors, never computed again.
 With no dropout, the random states that they also take are not read.
 
 Private functions of torch and of the other packages are called in one place each, by the signatures of torch 2.11 to
-2.13, FlashAttention 3 (``hopper``) from August 2025 on, and Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
-query and key tokens, H query heads, Hk key/value heads, D head size.
+2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and
+Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
+head size.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
 from functools import lru_cache
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from fsdp_cp.attention.kernels.kernel import Kernel, fold_query_groups, unfold_query_groups
 
@@ -255,12 +257,15 @@ class Efficient(_CudaKernel):
 
 
 @lru_cache(maxsize=8)
-def _package(name: str, module: str, install: str, at_least: tuple[int, int] = (0, 0)) -> ModuleType | str:
-    """Import ``module`` of the package ``name``; return it, or the clause that says why it cannot be used."""
+def _package(module: str, install: str, distribution: str = "", at_least: str = "") -> ModuleType | str:
+    """Import ``module``; return it, or the clause that says why it cannot be used.
+
+    ``distribution`` (``pip``'s name of the package) must have version ``at_least``. Its metadata is read, since
+    FlashAttention 4 gives itself the ``__version__`` "0.0.0".
+    """
     try:
-        version = getattr(importlib.import_module(name), "__version__", "")
-        if (found := tuple(map(int, re.findall(r"\d+", version)[:2]))) < at_least:
-            return f"needs {name} {_dotted(at_least)} or later, not {_dotted(found)} ({install})"
+        if distribution and (version := TorchVersion(metadata.version(distribution))) < at_least:
+            return f"needs {distribution} {at_least} or later, not {version} ({install})"
         return importlib.import_module(module)
     except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
         first_line = (str(error) or type(error).__name__).splitlines()[0]
@@ -298,9 +303,9 @@ class FlashAttention3(_CudaKernel):
     def package() -> Any:
         """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
-        package = _package("flash_attn_interface", "flash_attn_interface", install)
+        package = _package("flash_attn_interface", install)
         if isinstance(package, str):  # where other versions have it
-            package = _package("flash_attn_3", "flash_attn_3.flash_attn_interface", install)
+            package = _package("flash_attn_3.flash_attn_interface", install)
         return package
 
     def unavailable(self, capability, head_dim):
@@ -326,6 +331,46 @@ class FlashAttention3(_CudaKernel):
         return dq, dk, dv
 
 
+class FlashAttention4(_CudaKernel):
+    """The ``flash-attn-4`` package, FlashAttention's folder ``flash_attn/cute`` (CuTe DSL): no masks.
+
+    Its kernels are compiled at the first call for each head size and dtype. Not yet run on a GPU.
+    """
+
+    # interface.py of 4.0.0b36: the forward returns (out, lse, p, row_max, o_lo), of which the last three are for sparse
+    # multi-head latent attention; it asserts head sizes up to 128 on 10.x and 11.x, so up to 256 on 9.x is not taken.
+    name = "flash_attn_4"
+    max_head_dim = 128
+    min_capability = (9, 0)  # its forward runs on 8.x too, its backward does not
+
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        install = "pip install 'flash-attn-4[cu13]==4.0.0b36'"
+        return _package("flash_attn.cute.interface", install, "flash-attn-4", "4.0.0b36")
+
+    def unavailable(self, capability, head_dim):
+        if capability[0] > 12:
+            return f"runs on compute capability 9 to 12, not {_dotted(capability)}"
+        if capability[0] == 12 and _deterministic():
+            return "has no deterministic backward on compute capability 12, as torch.use_deterministic_algorithms asks"
+        package = self.package()
+        return package if isinstance(package, str) else None
+
+    def forward(self, q, k, v, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        flash = self.package()._flash_attn_fwd
+        out, lse, _, _, _ = flash(q, k, v, softmax_scale=scale, causal=False, return_lse=True)
+        return out, lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        return self.package()._flash_attn_bwd(
+            q, k, v, _packed(out), _packed(grad_out), lse.contiguous(), softmax_scale=scale, causal=False,
+            deterministic=_deterministic(),
+        )  # fmt: skip
+
+
 class TransformerEngine(_CudaKernel):
     """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``; only when asked for.
 
@@ -340,7 +385,7 @@ class TransformerEngine(_CudaKernel):
     def package() -> Any:
         """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
         module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-        return _package("transformer_engine", module, "pip install 'fsdp-cp[te]'", (2, 15))
+        return _package(module, "pip install 'fsdp-cp[te]'", "transformer-engine", "2.15")
 
     def unavailable(self, capability, head_dim):
         package = self.package()
@@ -374,6 +419,7 @@ class TransformerEngine(_CudaKernel):
 
 CUDA_KERNELS: tuple[Kernel, ...] = (
     FlashAttention3(),
+    FlashAttention4(),
     Cudnn(),
     Flash(),
     Efficient(),
@@ -387,5 +433,5 @@ def preferred(device: torch.device) -> tuple[Kernel, ...]:
     capability = _capability(device)
     names = ["flash", "cudnn", "efficient"]
     if capability is not None and capability[0] in (9, 10):
-        names = ["flash_attn_3", "cudnn", "flash", "efficient"]
+        names = ["flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"]
     return tuple(kernels[name] for name in names)
