@@ -63,7 +63,7 @@ def refuse_separate_worlds() -> None:
             command = f"torchrun --standalone --nproc-per-node {tasks} train.py ..."
             raise UserError(
                 f"{name}={tasks}: {launcher} started {tasks} tasks without torchrun, and each would train alone; use"
-                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, docs/cluster.md on several, or"
+                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, docs/running.md on several, or"
                 " export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each task"
             )
 

@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters", "mesh")
 """Config groups that a user chooses by the name of a file."""
 REMOVED = {
-    "checkpoint.verify": "sizes are always compared; docs/operations.md has a command that compares the sums",
+    "checkpoint.verify": "sizes are always compared; docs/running.md has a command that compares the sums",
     "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
     "mesh.own_groups": "a ring or Ulysses axis that spans the world always has a process group apart from FSDP's",
     "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",

@@ -39,7 +39,7 @@ class MeshSettings:
 
 @dataclass(kw_only=True)
 class AttentionSettings:
-    """``attention.*``, of all roles; see docs/attention.md."""
+    """``attention.*``, of all roles; see docs/library.md."""
 
     backend: str = "auto"
     """Local attention kernel; ``auto`` takes the best that is there, and the log says which."""
@@ -70,7 +70,7 @@ class EmaSettings:
 
 @dataclass(kw_only=True)
 class RoleSettings(ShardSettings):
-    """``teacher.*``; docs/sharding.md describes sharding."""
+    """``teacher.*``; docs/configuration.md describes sharding."""
 
     checkpoint: str | None = None
     """Diffusers pipeline or transformer folder."""
@@ -98,7 +98,7 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Experts to train, of a student of two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
+    """Experts to train, of a student of two; the other keeps its checkpoint's weights (docs/models.md)."""
 
 
 @dataclass(kw_only=True)
@@ -203,7 +203,7 @@ class LogSettings:
 
 @dataclass(kw_only=True)
 class ProfileSettings:
-    """``profile.*``: where the time and the memory of some steps go; see docs/run.md."""
+    """``profile.*``: where the time and the memory of some steps go; see docs/running.md."""
 
     steps: list[int] = field(default_factory=list)
     """First and last step to profile, as ``[20,22]``, counted from 1 as in ``metrics.jsonl``; empty for none."""
@@ -267,7 +267,7 @@ class ExportSettings:
 
 @dataclass(kw_only=True)
 class TimeoutSettings:
-    """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/operations.md."""
+    """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/running.md."""
 
     start: float = 60.0
     """Until each trained role's first step is done, and while samples, checkpoints and the end are made."""
@@ -304,7 +304,7 @@ class Config:
     """Samples per data-parallel rank and forward; null for one forward a step, or one per part of ``expert_draws``."""
     expert_draws: int = 1
     """Parts of a batch. Each part draws the experts that it runs, and the length of DMD2's rollout, for roles of two
-    experts (Wan 2.2 A14B; docs/methods/experts.md)."""
+    experts (Wan 2.2 A14B; docs/models.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -81,7 +81,7 @@ def usage(config: Config) -> list[str]:
         lines += _in_lines(_rows(type(settings), f"{name}.", settings))
     sharding = {item.name for item in fields(ShardSettings)} - {"precision"} | {"architecture", "boundary"}
     roles = list(_shared(rows, "{}.", ("teacher", "student", "fake")))
-    lines += ["", "ROLE.* of teacher, student, fake, as teacher.checkpoint, and sharding (docs/sharding.md):"]
+    lines += ["", "ROLE.* of teacher, student, fake, as teacher.checkpoint, and sharding (docs/configuration.md):"]
     lines += _in_lines([row for row in roles if row.key.removeprefix("ROLE.") not in sharding])
     rest = [_short(row, "ROLE.") for row in roles if row.key.removeprefix("ROLE.") in sharding]
     rest.append(f"experts={config.student.experts} (student's; of the run: expert_draws={config.expert_draws})")

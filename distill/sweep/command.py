@@ -38,7 +38,7 @@ and sweep.png into sweep_dir= (runs/EXPERIMENT_sweep). The same command resumes 
   --no-plan                                     skip the predictions, which may take minutes a point
   --prefix 'srun -n 2'                          words in front of each torchrun
 
-docs/sweep.md says what is measured, and which settings a sweep sets."""
+docs/planning.md says what is measured, and which settings a sweep sets."""
 FILE, TABLE, PICTURE = "sweep.json", "sweep.csv", "sweep.png"
 PLANNED, INTERRUPTED = "planned", "interrupted"
 _FINISHED = (DONE, OUT_OF_MEMORY)

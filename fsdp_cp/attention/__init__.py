@@ -1,7 +1,7 @@
 """Context-parallel attention: each rank holds some tokens of every head and attends to all tokens.
 
 Ulysses all-to-all, ring attention, or both at once, with any token count, forward, backward and forward-mode
-derivative; docs/attention.md is the guide.
+derivative; docs/library.md is the guide.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def context_parallel_attention(
             before anything is sent.
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
         What a kernel raises, once this rank's messages in flight have arrived. The other ranks wait for this rank until
-            it ends (docs/attention.md, "When it fails").
+            it ends (docs/library.md, "Failures").
     """
     groups = context_groups(mesh)
     (q, k, v), text, segments = check_self_attention(

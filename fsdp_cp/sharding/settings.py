@@ -26,7 +26,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 @dataclass(kw_only=True)
 class ShardSettings:
-    """Settings of one network; docs/sharding.md says what each costs.
+    """Settings of one network; docs/configuration.md says what each costs.
 
     Names of strategies, and which states they shard, follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al.
     2020).

@@ -1,4 +1,4 @@
-"""Memory and traffic of adapters on one base, by the formulas of docs/lora.md.
+"""Memory and traffic of adapters on one base, by the formulas of docs/models.md.
 
 The formulas take nothing but the network's shapes: ``n`` rows over ``W`` ranks are ``ceil(n / W)`` on each.
 """

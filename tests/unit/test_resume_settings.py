@@ -25,8 +25,8 @@ OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 
 
 def _documented() -> set[str]:
-    """Settings of the first column of the table in docs/run.md."""
-    text = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+    """Settings of the first column of the table in docs/running.md."""
+    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
     rows = text.partition("| refused |")[2].partition("\n\n")[0].splitlines()[2:]
     return {name for row in rows for name in re.findall(r"`([\w.]+\.\w+|seed)`", row.split("|")[1])}
 

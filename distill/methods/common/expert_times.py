@@ -5,7 +5,7 @@ default) must lie in one range of every role that is evaluated at them. Which ra
 own says, whose stream all ranks share; samples draw again from their own streams until they are inside. A range comes
 up as often as the method draws from it, and inside it times are distributed as the method has them: over the steps
 their distribution is unchanged. That of one part is not, and a gradient varies more from step to step than with each
-sample's own range (docs/methods/experts.md).
+sample's own range (docs/models.md).
 """
 
 from __future__ import annotations

@@ -428,10 +428,11 @@ CUDA_KERNELS: tuple[Kernel, ...] = (
 
 
 def preferred(device: torch.device) -> tuple[Kernel, ...]:
-    """Return the kernels in the order in which ``auto`` tries them on ``device``; never Transformer Engine."""
+    """Return the kernels in the order in which ``auto`` tries them on ``device``; kernels that no GPU has checked here
+    (FlashAttention 4, Transformer Engine) only run by name."""
     kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
     capability = _capability(device)
     names = ["flash", "cudnn", "efficient"]
     if capability is not None and capability[0] in (9, 10):
-        names = ["flash_attn_3", "flash_attn_4", "cudnn", "flash", "efficient"]
+        names = ["flash_attn_3", "cudnn", "flash", "efficient"]
     return tuple(kernels[name] for name in names)
