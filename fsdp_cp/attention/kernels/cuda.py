@@ -428,8 +428,10 @@ CUDA_KERNELS: tuple[Kernel, ...] = (
 
 
 def preferred(device: torch.device) -> tuple[Kernel, ...]:
-    """Return the kernels in the order in which ``auto`` tries them on ``device``; kernels that no GPU has checked here
-    (FlashAttention 4, Transformer Engine) only run by name."""
+    """Return the kernels in the order in which ``auto`` tries them on ``device``.
+
+    FlashAttention 4 and Transformer Engine, which no GPU has checked here, run by name only.
+    """
     kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
     capability = _capability(device)
     names = ["flash", "cudnn", "efficient"]
