@@ -215,11 +215,12 @@ class Evaluator:
                 report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2], clips=4, width=1900)
                 write_report(
                     self.run_dir,
-                    title=f"{self.method.settings.name} on {self.config.data.name}",
+                    title=self._title(),
                     rows=rows,
                     reference=reference,
                     captions=captions[:SHOWN_CLIPS],
                     config_summary={
+                        **({"student": "export/student"} if self.config.export.at_end else {}),
                         "mesh": str(self.mesh.shape),
                         **facts,
                         **{f"teacher, {_steps(n)}": phrase for n, phrase in self.stored.items()},
@@ -233,6 +234,13 @@ class Evaluator:
                 )
         self.data.release()
         barrier()
+
+    def _title(self) -> str:
+        """Say what was distilled, or trained where the method has no teacher."""
+        method, teacher = self.method.settings.name, self.config.teacher.checkpoint
+        if "teacher" in self.method.roles and teacher is not None:
+            return f"{Path(teacher).name} distilled by {method}"
+        return f"{method} on {self.config.data.name}"
 
     def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray | None:
         """Return a real clip for each of ``captions``, as :func:`decode` does; few clips may show several times."""
