@@ -99,7 +99,7 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Experts of a two-expert student to train; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
+    """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
 
 
 @dataclass(kw_only=True)

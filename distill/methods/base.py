@@ -144,7 +144,7 @@ class Method(ABC):
         """Return the one role that trains at ``step`` (0-based), the same on every rank."""
 
     def first_role(self, step: int) -> str:
-        """Return the role that runs the first forward of ``step``. It may depend only on the settings."""
+        """Return the role that runs the first forward of ``step``. It may depend only on ``step`` and the settings."""
         return "student"
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:

@@ -40,9 +40,9 @@ class Dmd2Settings(StepListSettings):
     fake_updates_per_student_update: int = 5
     """Fake-score updates after each student update; at least 1."""
     min_time: float = 0.02
-    """Smallest time, after the shift, at which the scores are compared and the fake score trains; 0 to ``max_time``."""
+    """Smallest time of the scores, in comparison and training, after the shift; from 0 to below ``max_time``."""
     max_time: float = 0.98
-    """Largest such time; ``min_time`` to 1."""
+    """Largest time of the scores, in comparison and training, after the shift; at most 1."""
     rollout: Literal["random", "full"] = "random"
     """Number of student steps in a rollout, the last with a gradient: ``full``, or ``random`` (from 1 to all, equal for
     all samples of a step or of a part of its batch, ``expert_draws``)."""

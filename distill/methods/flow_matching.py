@@ -1,4 +1,4 @@
-"""Flow matching: train (or fine-tune) a teacher on data. ALGORITHMS: Lipman et al. 2022, eq. 23; Esser et al. 2024."""
+"""Flow matching (Lipman et al. 2022, eq. 23; Esser et al. 2024): train or fine-tune a teacher on data."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class MeanFlowSettings(StepListSettings):
     weight_power: float = 1.0
     """Exponent ``p`` of a sample's weight ``1 / (rms + c)^p``, with the rms of its error; 0 for equal weights."""
     weight_floor: float = 10.0
-    """Constant ``c`` of that weight, > 0. FastGen's 10 makes the weights nearly equal; a small one removes the error's
-    size from the gradient."""
+    """Constant ``c`` of the weight ``1 / (rms + c)^p``, > 0. FastGen's 10 makes the weights nearly equal; a small one
+    removes the error's size from the gradient."""
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.75, 0.5, 0.25])
     """Starts of the student's intervals, descending from 1; the last interval ends at 0."""
     student_sampler: StudentSampler = "ode"
@@ -60,7 +60,7 @@ class MeanFlowSettings(StepListSettings):
     """Computation of du/dt: ``exact`` (forward-mode AD) or ``finite_difference``."""
     jvp_step: float = 1e-4
     """Step of ``finite_difference`` to both sides, in t; > 0. The default has the least error on the quickstart's
-    teacher, 0.2%: smaller steps suffer from fp32 times (diffusers casts them), larger ones from the time embedding."""
+    teacher, 0.2%: smaller steps lose precision in diffusers' fp32 times, larger ones miss the fast time embedding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

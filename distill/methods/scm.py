@@ -47,7 +47,7 @@ class ScmSettings(FewStepSettings):
     """Computation of dF/dt: ``exact`` (forward-mode AD) or ``finite_difference``."""
     jvp_step: float = 2e-4
     """Step of ``finite_difference`` to both sides, in TrigFlow time; > 0. The default has the least error, about 0.1%:
-    smaller steps suffer from fp32 times (diffusers casts them), larger ones from the fast time embedding."""
+    smaller steps lose precision in diffusers' fp32 times, larger ones miss the fast time embedding."""
     sigma_max: float | None = 80.0
     """Noise level, > 0: the student's sampler starts at ``atan(sigma_max)``; null for pure noise, pi/2. rCM: 80 for Wan
     1.3B, 200 for 14B. rCM's rollouts always start at pure noise (docs/methods/rcm.md)."""
@@ -122,7 +122,7 @@ class Scm(FewStepMethod):
         return expert_of_step(self._draw_time, random, "scm/time", self.roles["student"])
 
     def _draw_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Draw TrigFlow times; return them, and as rectified-flow times, at which networks are evaluated."""
+        """Draw TrigFlow times; return them and their rectified-flow times, at which networks are evaluated."""
         z = random.normal(purpose, (), dtype)
         t = torch.atan(torch.exp(self.settings.time_mean + self.settings.time_std * z))
         return [t, flow_time(t)]
@@ -135,7 +135,7 @@ class Scm(FewStepMethod):
         x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
         with torch.no_grad():
             teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at)
-        # Multiply by cos t sin t after the derivative: in its direction, a small factor would make a finite
+        # Multiply by cos t sin t after the derivative: as part of its direction, a small factor would make a finite
         # difference's step too small. Both sides of the difference use one expert, also beyond its boundary; a step in
         # flow time is at most as long as in TrigFlow time.
         over = student.boundaries and settings.jvp == "finite_difference"

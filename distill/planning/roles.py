@@ -53,7 +53,7 @@ class WatchedRole(Role):
     held: tuple[Network, ...] = ()
     """Other experts of the role. Only this reference keeps their memory alive."""
     idle: tuple[Network, ...] = ()
-    """Trained experts that do not run: all experts have the same size, so one stands for each in a step."""
+    """Trained experts that do not run: all experts have one size, so a step's memory does not depend on its expert."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)

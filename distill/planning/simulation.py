@@ -261,7 +261,8 @@ class _Run:
             share = self.plan.micro_batch_size / self.config.batch_size
             random = self._draws(step, self.plan.micro_batch_size)
             accumulate_gradients(self.method, step, batches, share=share, random=lambda i: random)
-            with phase(f"{name}/clip"), self._labelled(role, "activations"):  # offloaded gradients clip on the host
+            # Offloaded gradients are clipped on the host.
+            with phase(f"{name}/clip"), self._labelled(role, "activations"):
                 grad_square(role.parameters())
                 if self.config.optim.clip is not None:
                     scale_grads(role.parameters(), 0.5)
