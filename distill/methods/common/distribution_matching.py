@@ -1,6 +1,6 @@
-"""What methods share that push a student's own samples along the difference of two scores (Yin et al. 2024, DMD2).
+"""Distribution matching: losses that push a student's samples along the difference of two scores (Yin et al. 2024).
 
-The gradient of DMD, the step of the fake score on the student's samples, and samples that several losses use.
+DMD's loss, the fake score's loss on the student's samples, and samples that several losses share.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ def distribution_matching(
     last_step: Tensor | None = None,
     observations: Observations,
 ) -> Tensor:
-    """``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
+    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
 
     Args:
         sample: ``x_G`` ``(B, C, T, H, W)``.
-        times: at which the scores are compared.
-        noise: fresh, in the shape of ``sample``.
-        batch: its captions.
-        teacher: the real score, guided by ``scale``.
-        fake: the score of the student's samples, from the caption alone.
-        scale: ``w``.
-        last_step: ``(B,)``, for a fake score that is told the time of the last step that made each sample.
-        observations: gets ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
+        times: times at which the scores are compared.
+        noise: fresh noise in the shape of ``sample``.
+        batch: micro-batch with the captions of ``sample``.
+        teacher: the real score, with guidance.
+        fake: the score of the student's samples, without guidance.
+        scale: guidance ``w``.
+        last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
+        observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
     """
     t, at = times
     with torch.no_grad():
         x_t = add_noise(sample, noise, t)
         real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, scale, at), t)
         estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
-        # Per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
+        # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
         q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
         g = (estimate - real) / per_sample(q, sample)
         observations.add("dmd_gradient", per_sample_norm(g))
@@ -63,15 +63,15 @@ def distribution_matching(
 def fake_score_error(
     fake: Role, sample: Tensor, times: Times, noise: Tensor, condition: Condition, last_step: Tensor | None = None
 ) -> Tensor:
-    """``mean (v(x_t) - (e - x_G))^2`` of each sample ``(B,)``: flow matching on the student's samples, no guidance.
+    """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of each student sample ``(B,)``, without guidance.
 
     Args:
         fake: the score that trains.
         sample: ``x_G`` ``(B, C, T, H, W)``, without a gradient.
-        times: of the samples.
+        times: times of the noised samples.
         noise: ``e``, in the shape of ``sample``.
-        condition: of the B samples.
-        last_step: as of :func:`distribution_matching`.
+        condition: conditions of the B samples.
+        last_step: see :func:`distribution_matching`.
     """
     t, at = times
     v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
@@ -79,14 +79,21 @@ def fake_score_error(
 
 
 class Shared:
-    """Samples that several losses of a micro-batch use: made without gradient for the first, dropped by the last."""
+    """Samples that several losses of a micro-batch share.
+
+    The first use makes them, without gradient; the last use frees them.
+
+    Args:
+        make: function that makes the samples.
+        uses: number of calls of :meth:`take`.
+    """
 
     def __init__(self, make: Callable[[], Tensor], uses: int):
         self._make, self._left = make, uses
         self._value: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The samples; at most ``uses`` times."""
+        """Return the samples; call this at most ``uses`` times."""
         assert self._left, "taken more often than announced"
         if self._value is None:
             with torch.no_grad():

@@ -1,11 +1,10 @@
-"""Random times where networks are experts of ranges of them: one range for all samples of a part of a step's batch.
+"""Random times for networks with experts: all samples of a part of a step's batch get times of one expert.
 
-A forward runs one network, the same on every rank, so the times of a part (``expert_draws``; all of the batch is one by
-default) must lie in one range of every role that is evaluated at them. Which range it is one more draw of the method's
-own says, whose stream all ranks share; samples draw again from their own streams until they are inside. A range comes
-up as often as the method draws from it, and inside it times are distributed as the method has them: over the steps
-their distribution is unchanged. That of one part is not, and a gradient varies more from step to step than with each
-sample's own range (docs/models.md).
+A forward runs one expert, the same on every rank. So the times of a part (``expert_draws``; by default the whole batch)
+must lie in one range of every role that is evaluated at them. A pilot draw from a stream that all ranks share selects
+the range; each sample then redraws from its own stream until its time is inside. Over many steps the distribution of
+times is unchanged, since ranges and the times inside them follow the method's distribution. Within one part it is not,
+so gradients vary more from step to step than with a separate range per sample (docs/methods/experts.md).
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class Times(NamedTuple):
-    """Times of rectified flow of a micro-batch."""
+    """Rectified-flow times of a micro-batch."""
 
     t: Tensor
-    """``(B,)``."""
+    """Times ``(B,)``."""
     at: float | None = None
-    """Where networks are experts, a time in the range of all of them, which the host knows."""
+    """Time in the same range as all of ``t``, known on the host; ``None`` without experts."""
 
 
 _TRIES = 10_000
-"""After as many draws outside of its range an expert is taken to have no times."""
+"""Number of pilot draws outside an expert's range after which the expert is considered unreachable."""
 
 Draw = Callable[[StepRandom, str, torch.dtype], Sequence[Tensor]]
-"""Times of a sample that belong together, ``(B,)`` each on the device of the streams, for a purpose."""
+"""Function of streams, purpose and dtype that draws one or several times per sample, each ``(B,)``."""
 
 
 def draw_times(
@@ -49,15 +48,16 @@ def draw_times(
     roles: Sequence[Sequence[Role]],
     trains: Role | None = None,
 ) -> list[Times]:
-    """Times as ``draw`` gives them, each in one range of the roles that are evaluated at it.
+    """Draw times by ``draw``, each in one range of the roles that are evaluated at it.
 
     Args:
-        draw: pure: of the same streams and purpose the same times, whatever was drawn before.
-        random: the step's streams.
-        purpose: of the draw; those that are drawn again have ``PURPOSE/again_N``.
-        dtype: of the times, fp32 or better.
-        roles: for each of the times, who is evaluated at it.
-        trains: who trains at the last of them, and perhaps some of its networks alone (:attr:`Role.trained_experts`).
+        draw: pure function: the same streams and purpose must give the same times.
+        random: random streams of the step.
+        purpose: name of the draw; redraws are named ``PURPOSE/again_N``.
+        dtype: dtype of the times, fp32 or better.
+        roles: roles that are evaluated at each of the times.
+        trains: role that trains at the last of the times; perhaps only some of its experts
+            (:attr:`Role.trained_experts`).
     """
     if not any(role.boundaries for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]
@@ -77,15 +77,15 @@ def draw_times(
 
 
 def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> int:
-    """The network of ``role``, which trains, that serves the last of the times that belong together."""
+    """Return the position of the expert of the trained ``role`` that serves the last of the drawn times."""
     return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.boundaries else 0
 
 
 def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
-    """The draw that decides the ranges of a part of the batch: the same on every rank and in each of its micro-batches.
+    """Draw the times that select the ranges of a part of the batch, the same on every rank and in every micro-batch.
 
     Raises:
-        UserError: where ``trains`` has an expert alone at whose times the method draws none.
+        UserError: the method draws no times at which a trained expert of ``trains`` serves.
     """
     for attempt in range(_TRIES):
         stream = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
@@ -99,8 +99,11 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
 
 
 def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
-    """Which range of the common refinement each of ``t`` ``(B,)``, on the CPU, lies in; as :meth:`Role.expert_at`."""
-    from models.roles.role import ROUNDING
+    """Return the range of each of ``t`` ``(B,)``, on the CPU, between all boundaries of ``roles``.
+
+    Rounding is that of :meth:`Role.expert_at`.
+    """
+    from models.role import ROUNDING
 
     t = t.double() + ROUNDING
     boundaries = {boundary for role in roles for boundary in role.boundaries}

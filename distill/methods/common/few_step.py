@@ -1,4 +1,4 @@
-"""What the methods share whose student takes few steps: its samplers, the teacher's, and the settings of both."""
+"""Base of the methods that train a few-step student: samplers of student and teacher, and their settings."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FewStepSettings:
-    """Settings of every method that distils a teacher."""
+    """Settings of every method that distills a teacher."""
 
     guidance_scale: float = 5.0
-    """``w`` of ``u + w (c - u)`` on the teacher; 1 is none."""
+    """Guidance scale ``w`` of the teacher, ``u + w (c - u)``; 1 for no guidance."""
     guidance_scale_2: float | None = None
-    """Of a teacher of two experts (Wan 2.2 A14B), the second's, for low noise; null for the first's."""
+    """Guidance scale of the second, low-noise expert of a two-expert teacher (Wan 2.2 A14B); null for
+    ``guidance_scale``."""
     shift: float = 5.0
-    """Shift of the teacher's sampler, and of the times that the method draws where it says so. > 0."""
+    """Time shift of the teacher's sampler, and of the times that some methods draw; > 0."""
     teacher_sampler: Sampler = "euler"
-    """How the teacher is sampled for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
+    """Sampler of the teacher's clips for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
     student_sampler: StudentSampler = "renoise"
-    """Between the student's steps, where it is trained on its own samples, sampled and exported: ``renoise`` (fresh
-    noise, as DMD2) or ``ode`` (along its own velocity, without noise)."""
+    """Sampler of the student, in rollouts, samples and export: ``renoise`` (fresh noise at each step, DMD2) or ``ode``
+    (along its own velocity)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")
@@ -45,22 +46,22 @@ class FewStepSettings:
 
     @property
     def guidance(self) -> Guidance:
-        """The teacher's, of each of its experts where they differ."""
+        """Guidance scale of the teacher; one per expert if they differ."""
         if self.guidance_scale_2 is None or self.guidance_scale_2 == self.guidance_scale:
             return self.guidance_scale
         return self.guidance_scale, self.guidance_scale_2
 
     def student_times(self) -> list[float]:
-        """Rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
+        """Return the rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class StepListSettings(FewStepSettings):
-    """Settings of those whose student is sampled at a list of times."""
+    """Settings of methods whose student is sampled at a list of times."""
 
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
-    """The student's times, after any shift: descending from 1, above 0. Its length is the number of steps."""
+    """Times of the student's steps, already shifted: descending from 1, above 0. One step per time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,10 +74,10 @@ class StepListSettings(FewStepSettings):
 
 
 def spread(times: list[float], steps: int) -> list[float]:
-    """``steps`` of ``times``, the first always, spread evenly over the list.
+    """Pick ``steps`` of ``times``, evenly spaced over the list and starting with the first.
 
     Raises:
-        UserError: more steps than there are times.
+        UserError: more steps than times.
     """
     if not 1 <= steps <= len(times):
         raise UserError(f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}")
@@ -84,19 +85,20 @@ def spread(times: list[float], steps: int) -> list[float]:
 
 
 class FewStepMethod(Method):
-    """A student that is sampled by denoising at :meth:`FewStepSettings.student_times`."""
+    """Method whose student is sampled by denoising at :meth:`FewStepSettings.student_times`."""
 
     settings: FewStepSettings
 
     def sampling_times(self, steps: int) -> list[float]:
-        """The student's times for ``steps`` at most as many as it was trained for."""
+        """Return the student's times for ``steps`` steps, at most as many as it was trained for."""
         return spread(self.settings.student_times(), steps)
 
     def scheduler(self, given: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
-        """With it, a plain diffusers pipeline samples the student as :meth:`generate` does at its full number of steps.
+        """Return the scheduler with which a diffusers pipeline samples the student like :meth:`generate` at full steps.
 
         Args:
-            given: the times that this pipeline hands its scheduler (``Family.pipeline_times``).
+            given: function that returns the times that this pipeline passes to its scheduler
+                (``Family.pipeline_times``).
 
         Raises:
             UserError: diffusers has no scheduler for the student's times, or no network like the student's.
@@ -112,12 +114,12 @@ class FewStepMethod(Method):
     def student_sample(
         self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
     ) -> Tensor:
-        """The student's sample as :func:`distill.methods.common.sampling.rollout` makes it, by ``student_sampler``."""
+        """Sample the student by :func:`distill.methods.sampling.rollout` with the ``student_sampler``."""
         sampler = self.settings.student_sampler
         return rollout(self.roles["student"], noise, condition, times, random, purpose, sampler=sampler)
 
     def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
-        """``x_G`` for the captions of ``batch``, with a gradient through its last step where gradients are enabled."""
+        """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
         name = self.settings.name
         noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
         return self.student_sample(noise, batch.condition, times, random, f"{name}/renoise")

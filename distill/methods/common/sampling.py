@@ -1,4 +1,4 @@
-"""Samplers: Euler and UniPC along a teacher's guided velocity; a student's few steps, re-noised or along its ODE."""
+"""Samplers: Euler and UniPC for a teacher with guidance; re-noising and ODE steps for a few-step student."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from models.roles.role import Role
 
 Sampler = Literal["euler", "unipc"]
-"""Of a teacher."""
+"""Samplers of a teacher."""
 StudentSampler = Literal["renoise", "ode"]
 
 
@@ -32,15 +32,15 @@ def guided_sample(
     shift: float,
     scale: Guidance,
 ) -> Tensor:
-    """Clean latents from ``noise`` along the guided velocity, as a teacher is sampled.
+    """Sample clean latents from ``noise`` along the guided velocity.
 
     Args:
         role: the network.
         noise: ``(B, C, T, H, W)``.
-        condition: of the B samples.
-        sampler: which.
-        steps: calls of the network.
-        shift: of the times.
+        condition: conditions of the B samples.
+        sampler: ``euler`` or ``unipc``.
+        steps: number of network calls.
+        shift: time shift.
         scale: guidance ``w``.
     """
     if sampler == "unipc":
@@ -50,13 +50,13 @@ def guided_sample(
 
 @torch.no_grad()
 def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list[float], scale: Guidance) -> Tensor:
-    """Euler's method along the guided velocity, from ``times[0]`` to ``times[-1]``: 1 to 0 for a sample.
+    """Integrate the guided velocity by Euler's method from ``times[0]`` to ``times[-1]`` (1 to 0 for a sample).
 
     Args:
         role: the network.
-        noise: ``(B, C, T, H, W)``.
-        condition: of the B samples.
-        times: descending, one more than the steps.
+        noise: state at ``times[0]``, ``(B, C, T, H, W)``.
+        condition: conditions of the B samples.
+        times: descending times, one more than the steps.
         scale: guidance ``w``.
     """
     x = noise
@@ -70,25 +70,25 @@ def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list
 def unipc_sample(
     role: Role, noise: Tensor, condition: Condition, *, steps: int, shift: float, scale: Guidance
 ) -> Tensor:
-    """UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8): diffusers' scheduler, set as Wan's is.
+    """Sample by UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8).
 
-    The network is called at the exact time of its state, as in training. diffusers' own loop truncates ``1000 t`` to an
-    integer for the network alone. On Gaussians that puts a floor of about 0.1% under the error, however many steps are
-    taken; with exact times the error keeps falling (tests/unit/test_samplers.py).
+    This uses diffusers' scheduler with Wan's settings, but calls the network at the exact time of its state, as in
+    training. diffusers' pipelines truncate ``1000 t`` to an integer for the network. On Gaussians, truncation keeps the
+    error above about 0.1% for any number of steps; with exact times it keeps falling (tests/unit/test_samplers.py).
 
     Args:
         role: the network.
         noise: ``(B, C, T, H, W)``.
-        condition: of the B samples.
-        steps: calls of the network.
-        shift: of the times; Wan: 3 at 480p, 5 at 720p.
+        condition: conditions of the B samples.
+        steps: number of network calls.
+        shift: time shift; Wan: 3 at 480p, 5 at 720p.
         scale: guidance ``w``.
     """
     from diffusers import UniPCMultistepScheduler
 
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
     scheduler.set_timesteps(steps)
-    scheduler.set_begin_index(0)  # or the step would be looked up by its time, and equal integers are two steps
+    scheduler.set_begin_index(0)  # otherwise steps are looked up by their integer times, which may repeat
     x = noise
     for t, timestep in zip(scheduler.sigmas[:-1].tolist(), scheduler.timesteps, strict=True):
         v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
@@ -106,20 +106,20 @@ def rollout(
     *,
     sampler: str,
 ) -> Tensor:
-    """The few-step student's sample: denoise, go to the next time, denoise again.
+    """Sample the few-step student: denoise, move to the next time, and repeat.
 
-    The last step carries a gradient where gradients are enabled, the ones before never do (backward simulation, Yin et
-    al. 2024b, section 4.5).
+    Only the last step has a gradient, if gradients are enabled (backward simulation, Yin et al. 2024b, section 4.5).
 
     Args:
-        student: the network; its ``x0`` is the sample.
-        noise: ``(B, C, T, H, W)``; the first input is it times the first time.
-        condition: of the B samples.
-        times: of rectified flow, descending, above 0; one for all samples, or for each in the dtype of ``noise``.
-        random: of the fresh noise.
-        purpose: of the draws: the k-th fresh noise is ``PURPOSE_k``.
-        sampler: how the next time is reached: ``renoise``, ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2), or
-            ``ode``, ``x0 + t' v``, which is Euler's step along the student's own velocity (as in FastGen).
+        student: the network; its last ``x0`` is the sample.
+        noise: ``(B, C, T, H, W)``; the first input is the noise times the first time.
+        condition: conditions of the B samples.
+        times: rectified-flow times, descending, above 0. Each is a number for all samples, or one per sample in the
+            dtype of ``noise``.
+        random: random streams of the fresh noise.
+        purpose: name of the draws: the k-th fresh noise is ``PURPOSE_k``.
+        sampler: step to the next time ``t'``: ``renoise`` is ``(1 - t') x0 + t' e`` with fresh noise ``e`` (DMD2);
+            ``ode`` is ``x0 + t' v``, Euler's step along the student's velocity (FastGen).
     """
     assert sampler in get_args(StudentSampler), sampler
     each = [

@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 
 
 def add_trig_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """``cos(t) x0 + sin(t) e``."""
+    """Return ``x_t = cos(t) x0 + sin(t) e``."""
     t = per_sample(t, x0)
     return torch.cos(t) * x0 + torch.sin(t) * noise
 
 
 def flow_time(t: Tensor) -> Tensor:
-    """The rectified-flow time ``sin t / (cos t + sin t)`` of the TrigFlow time ``t``."""
+    """Return the rectified-flow time ``sin t / (cos t + sin t)`` of the TrigFlow time ``t``."""
     return torch.sin(t) / (torch.cos(t) + torch.sin(t))
 
 
 def flow_time_of(t: float) -> float:
-    """:func:`flow_time` of a plain number."""
+    """Return :func:`flow_time` of a Python number."""
     return math.sin(t) / (math.cos(t) + math.sin(t))
 
 
 def trig_field(
     role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance = 1.0, at: float | None = None
 ) -> Tensor:
-    """TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
+    """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
 
-    This form has no 0/0 at ``t -> 0``.
+    This form avoids 0/0 at ``t -> 0``.
 
     Args:
         role: a rectified-flow network.
         x: ``x_t``.
         t: TrigFlow times.
-        condition: of the B samples.
+        condition: conditions of the B samples.
         scale: guidance ``w``.
-        at: of :meth:`models.roles.role.Role.network_at`, a time of rectified flow.
+        at: rectified-flow time that selects the expert (:meth:`models.role.Role.network_at`).
     """
     wide = per_sample(t, x)
     k = torch.cos(wide) + torch.sin(wide)
@@ -58,6 +58,6 @@ def trig_field(
 
 
 def trig_denoise(x: Tensor, field: Tensor, t: Tensor) -> Tensor:
-    """``x0 = cos(t) x_t - sin(t) F``."""
+    """Return ``x0 = cos(t) x_t - sin(t) F``."""
     t = per_sample(t, x)
     return torch.cos(t) * x - torch.sin(t) * field
