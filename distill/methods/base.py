@@ -194,7 +194,7 @@ def guided_velocity(
         t: times ``(B,)``.
         condition: conditions of the B samples; ``u`` gets its ``null``.
         scale: ``w``. If it is 1, only the conditional velocity is computed.
-        at: time that selects the expert (:meth:`models.role.Role.network_at`).
+        at: time that selects the expert (:meth:`models.roles.role.Role.network_at`).
     """
     w = scale_at(role, scale, at)
     if w == 1.0:

@@ -103,7 +103,7 @@ def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
 
     Rounding is that of :meth:`Role.expert_at`.
     """
-    from models.role import ROUNDING
+    from models.roles.role import ROUNDING
 
     t = t.double() + ROUNDING
     boundaries = {boundary for role in roles for boundary in role.boundaries}

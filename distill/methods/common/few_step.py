@@ -114,7 +114,7 @@ class FewStepMethod(Method):
     def student_sample(
         self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
     ) -> Tensor:
-        """Sample the student by :func:`distill.methods.sampling.rollout` with the ``student_sampler``."""
+        """Sample the student by :func:`distill.methods.common.sampling.rollout` with the ``student_sampler``."""
         sampler = self.settings.student_sampler
         return rollout(self.roles["student"], noise, condition, times, random, purpose, sampler=sampler)
 

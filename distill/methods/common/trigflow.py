@@ -49,7 +49,7 @@ def trig_field(
         t: TrigFlow times.
         condition: conditions of the B samples.
         scale: guidance ``w``.
-        at: rectified-flow time that selects the expert (:meth:`models.role.Role.network_at`).
+        at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
     """
     wide = per_sample(t, x)
     k = torch.cos(wide) + torch.sin(wide)
