@@ -1,7 +1,7 @@
 """Simulation of a method's steps on fake tensors: the training code runs as rank 0 of a fake world.
 
-Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/measure/fake_world.py), but
-tensors have no values. The simulation counts the memory that these operations allocate. Formulas cover only memory
+Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/measure/fake_world.py),
+but tensors have no values. The simulation counts the memory that these operations allocate. Formulas cover only memory
 that kernels and backends allocate internally.
 """
 
