@@ -195,7 +195,7 @@ class Checkpoints:
         return self._writing is not None and not self.is_writing() and self._writing[1].exception() is not None
 
     def _publish(self, step: int, state: str) -> None:
-        """Write ``state.json``, rename the folder, and delete older checkpoints. Called on rank 0, after all saves."""
+        """Write ``state.json``, rename the folder, and delete older checkpoints. Called last, on rank 0."""
         target = step_folder(self.folder, step)
         unfinished = target.with_suffix(".tmp")
         with (unfinished / STATE).open("w") as stream:
