@@ -1,7 +1,7 @@
-"""Timeouts of collectives: one for all process groups of this process, and a report when a rank timed out.
+"""Timeouts of collectives: one timeout for all process groups of this process, and a report when a rank timed out.
 
-torch gives each group a timeout of its own, and groups of a ``DeviceMesh`` the backend's default (30 minutes for gloo,
-10 for NCCL) whatever the group of all ranks was given.
+In torch each group has a separate timeout, and groups of a ``DeviceMesh`` get the backend's default (30 minutes for
+gloo, 10 for NCCL), whatever the timeout of the group of all ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 GRACE = 30.0
-"""Seconds in which a failed process must have ended by itself; torchrun gives the processes that it ends as many."""
+"""Seconds that a failed process has to exit by itself; torchrun grants the same time to processes that it ends."""
 
 _TIMED_OUT = re.compile(
     r"Timed out waiting|Application timeout caused pair closure|wait timeout after|operation timeout"
 )
 _LOST = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Connection refused")
-"""Words of gloo and of torch's store (torch 2.11 to 2.13); all of them come as a RuntimeError."""
+"""Error texts of gloo and of torch's store (torch 2.11 to 2.13), all raised as RuntimeError."""
 
 
 # ---------------------------------------------------------------- timeouts of groups
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Return every process group that this rank is in; ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
+    """Return every process group of this rank. ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -52,14 +52,14 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of ``groups`` for the collectives that begin from here on.
+    """Set the timeout of ``groups`` for collectives that start after this call.
 
-    By default all groups but those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch 2.11 to
-    2.13).
+    The default is all groups except those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch
+    2.11 to 2.13).
     """
     for group in [group for group in process_groups() if group not in _state.kept] if groups is None else groups:
         for backend in _backends(group):
-            with suppress(RuntimeError):  # a backend without timeouts, as tests use
+            with suppress(RuntimeError):  # a backend without timeouts, such as that of tests
                 backend._set_default_timeout(timeout)
 
 
@@ -77,7 +77,7 @@ def _world_timeout() -> timedelta | None:
 
 @contextmanager
 def inherited_timeout() -> Iterator[None]:
-    """Give groups that are made inside the timeout of the group of all ranks; others keep theirs."""
+    """Set the timeout of groups that are made within this context to that of the group of all ranks."""
     before = process_groups()
     yield
     timeout = _world_timeout()
@@ -87,7 +87,7 @@ def inherited_timeout() -> Iterator[None]:
 
 @dataclass
 class _Shortened:
-    """The two timeouts between which :func:`long_timeout` changes; ``short`` is ``None`` where the long one is set."""
+    """The two timeouts that :func:`long_timeout` switches; ``short`` is ``None`` while the long timeout is set."""
 
     long: timedelta | None = None
     short: timedelta | None = None
@@ -98,14 +98,14 @@ _state = _Shortened()
 
 
 def keep_timeout(group: dist.ProcessGroup) -> None:
-    """Exempt ``group`` from :func:`shorten`: its ranks do not work in step with the training."""
+    """Exempt ``group`` from :func:`shorten`: its ranks do not run in step with training."""
     _state.kept.append(group)
 
 
 def shorten(timeout: timedelta) -> None:
     """Set ``timeout`` for every group, except inside :func:`long_timeout`. A second call changes nothing.
 
-    All ranks call it at the same place, after a collective that all of them have left.
+    All ranks call it at the same place, after a collective that all of them have finished.
     """
     if _state.short == timeout:
         return
@@ -119,8 +119,8 @@ def shorten(timeout: timedelta) -> None:
 def long_timeout() -> Iterator[None]:
     """Restore the timeout from before :func:`shorten`, for work of one rank that the others wait for.
 
-    All ranks enter it. It ends with a barrier: a rank that had left before would wait with the short timeout for one
-    that still works. After an exception the long timeout stays.
+    All ranks enter the context. It ends with a barrier: without it, a rank that leaves early would wait with the short
+    timeout for a rank that still works. After an exception the long timeout stays.
     """
     short, long = _state.short, _state.long
     if short is None or long is None:  # not shortened, or nested
@@ -136,7 +136,7 @@ def long_timeout() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop all state: the process groups are gone, and with them what :func:`shorten` has changed."""
+    """Drop all state, once the process groups whose timeouts :func:`shorten` changed are gone."""
     _state.long = _state.short = None
     _state.kept.clear()
 
@@ -145,14 +145,15 @@ def forget() -> None:
 
 
 def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> None:
-    """Log one line if ``error`` is a collective that timed out or lost another rank; otherwise do nothing.
+    """Log one line if ``error`` shows that a collective timed out or lost another rank; otherwise do nothing.
 
-    The line is a note of the error too, since torchrun's summary ends with the error. An error is reported once.
+    The line is also added to the error as a note, since torchrun's summary ends with the error. Each error is reported
+    once.
 
     Args:
         error: exception that ended this rank's work.
-        step: place in its work, e.g. ``"in step 7 of 100"``.
-        advice: how to continue.
+        step: words for the current step, for example ``"in step 7 of 100"``.
+        advice: words that tell the user how to continue.
     """
     from fsdp_cp.measure.phases import where  # imports FSDP, which takes half a second
 
@@ -177,10 +178,10 @@ def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> No
 
 @contextmanager
 def watch_for_hangs() -> Iterator[None]:
-    """Log one line when no phase was entered or left for nine tenths of the timeout; once for each such place.
+    """Log one line when no phase has begun or ended for nine tenths of the timeout, once per such wait.
 
-    For NCCL, whose watchdog ends the process from outside of Python, so that no exception can be reported. A thread
-    logs, since the main one waits for the GPU. Tested with gloo only.
+    This is for NCCL, whose watchdog ends the process from outside of Python without an exception to report. A thread
+    logs, since the main thread waits for the GPU. Tested only with gloo.
     """
     from fsdp_cp.measure.phases import seconds_in_place, where
 
@@ -218,12 +219,12 @@ def watch_for_hangs() -> Iterator[None]:
 
 
 def last_collective() -> str | None:
-    """Return the oldest unfinished collective, else the newest, from torch's flight recorders; ``None`` without one.
+    """Return the oldest unfinished collective in torch's flight recorders, or the newest; ``None`` if they are empty.
 
-    E.g. ``all_gather 57 of group mesh_fsdp``: the 57th of its group, counted alike on all its ranks. A collective that
-    has just failed counts as done. The recorders are on unless ``TORCH_FR_BUFFER_SIZE=0``. gloo's leaves out ``send``
-    and ``recv`` (ring attention). ``_dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` are private (torch 2.11
-    to 2.13).
+    ``all_gather 57 of group mesh_fsdp`` is the 57th collective of its group; all ranks of the group count alike. A
+    collective that has just failed counts as finished. The recorders are on unless ``TORCH_FR_BUFFER_SIZE=0``. gloo's
+    recorder omits ``send`` and ``recv`` (ring attention). ``_dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json``
+    are private (torch 2.11 to 2.13).
     """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -242,10 +243,10 @@ def last_collective() -> str | None:
 
 
 def end_soon() -> None:
-    """End this process after :data:`GRACE` with exit code 1, and its stack, if it has not ended by then.
+    """Print the stack and end this process with exit code 1 if it still runs after :data:`GRACE` seconds.
 
-    Without this an interpreter that ends waits for collectives that are still on their way, each until its timeout:
-    gloo's threads are joined. faulthandler's thread needs no interpreter.
+    At exit, the interpreter joins gloo's threads and so waits for every unfinished collective until its timeout.
+    faulthandler's thread works without the interpreter.
     """
     with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
         faulthandler.dump_traceback_later(GRACE, exit=True)

@@ -121,7 +121,7 @@ class Layout:
         return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(hop + 1, self.ring))
 
     def grads_travel(self, chunk: int, hop: int) -> bool:
-        """Return whether a rank adds to ``chunk``'s gradients before hop ``hop``, from rank chunk + 1 + hop."""
+        """Return whether any rank adds to ``chunk``'s gradients before hop ``hop``, sent by rank chunk + 1 + hop."""
         return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(1, hop + 2))
 
 
