@@ -51,12 +51,10 @@ def check_parallel(
             before each call; the function must return the same weights each time.
         plan: plan of :func:`fsdp_cp.context_parallel.parallelize_context`.
         inputs: keyword arguments of the forward, or a sequence of positional ones. Every rank gets all of them.
-        prepare: importable function, called with the module and the mesh before the plan is applied, at ``cp=1`` too.
-            For diffusers' networks :func:`fsdp_cp.diffusers_attention.parallelize_attention`, or a function that calls
-            it.
+        prepare: importable function, called with the module and the mesh before the plan is applied, at ``cp=1`` too;
+            for diffusers' networks :func:`fsdp_cp.diffusers_attention.parallelize_attention`.
         cp: numbers of ranks.
-        tolerance: largest relative error, by norm. For gradients, the denominator is at least 1e-6 of the norm of all
-            gradients. A missing gradient counts as 0.
+        tolerance: largest relative error, by norm (see :func:`gradient_errors`).
 
     Returns:
         The largest error of an output or a gradient for each ``cp``.
@@ -107,9 +105,9 @@ def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
 
 
 def gradient_errors(values: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the relative error of each gradient by name. A missing gradient counts as 0.
+    """Return the relative error of each gradient by name, with a floor of 1e-6 of the norm of all true gradients.
 
-    The denominator is at least 1e-6 of the norm of all true gradients.
+    A missing gradient counts as 0.
     """
     whole = sum(truth.norm().item() ** 2 for truth in truths.values() if truth is not None) ** 0.5
     errors = {}

@@ -159,8 +159,7 @@ def _find_resume(setting: str, checkpoints: Path) -> Path | None:
 def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
     """Refuse to start if ``checkpoints`` has later steps than ``before``. Called by all ranks, which hold the folder.
 
-    Ranks whose torchrun was killed save a last checkpoint before they exit, perhaps after this start has listed
-    ``before``.
+    Ranks whose torchrun was killed save before they exit, perhaps after this start has listed ``before``.
 
     Raises:
         UserError: a later checkpoint exists.
@@ -183,8 +182,8 @@ def branch_name(setting: str) -> str | None:
 def leave_branch(checkpoint: Path) -> None:
     """Rename the checkpoints in the same folder that are later than ``checkpoint`` to ``left_step_*``.
 
-    A run that resumes from an earlier step needs this: ``checkpoint.resume=auto`` must not select the later
-    checkpoints, and ``keep`` must not count them. Called by all ranks.
+    When a run resumes from an earlier step, ``checkpoint.resume=auto`` must not select the later checkpoints, and
+    ``keep`` must not count them. Called by all ranks.
     """
     if rank() == 0:
         for step in published_steps(checkpoint.parent):

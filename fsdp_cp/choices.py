@@ -40,7 +40,7 @@ def check_choices(settings: Any, where: str = "") -> None:
         where: prefix of a field's name in the message, for example ``"student."``.
 
     Raises:
-        UserError: a value is not allowed; the message lists the allowed words.
+        UserError: a value is not allowed.
     """
     owner: type = type(settings)
     for name, hint in _choices(owner).items():

@@ -20,9 +20,6 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
 
     A ring's NCCL group sends on a high-priority stream: its hops must overlap with an attention kernel, whose blocks
     are already queued for every SM.
-
-    Args:
-        ring, ulysses: sizes of these axes.
     """
     world, backend = dist.get_world_size(), str(dist.get_backend_config())  # backends of all devices
     overrides: dict[int | str, Any] = {
@@ -66,7 +63,6 @@ def connect(*meshes: DeviceMesh) -> None:
 
 @lru_cache(maxsize=64)
 def connect_once(mesh: DeviceMesh) -> None:
-    """Call :func:`connect` once for each ``mesh``."""
     connect(mesh)
 
 

@@ -84,7 +84,7 @@ class _Forwards:
         self.mesh, self.groups = mesh, mesh.context
 
     def begin(self, model: nn.Module, _args) -> None:
-        _refuse_dropout(model)  # the model may be in training mode only since parallelize_context
+        _refuse_dropout(model)  # training mode may be set after parallelize_context
         leave(self)  # after an interrupt the previous forward ended without `end`
         enter(Lengths(self.groups, self))
 
@@ -233,10 +233,7 @@ def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
 
 
 def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor, int]:
-    """Return the rank's own patches of ``x`` and the number of all patches.
-
-    ``x`` is ``(B, C, T, H, W)``; the patches are ``(B, C, S_local * pt, ph, pw)``.
-    """
+    """Return the rank's own patches of ``(B, C, T, H, W)``, as ``(B, C, S_local pt, ph, pw)``, and the total number."""
     sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
         raise ValueError(f"an input of {tuple(sizes)} positions cannot be cut into patches of {kernel}")

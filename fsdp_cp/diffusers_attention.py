@@ -151,8 +151,8 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
             f"the attention {call.name!r} is called before the plan has split any tokens; name it in whole of"
             " parallelize_attention if every rank holds them, and call the network given to parallelize_context"
         )
-    # Equal lengths do not prove self-attention: text may have as many tokens as the video. In joint attention the
-    # queries hold both, so they are longer than the module's hidden_states.
+    # Text with as many tokens as the video is cross-attention too. In joint attention the queries hold both, so they
+    # are longer than hidden_states.
     if q.shape[1] != k.shape[1] or (call.keys is not None and call.tokens == q.shape[1]):
         if not text_is_split:
             return cross_attention(q, k, v, key_mask=_key_mask(call, mask, q, k), scale=scale)

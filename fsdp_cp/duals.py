@@ -24,8 +24,7 @@ def _refuse_compiled_duals(x: Tensor) -> Tensor:
 
 @_refuse_compiled_duals.register_fake
 def _(x):
-    # Raise from a fake kernel: an exception in Python code only makes Dynamo break the graph, and inductor's graphs
-    # then lose tangents.
+    # Raised outside of a fake kernel it would only make Dynamo break the graph, and inductor's graphs lose tangents.
     raise RuntimeError("context parallelism has no forward-mode AD in a compiled graph; call the module uncompiled")
 
 

@@ -20,8 +20,7 @@ def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -
     """Import the object that a package registers as ``name`` in an entry-point group, and make a part of it.
 
     Args:
-        group: the entry-point group.
-        name: one of :func:`installed_names`.
+        group, name: entry-point group, and one of its :func:`installed_names`.
         word: the setting and its value, for messages.
         make: function that turns the object into a part, and raises if it cannot.
 

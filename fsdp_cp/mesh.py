@@ -68,16 +68,15 @@ def resolve_mesh(
     Args:
         world_size: number of all ranks.
         dp_replicate: number of replicas of the sharded networks (hybrid sharding); 1 for plain sharding.
-        dp_shard: number of data-parallel ranks over which parameters are sharded; -1 for all ranks that the other axes
-            leave.
+        dp_shard: number of data-parallel ranks that shard parameters; -1 for all ranks that the other axes leave.
         cp: number of ranks that share one sample's tokens.
         ulysses: degree of the Ulysses all-to-all, a divisor of ``heads``; ``"auto"`` is ``cp / ring`` if ``ring`` is
             set, else ``gcd(heads, cp)``.
         ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. If both are set, their product must be ``cp``.
         heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` if no
             attention is split or any number of heads works (``"auto"`` then makes ``ulysses`` equal to ``cp``).
-        sharded: whether any network is sharded. If all have ``strategy="no_shard"``, pass ``False`` to allow a mesh of
-            replicas only (``dp_shard x cp`` may be 1).
+        sharded: whether any network is sharded. ``False`` (all have ``strategy="no_shard"``) allows a mesh of replicas
+            only (``dp_shard x cp`` of 1).
 
     Raises:
         UserError: sizes that do not fit the world or the heads.
@@ -269,11 +268,7 @@ def build_mesh(
     sharded: bool = True,
     device_type: str = "cpu",
 ) -> Mesh:
-    """Build the mesh over the initialized process group, with its timeout.
-
-    Args:
-        dp_replicate, dp_shard, cp, ulysses, ring, heads, sharded: arguments of :func:`resolve_mesh`.
-        device_type: ``"cpu"`` or ``"cuda"``.
+    """Build the mesh over the initialized process group, with its timeout. Arguments are those of :func:`resolve_mesh`.
 
     Raises:
         UserError: sizes that do not fit the world or the heads; no process group; no GPU for ``cuda``.

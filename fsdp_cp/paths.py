@@ -11,9 +11,7 @@ from fsdp_cp.errors import UserError
 def user_path(text: str, setting: str) -> Path:
     """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``.
 
-    Args:
-        text: the typed path.
-        setting: name of the setting, for messages.
+    ``setting`` is its name in messages.
 
     Raises:
         UserError: the home directory of an unknown user, or a path so long that file calls would raise ``OSError``.

@@ -46,10 +46,10 @@ class GatherTokens:
 class EmbedOwnTokens:
     """Plan entry that splits the input of a patch embedding, so that it embeds only the rank's own tokens.
 
-    The module must be a convolution whose stride equals its kernel, for example ``(pt, ph, pw)``. Every rank holds its
-    input ``(B, C, T, H, W)`` in full. The input is cut into patches in the token order (t h w), and the rank's own
-    S_local patches are stacked to ``(B, C, S_local pt, ph, pw)``. The output is ``(B, dim, S_local, 1, 1)``;
-    ``flatten(2).transpose(1, 2)`` turns it into ``(B, S_local, dim)``. No rank ever holds ``(B, S, dim)``.
+    The module must be a convolution whose stride equals its kernel, for example ``(pt, ph, pw)``. Its input ``(B, C, T,
+    H, W)``, which every rank holds, is cut into patches in token order (t h w). The rank's own S_local patches are
+    stacked to ``(B, C, S_local pt, ph, pw)``. The output is ``(B, dim, S_local, 1, 1)``; ``flatten(2).transpose(1, 2)``
+    turns it into ``(B, S_local, dim)``. No rank ever holds ``(B, S, dim)``.
     """
 
     of: str = "hidden_states"
@@ -88,8 +88,8 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
                 planned.embedding = entry
             else:
                 _add_gathers(planned, entry)
-    # One module may both split and gather, for example the whole network. With two such modules, every rank computes
-    # the modules between the first gather and the next split.
+    # One module may both split and gather. Between the gather of one and the split of a second, every rank computes
+    # everything.
     pairs = [planned.name for planned in modules.values() if planned.inputs and planned.gathers]
     if len(pairs) > 1:
         raise ValueError(

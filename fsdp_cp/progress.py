@@ -22,7 +22,7 @@ _LONG = 5.0
 
 
 def bar(total: int, what: str, unit: str, **settings: Any) -> tqdm:
-    """Return a progress bar. It shows nothing on other ranks than 0, or if stderr is not a terminal.
+    """Return a progress bar. It is visible only on rank 0 and if stderr is a terminal.
 
     Args:
         total: number of all units.
@@ -70,7 +70,6 @@ class Console(logging.StreamHandler):
     """Log handler that writes to stdout, above a visible bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record."""
         try:
             write_line(self.format(record))
         except Exception:

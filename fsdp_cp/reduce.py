@@ -30,13 +30,8 @@ def all_gather_objects(obj: Any) -> list[Any]:
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank; return the results in rank order, on all ranks.
 
-    If ``work`` raises on any rank, every rank raises; otherwise the other ranks would wait in the next collective until
-    it times out.
-
-    Raises:
-        Exception: on the rank where ``work`` raised, its exception.
-        UserError: on other ranks, if the exception is a ``UserError``.
-        RuntimeError: on other ranks, for any other exception.
+    If ``work`` raises on one rank, all ranks raise: that rank its exception, the others the same ``UserError`` or, for
+    any other exception, a ``RuntimeError``. Otherwise they would wait in the next collective until it times out.
     """
     failure, note, result = None, None, None
     try:
@@ -102,9 +97,8 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
 def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the squared norm of all gradients together, in fp64, the same on every rank.
 
-    Each rank sums the squares of its shards in fp64, and one all-reduce serves all parameters (the norm of a DTensor
-    would be one collective per tensor). A missing gradient counts as zero, so ranks may lack different gradients.
-    Replicas (hybrid sharding) count once.
+    One all-reduce serves all parameters (the norm of a DTensor would be one collective per tensor). A missing gradient
+    counts as zero, so ranks may lack different gradients. Replicas (hybrid sharding) count once.
 
     Args:
         parameters: DTensors of one mesh, sharded over its last axis.
@@ -122,7 +116,7 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
             grads.append(parameter.grad)
     assert mesh is not None, "no parameters"
     if grads:
-        # cumsum() adds in the order of a loop. sum() uses another order, which would change the last digits of norms.
+        # cumsum() adds in the order of a loop; sum() would change the last digits of norms.
         square = squared_norms(local_shards(grads)).cumsum(0)[-1]
     else:
         square = torch.zeros((), dtype=torch.float64, device=device)

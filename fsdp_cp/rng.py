@@ -1,8 +1,8 @@
 """Random draws that do not depend on the mesh: keyed by seed, purpose, step and position in the global batch.
 
-A sample draws the same numbers on every rank that holds it. So the ranks of a ``cp`` group agree, data-parallel ranks
-differ, and a run can resume on another mesh without a change of its draws. Numbers are drawn on the CPU in fp32
-(uniform ones in fp64) and then moved, so that they are the same for every device and precision.
+A sample draws the same numbers on every rank. So the ranks of a ``cp`` group agree, data-parallel ranks differ, and a
+run can resume on another mesh. Numbers are drawn on the CPU in fp32 (uniform ones in fp64) and then moved, so that
+they are the same for every device and precision.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ class Draw(NamedTuple):
 class DrawsAhead:
     """Draws of the next step, made by a thread into pinned memory while the device works on the current step.
 
-    Drawing Wan's latents takes the host 10 ms at 480p and 27 ms at 720p; the device would wait for it at the start of
-    a step. A step is expected to draw what the last step of its kind drew. Numbers depend only on the key of a draw, so
-    a wrong guess costs time but changes no result.
+    Drawing Wan's latents takes the host 10 ms at 480p and 27 ms at 720p, for which the device would wait. A step is
+    expected to draw what the last step of its kind drew. Numbers depend only on the key of a draw, so a wrong guess
+    costs time but changes no result.
     """
 
     def __init__(self, seed: int, *, pin: bool) -> None:
         """
         Args:
             seed: seed of the run.
-            pin: whether to put draws into pinned memory, for fast copies to a device.
+            pin: whether to use pinned memory.
         """
         self._seed, self._pin = seed, pin
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="draws")
@@ -126,7 +126,7 @@ class DrawsAhead:
 
         Args:
             step: number of this step.
-            kind: kind of this step, which is the role that it trains. Steps of one kind make the same draws.
+            kind: role that this step trains. Steps of one kind make the same draws.
             following: kind of the next step.
         """
         for draw in [draw for draw in self._made if draw.step != step]:  # wrong guesses of earlier steps

@@ -7,7 +7,7 @@ its attention reads. A block that is recomputed in backward reads
 - the record of its forward, which :mod:`fsdp_cp.sharding.activations` enters again;
 - under any other activation checkpointing, the records of all forwards so far, if they give one answer.
 
-Attention does not guess: if no count or several counts fit, it raises an error that asks for ``total_tokens``.
+Attention does not guess: if no count or several counts fit, it asks for ``total_tokens``.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def segments_of(
     answers: set[tuple[int, ...]] = set()
     for record in records:
         totals = record.totals
-        if not names:  # consider joined sequences too, to refuse them: their order is unknown without names
+        if not names:  # detect joined sequences too, to refuse them: their order needs names
             known = sorted(set(totals.values()))
             answers.update(some for n in (1, 2, 3) for some in combinations(known, n))
         elif all(name in totals for name in names if isinstance(name, str)):

@@ -25,7 +25,7 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     time, which for weights, gradients and averages of a thousand parameters is as long as their update.
 
     FSDP2 replaces a parameter's local tensor (in ``to_empty``, in loading, and in the first forward if it must pad).
-    Call this function for each use and do not keep the result.
+    Call this for each use and do not keep the result.
     """
     return [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
 

@@ -147,13 +147,12 @@ def forget() -> None:
 def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> None:
     """Log one line if ``error`` shows that a collective timed out or lost another rank; otherwise do nothing.
 
-    The line is also added to the error as a note, since torchrun's summary ends with the error. Each error is reported
-    once.
+    It also adds the line to the error as a note, which torchrun's summary shows. Each error is reported once.
 
     Args:
         error: exception that ended this rank's work.
-        step: words for the current step, for example ``"in step 7 of 100"``.
-        advice: words that tell the user how to continue.
+        step: current step, for example ``"in step 7 of 100"``.
+        advice: how to continue.
     """
     from fsdp_cp.measure.phases import where  # imports FSDP, which takes half a second
 

@@ -1,8 +1,8 @@
 """Local attention kernels for CUDA: torch's built-in kernels, FlashAttention 3, Transformer Engine.
 
 In backward, every kernel takes the log-sum-exp and the output of the whole row, even if other ranks hold some of the
-row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` from these tensors and does
-not recompute them. The kernels also take random states, which they do not read without dropout.
+row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` from them. The kernels also
+take random states, which they read only with dropout.
 
 Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
 2.13, FlashAttention 3 (``hopper``) from August 2025 on, and Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
@@ -272,11 +272,11 @@ def _package(name: str, module: str, install: str, at_least: tuple[int, int] = (
 SM_MARGIN = 4
 """SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
 
-The forward is persistent (``StaticPersistentTileScheduler``): a thread block occupies every SM until the kernel ends.
-If NCCL's kernel is launched second, it starts only after attention has ended. NCCL launches more blocks than this for a
-large message, but several fit on one SM: MagiAttention, a similar kernel, reports full overlap with 4 to 8 free SMs.
-Four is the smallest of these: it costs the forward 5 % on the 78 SMs of an H20 and 3 % on an H100. The number must be
-even: the grid has one block per remaining SM, and at head size 128 blocks come in clusters of two.
+The forward is persistent (``StaticPersistentTileScheduler``): a thread block occupies every SM until the kernel ends,
+and an NCCL kernel launched later would wait for that. NCCL launches more blocks than this for a large message, but
+several fit on one SM: MagiAttention, a similar kernel, reports full overlap with 4 to 8 free SMs. Four costs the
+forward 5 % on the 78 SMs of an H20 and 3 % on an H100. The number must be even: the grid has one block per remaining
+SM, and at head size 128 blocks come in clusters of two.
 """
 
 

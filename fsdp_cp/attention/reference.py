@@ -32,8 +32,7 @@ class Dual(NamedTuple):
 def _heads_first(x: Tensor) -> Tensor:
     """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)`` and cast to the dtype of matrix products.
 
-    On CUDA bf16 and fp16 stay, since tensor cores sum in fp32. On other devices the product would be rounded to them,
-    so they are cast to fp32.
+    On CUDA bf16 and fp16 stay, since tensor cores sum in fp32. Other devices would round the product, so cast to fp32.
     """
     return x.transpose(1, 2).to(x.dtype if device_type(x) == "cuda" else accumulation_dtype(x.dtype)).contiguous()
 
@@ -54,8 +53,8 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 def _starts(x: Tensor, step: int) -> range:
     """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of the first two tiles only.
 
-    Two tiles reach the same peak memory as all: the tensors of a tile live until those of the next exist, and the last
-    tile is the smallest. Running all tiles of a long fake sequence would take minutes.
+    Two tiles reach the peak memory of all: the tensors of a tile live until those of the next exist, and the last tile
+    is the smallest. All tiles of a long fake sequence would take minutes.
     """
     return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
 

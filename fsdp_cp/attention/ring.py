@@ -56,7 +56,7 @@ class Ring:
 class _Travelling:
     """Buffer that travels around the ring. Each hop sends the current buffer and receives the next one.
 
-    On exit of its context, also after an exception, it waits for messages in flight. The process group can then be used
+    Its context waits on exit, also after an exception, for messages in flight. The process group can then be used
     again, and no message writes into freed memory.
     """
 
@@ -107,7 +107,7 @@ class _Merged:
     def add(self, rows: slice, part: Dual) -> None:
         """Merge the attention of some ``rows`` of the queries to further keys."""
         if self.sum is None and part.out.shape[1] == self.q.shape[1]:
-            # Keep the kernel's dtype until a merge: the output of a ring of one need not be cast to fp32 and back.
+            # Cast to fp32 only at a merge: a ring of one never needs it.
             self.sum = part
             return
         out, lse, t_out, t_lse = self._widened()
@@ -210,9 +210,6 @@ def ring_forward(
         q: ``(B, S, H, D)``. Pads of all tensors are ignored and give 0.
         k, v: ``(B, S, Hk, D)``.
         mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks.
-        scale: factor on the logits.
-        ring: place of this rank in the ring.
-        kernel: local attention kernel.
 
     Returns:
         ``(B, S, H, D)`` in the dtype of ``q``, and the log-sum-exp ``(B, H, S)`` in fp32 (fp64 for fp64), -inf for

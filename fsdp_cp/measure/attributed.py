@@ -19,7 +19,6 @@ class Peak:
     """Bytes alive at the peak."""
 
     bytes: int
-    """All bytes."""
     by: dict[Hashable, int]
     """Bytes by label."""
 

@@ -26,17 +26,14 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the peak memory of this process so far, in GiB: allocated by torch on CUDA, resident on the CPU."""
+    """Return the peak memory of this process in GiB: allocated by torch on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def reserved_gib(device: torch.device) -> float | None:
-    """Return the peak GPU memory in GiB that torch's allocator has reserved so far, allocated or cached.
-
-    Return ``None`` on the CPU, whose allocator has no cache.
-    """
+    """Return the peak GPU memory in GiB that torch's allocator reserved; ``None`` on the CPU, where it has no cache."""
     return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
 
 
@@ -44,9 +41,9 @@ _at_start: list[float] = []
 
 
 def mark_start(device: torch.device) -> None:
-    """Record the resident memory of Python and its libraries on the CPU, before data and networks are loaded.
+    """Record the resident memory of Python and its libraries, before data and networks are loaded.
 
-    Only the first call counts. On CUDA nothing is recorded: torch's peak does not include libraries.
+    Only the first call counts. CUDA does not need it: torch's peak excludes libraries.
     """
     if device.type == "cpu" and not _at_start:
         _at_start.append(resident_gib())
@@ -105,7 +102,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.fakes = fakes
         self.bytes = 0
-        """Bytes alive now. Falls after the context, too, when tensors are released."""
+        """Bytes alive now; updated after the context too."""
         self.peak_bytes = 0
         """Most bytes alive at once inside the context."""
         self._sizes: dict[int, int] = {}
@@ -134,7 +131,7 @@ class LiveStorages(TorchDispatchMode):
             return NotImplemented  # a wrapper (DTensor): its dispatch calls this again with the wrapped tensors
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs), self.fakes)
-        # An unknown input is older than the context, so it does not count. lift_fresh gets a new tensor from a literal.
+        # An unknown input is older than the context, except that of lift_fresh: a new tensor from a Python literal.
         if func is not torch.ops.aten.lift_fresh.default:
             for tensor in inputs:
                 self._see(tensor.untyped_storage(), counts=False)
@@ -225,8 +222,8 @@ def _collect(tree: Any, leaves: list[Tensor]) -> None:
 def call_in_sight(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call ``func(*args, **kwargs)`` from within ``mode`` so that ``mode`` sees the operations in a non-aten kernel.
 
-    An operator is opaque to active modes, and calling it with the mode active would only dispatch to the mode again.
-    So the kernel is called below the modes while ``mode`` is active. ``OpOverload.redispatch`` and
+    An operator is opaque to modes, and calling it with the mode active would only dispatch to the mode again. So the
+    kernel is called below the modes while ``mode`` is active. ``OpOverload.redispatch`` and
     ``_dispatch_key_for_device`` are private (torch 2.11 to 2.13).
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "c10d", "prim", "prims"):

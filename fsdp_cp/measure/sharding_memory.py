@@ -49,8 +49,6 @@ def has_run(network: nn.Module) -> bool:
 class ShardingMemory:
     """Bytes that FSDP2 holds for ``networks`` on this rank inside the context, now and at their peak.
 
-    Kinds of bytes:
-
     - ``gathered``: full parameters;
     - ``staging``: outputs of all-gathers that are running or not yet freed (full parameters in rank order);
     - ``full_gradients``: gradients of units in backward or waiting for a reduction;
