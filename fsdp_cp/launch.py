@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 _OF_WORKERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")  # fmt: skip
-# Sizes of a parallel launch. Not SLURM_NTASKS: sbatch sets it for its script, where one process runs.
+# Number of tasks that a launcher started. Do not use SLURM_NTASKS: sbatch sets it for its script, which is one process.
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 _GPU_FILES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"))
-"""Present if NVIDIA's driver is loaded, also in a container that was given a GPU."""
+"""Files that exist if NVIDIA's driver is loaded, also in a container with a GPU."""
 
 
 def rank() -> int:
-    """Return the rank in the process group; before there is one, torchrun's (0 under plain ``python``)."""
+    """Return the rank in the process group, or before it exists torchrun's rank (0 under plain ``python``)."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
@@ -45,7 +45,7 @@ def local_rank() -> int:
 
 
 def world_size() -> int:
-    """Return the size of the process group; before there is one, torchrun's (1 under plain ``python``)."""
+    """Return the size of the process group, or before it exists torchrun's world size (1 under plain ``python``)."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -53,7 +53,7 @@ def refuse_separate_worlds() -> None:
     """Refuse several tasks of srun or MPI without torchrun: each would be rank 0 of a world of one.
 
     Raises:
-        UserError: more than one task, and the environment has no ``RANK`` and ``WORLD_SIZE``.
+        UserError: more than one task, but the environment lacks ``RANK`` or ``WORLD_SIZE``.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
@@ -69,7 +69,7 @@ def refuse_separate_worlds() -> None:
 
 
 def outside_of_torchrun() -> dict[str, str]:
-    """Return the environment without torchrun's variables, for a process that is not one of its workers."""
+    """Return the environment without torchrun's variables, for a process that is not a worker of torchrun."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -80,17 +80,17 @@ def outside_of_torchrun() -> dict[str, str]:
 def report_error(error: UserError) -> int:
     """Print a user's mistake as one line, once on each node; return its exit code, 2.
 
-    Under torchrun the line goes into the worker's error file too, since torchrun repeats that file at the end of its
-    own summary ("Root Cause"), some forty lines further down.
+    Under torchrun also write the line to the worker's error file: torchrun repeats it at the end of its summary ("Root
+    Cause"), about forty lines further down.
 
     Args:
-        error: raised by one rank, or by all of them.
+        error: exception that one rank or all ranks raised.
     """
     line = "error: " + " ".join(str(error).splitlines())
     logging.getLogger(__name__).debug(line)
     if local_rank() != 0:
-        time.sleep(3)  # torchrun ends this rank when the first one has exited, so the line appears once
-    write_error(line)  # without a traceback: torchrun would show that instead
+        time.sleep(3)  # torchrun ends this rank once local rank 0 has exited, so the line appears once
+    write_error(line)  # no traceback: torchrun would show it instead of the line
     print(line, file=sys.stderr)
     return 2
 
@@ -98,8 +98,8 @@ def report_error(error: UserError) -> int:
 def exit_code(work: Callable[[], None]) -> int:
     """Run a command and return its exit code: 0, or 2 with one line after a user's mistake or a full disk.
 
-    A signal ends it with one line too: 75 where the command handles signals itself, 130 after Ctrl-C elsewhere. Any
-    other exception is a defect and passes on with its traceback.
+    A signal also ends it with one line: code 75 if the command handles signals itself, else 130 after Ctrl-C. Any other
+    exception is a defect and propagates with its traceback.
     """
     try:
         work()
@@ -120,17 +120,17 @@ def exit_code(work: Callable[[], None]) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End a command's process with an exit code, as Python does, but without finalizing the interpreter.
+    """End the process with an exit code, as Python does, but without finalizing the interpreter.
 
-    A thread of gloo frees a collective's tensors after it has reported the collective done, and may need the
-    interpreter for it. During finalization the process then aborts ("terminate called without an active exception",
-    exit code -6) although all its work is done, and torchrun counts the run as failed. Destroying the process groups
-    does not end those threads while anything refers to a group, as DTensor's caches do (torch 2.13).
+    A gloo thread frees a collective's tensors after it has reported the collective done, and may need the interpreter
+    to do so. During finalization the process then aborts ("terminate called without an active exception", exit code -6)
+    although all work is done, and torchrun counts the run as failed. Destroying the process groups does not end those
+    threads while an object refers to a group, as DTensor's caches do (torch 2.13).
 
     ``multiprocessing`` ends its children in the same way (``BaseProcess._bootstrap``, Python 3.11 to 3.14).
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -142,11 +142,11 @@ def end_process(code: int) -> NoReturn:
 
 
 def choose_device(device: str) -> torch.device:
-    """Return this rank's device for ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``.
+    """Return this rank's device for ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
 
     Raises:
-        UserError: CUDA asked for where there is none; ``auto`` where there is a GPU that torch does not see, which
-            would mean days on the CPU without notice; more ranks on a node than it has GPUs.
+        UserError: ``cuda`` without a GPU; ``auto`` with a GPU that torch does not see (the run would silently take days
+            on the CPU); or more ranks on a node than GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device must be auto, cpu or cuda, got {device}")
@@ -163,7 +163,7 @@ def choose_device(device: str) -> torch.device:
         )
         raise UserError(f"device={device}, but torch sees no GPU{hint or ''}; or use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if processes > gpus:  # the same on all ranks of the node, so that all of them refuse
+    if processes > gpus:  # both numbers are equal on all ranks of the node, so all of them refuse
         raise UserError(
             f"{processes} processes on this node, but torch sees {gpus} GPUs;"
             f" use torchrun --nproc-per-node {gpus}, or device=cpu"
@@ -172,12 +172,12 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_allocator(device: torch.device, settings: str | None) -> None:
-    """Configure torch's CUDA allocator, unless the environment does. CUDA reads this once when it starts.
+    """Configure torch's CUDA allocator unless the environment does. Call it before CUDA starts, which reads it once.
 
     Args:
-        device: nothing is done on the CPU.
-        settings: as torch documents for ``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; ``None`` for
-            torch's own.
+        device: this rank's device. The CPU needs no configuration.
+        settings: value of ``PYTORCH_CUDA_ALLOC_CONF``, for example ``expandable_segments:True``; ``None`` for torch's
+            default.
     """
     if device.type != "cuda" or settings is None:
         return
@@ -190,14 +190,14 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
 
 
 def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
-    """Give a rank on a GPU, whose optimizer steps on the host, its share of this process's cores.
+    """Give a GPU rank its share of the host's cores if its optimizer steps on the host.
 
-    torchrun and the Dockerfile set ``OMP_NUM_THREADS=1`` where nothing is set: AdamW over a network's shards then takes
-    one core, for seconds, while the others idle. A user's 1 cannot be told from theirs; another number stays. Nothing
-    changes on the CPU, where the number of threads changes the last digits.
+    torchrun and the Dockerfile default to ``OMP_NUM_THREADS=1``: AdamW over a network's shards then runs for seconds on
+    one core while the others idle. A value of 1 that the user set looks the same and is replaced; any other value
+    stays. On the CPU nothing changes, since there the number of threads changes the last digits of results.
 
     Args:
-        device: this rank's.
+        device: this rank's device.
         host_optimizer: whether a trained role has ``offload=cpu``.
     """
     if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
@@ -209,20 +209,20 @@ def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
 
 
 def share_of_cores() -> int:
-    """Return the number of this node's cores for each of its ranks, at least 1."""
-    # The cores that this process may use: a container or SLURM may have fewer than the machine.
+    """Return the number of cores for each rank of this node, at least 1."""
+    # Count only the cores that this process may use: a container or SLURM may grant fewer than the machine has.
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
-    """Open the default process group (gloo, and NCCL for CUDA) for the length of the context.
+    """Open the default process group (gloo, and NCCL for CUDA) within this context.
 
-    After an exception a process that is not the only one must end, without waiting for its collectives.
+    After an exception, a process of several must exit without waiting for its collectives.
 
     Args:
         device: this rank's device.
-        timeout: of a collective; long, since rank 0 alone writes samples and the report while the others wait.
+        timeout: timeout of a collective. It is long, since rank 0 writes samples and the report while the others wait.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -247,8 +247,8 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         raise
     finally:
         timeouts.forget()
-        # After an exception on one rank the others may wait in a collective, and destroying the group would wait for
-        # them, with the traceback unprinted. The process ends instead, and torchrun ends the rest.
+        # After an exception on one rank the others may wait in a collective. Destroying the group would wait for them
+        # before the traceback is printed. Exit instead; torchrun then ends the other ranks.
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
         else:

@@ -1,8 +1,8 @@
-"""The one device mesh: axes ``dp_replicate x dp_shard x ring x ulysses`` and the views that the rest uses.
+"""Device mesh with the axes ``dp_replicate x dp_shard x ring x ulysses``, and its views for the rest of the package.
 
-``cp = ring x ulysses`` splits the tokens of one sample; FSDP shards parameters over the flattened ``dp_shard x cp``
-axis, since a two-dimensional mesh handed to ``fully_shard`` means hybrid sharding (it would replicate over
-``dp_shard``). Ulysses is the innermost axis, so that its all-to-all stays inside a node.
+``cp = ring x ulysses`` splits the tokens of one sample. FSDP shards parameters over the flattened ``dp_shard x cp``
+axis: given two axes, ``fully_shard`` would use hybrid sharding and replicate over ``dp_shard``. Ulysses is the
+innermost axis, so that its all-to-all stays inside a node.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def resolve_mesh(
     heads: int | None = None,
     sharded: bool = True,
 ) -> MeshShape:
-    """Check the mesh settings against the world and fill in open sizes. Needs no process group.
+    """Check the mesh settings against the world and compute the sizes left open. Needs no process group.
 
     Args:
         world_size: number of all ranks.
-        dp_replicate: replicas of the sharded networks (hybrid sharding); 1 for plain sharding.
-        dp_shard: data-parallel ranks over which parameters are sharded; -1 takes what the other axes leave.
-        cp: ranks that share one sample's tokens.
-        ulysses: degree of the Ulysses all-to-all, a divisor of ``heads``; ``"auto"`` is ``cp / ring`` where ``ring``
-            is set, else ``gcd(heads, cp)``.
-        ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. Where both are set, their product is ``cp``.
-        heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` where
-            no attention is split, or any number of heads would do (``ulysses`` is ``cp`` then).
-        sharded: whether any network is sharded. ``False`` where all of them have ``strategy="no_shard"``: then
-            replicas alone are allowed (``dp_shard x cp`` may be 1).
+        dp_replicate: number of replicas of the sharded networks (hybrid sharding); 1 for plain sharding.
+        dp_shard: number of data-parallel ranks that shard parameters; -1 for all ranks that the other axes leave.
+        cp: number of ranks that share one sample's tokens.
+        ulysses: degree of the Ulysses all-to-all, a divisor of ``heads``; ``"auto"`` is ``cp / ring`` if ``ring`` is
+            set, else ``gcd(heads, cp)``.
+        ring: degree of ring attention; ``"auto"`` is ``cp / ulysses``. If both are set, their product must be ``cp``.
+        heads: greatest common divisor of the query and key/value heads of every network on this mesh; ``None`` if no
+            attention is split or any number of heads works (``"auto"`` then makes ``ulysses`` equal to ``cp``).
+        sharded: whether any network is sharded. ``False`` (all have ``strategy="no_shard"``) allows a mesh of replicas
+            only (``dp_shard x cp`` of 1).
 
     Raises:
         UserError: sizes that do not fit the world or the heads.
@@ -123,10 +123,10 @@ def resolve_mesh(
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """Plain data of the ``cp`` axis, for the attention operators: Dynamo sees only integers and strings.
+    """Integers and strings that describe the ``cp`` axis, for the attention operators and Dynamo.
 
-    Groups have torch's names (``ProcessGroup.group_name``). Ulysses is innermost, so that neighboring ``cp`` ranks
-    exchange heads, and the rank's tokens are those of ``cp_rank``.
+    Groups are given by ``ProcessGroup.group_name``. Ulysses is the inner axis, so neighboring ``cp`` ranks exchange
+    heads. ``cp_rank`` determines the rank's tokens.
     """
 
     ring_group: str
@@ -143,7 +143,7 @@ class ContextGroups:
 
     @property
     def cp_rank(self) -> int:
-        """Index of this rank among them; 0 holds the first tokens."""
+        """Index of this rank among the ranks that share a sample; rank 0 holds the first tokens."""
         return self.ring_rank * self.ulysses_size + self.ulysses_rank
 
 
@@ -151,9 +151,9 @@ class ContextGroups:
 class Mesh:
     """Device mesh and its views; made by :func:`build_mesh`.
 
-    ``fsdp`` is what ``fully_shard`` takes: one axis (the flattened ``dp_shard x cp``), or two with ``dp_replicate``
-    first when replicas were asked for. ``world`` is every rank as one axis. ``dp`` is the axis of ranks that hold
-    different samples, ``cp`` the axis of ranks that share them, and ``context`` the same as plain data.
+    ``fsdp`` is the mesh for ``fully_shard``: one axis (the flattened ``dp_shard x cp``), or two with ``dp_replicate``
+    first if there are several replicas. ``world`` is one axis of all ranks. ``dp`` is the axis of ranks that hold
+    different samples, ``cp`` the axis of ranks that share a sample. ``context`` describes ``cp`` as plain data.
     """
 
     shape: MeshShape
@@ -167,16 +167,16 @@ class Mesh:
     context: ContextGroups
     _within: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @cached_property  # of this mesh, not by value: its process groups die with it
+    @cached_property  # cached per instance, not by value: the process groups end with this mesh
     def replicas(self) -> DeviceMesh:
-        """Mesh of all ranks as replicas (world x 1), for networks that are not sharded. All ranks make it together."""
+        """Mesh of all ranks as replicas (world x 1), for networks that are not sharded. All ranks must access it."""
         with inherited_timeout():
             return init_device_mesh(
                 self.device_type, (self.world.size(), 1), mesh_dim_names=("dp_replicate", "dp_shard_cp")
             )
 
     def within(self, ranks: int) -> DeviceMesh:
-        """Return all ranks as copies of ``ranks`` neighbors each (world / ranks x ranks). All ranks call it."""
+        """Return a mesh of copies of ``ranks`` neighbors each (world / ranks x ranks). Called by all ranks."""
         if ranks not in self._within:
             sizes, names = (self.world.size() // ranks, ranks), ("copies", f"shard_{ranks}")
             with inherited_timeout():
@@ -206,12 +206,12 @@ class Mesh:
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuse a mesh that :func:`build_mesh` did not make, above all a plain ``DeviceMesh``.
+    """Refuse a mesh that :func:`build_mesh` did not make, such as a plain ``DeviceMesh``.
 
     Raises:
-        UserError: another kind of mesh.
+        UserError: ``mesh`` is not a :class:`Mesh`.
     """
-    # An object with the same view of the groups will do: one process without a process group has no Mesh.
+    # Accept any object with `context`: a single process without a process group has no Mesh.
     if not isinstance(mesh, Mesh) and not hasattr(mesh, "context"):
         raise UserError(
             f"mesh is a {type(mesh).__name__}; use the mesh that fsdp_cp.build_mesh(dp_shard=..., cp=...) returns"
@@ -223,11 +223,11 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
     """Return the ``(ring, ulysses)`` axes of a mesh as plain data.
 
     Args:
-        mesh: our mesh, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``, in this order; a missing one has
-            size 1.
+        mesh: a :class:`Mesh`, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``, in this order. A missing
+            axis has size 1.
 
     Raises:
-        UserError: a ``DeviceMesh`` with other axes, or in another order.
+        UserError: a ``DeviceMesh`` with other axes or another order.
     """
     if isinstance(mesh, Mesh):
         return mesh.context
@@ -242,10 +242,10 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
         )
     groups = {name: mesh.get_group(name) for name in names}
     if mesh.device_type == "cuda":
-        connect_once(mesh)  # build_mesh has not connected it
+        connect_once(mesh)  # a plain DeviceMesh is not connected yet
     axes: list[Any] = []
     for name in ("ring", "ulysses"):
-        # The group of an axis of size 1 is never communicated over, so any name that exists stands for it.
+        # An axis of size 1 never communicates, so the name of any existing group works.
         group = groups.get(name)
         known = group if group is not None else next(iter(groups.values()))
         axes += [known.group_name, group.rank() if group is not None else 0, group.size() if group is not None else 1]
@@ -253,7 +253,7 @@ def context_groups(mesh: Mesh | DeviceMesh) -> ContextGroups:
 
 
 def _flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Return one axis out of several neighboring ones. ``DeviceMesh._flatten`` is private (torch 2.11 to 2.13)."""
+    """Flatten neighboring axes to one axis. ``DeviceMesh._flatten`` is private (torch 2.11 to 2.13)."""
     return mesh[axes]._flatten(name)
 
 
@@ -268,10 +268,10 @@ def build_mesh(
     sharded: bool = True,
     device_type: str = "cpu",
 ) -> Mesh:
-    """Build the mesh over the initialized process group, with its timeout. Arguments as in :func:`resolve_mesh`.
+    """Build the mesh over the initialized process group, with its timeout. Arguments are those of :func:`resolve_mesh`.
 
     Raises:
-        UserError: sizes that do not fit the world or the heads; no process group; a missing device.
+        UserError: sizes that do not fit the world or the heads; no process group; no GPU for ``cuda``.
     """
     if not dist.is_initialized():
         raise UserError(
@@ -295,7 +295,7 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
     """Build the mesh of a shape that :func:`resolve_mesh` returned, over the initialized process group.
 
     Raises:
-        UserError: a missing device.
+        UserError: an unknown device type, or no GPU for ``cuda``.
     """
     device_type = str(device_type).partition(":")[0]
     if device_type not in ("cpu", "cuda"):
@@ -311,10 +311,10 @@ def mesh_of_shape(shape: MeshShape, *, device_type: str = "cpu") -> Mesh:
         fsdp = _flattened(root, ("dp_shard", "ring", "ulysses"), "fsdp")
         data = _flattened(root, ("dp_replicate", "dp_shard"), "dp")
         context = _flattened(root, ("ring", "ulysses"), "cp")
-        if shape.dp_replicate > 1:  # a mesh of its own, since slicing flattened axes is deprecated
+        if shape.dp_replicate > 1:  # a separate mesh, since slicing flattened axes is deprecated
             names = ("dp_replicate", "dp_shard_cp")
             fsdp = init_device_mesh(device_type, (shape.dp_replicate, shape.dp_shard * shape.cp), mesh_dim_names=names)
-    connect(world, fsdp, data, context, root["ring", "ulysses"])  # not dp_shard's, which nothing is sent over
+    connect(world, fsdp, data, context, root["ring", "ulysses"])  # without dp_shard, which never communicates
     return Mesh(
         shape=shape,
         device_mesh=root,

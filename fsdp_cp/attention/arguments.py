@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention, before anything is sent: one function for each entry."""
+"""Checks of the arguments of attention before anything is sent, one function for each entry point."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def check_self_attention(
     """Check the arguments of :func:`fsdp_cp.attention.context_parallel_attention`.
 
     Returns:
-        q, k and v as autocast casts them; those of the joint text; the total tokens of each segment, the text first.
+        q, k and v in autocast's dtype; those of the joint text; the total tokens of each segment, text first.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: an invalid argument.
     """
     q, k, v = _check_tensors(q, k, v)
     segments = segments_of(total_tokens, q.shape[1], groups)
@@ -59,10 +59,10 @@ def check_cross_attention(
     """Check the arguments of :func:`fsdp_cp.attention.cross_attention`.
 
     Returns:
-        q, k and v as autocast casts them; the number of keys on all ranks together.
+        q, k and v in autocast's dtype; the number of keys on all ranks together.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: an invalid argument.
     """
     q, k, v = _check_tensors(q, k, v)
     keys = k.shape[1]
@@ -83,10 +83,9 @@ def check_cross_attention(
 
 
 def _check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
-    """Check that q, k and v fit each other; return them as autocast casts them for scaled_dot_product_attention.
+    """Check that q, k and v fit each other. Return them in the dtype of autocast for scaled_dot_product_attention.
 
-    Raises:
-        UserError: naming the tensor, with ``where`` in front.
+    Messages prefix a tensor's name with ``where``.
     """
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
@@ -109,11 +108,7 @@ def _check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
 
 
 def _check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
-    """Check what every attention of ``q`` to ``keys`` keys takes. A compiled graph checks ``backend`` when it runs.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+    """Check the options that all attention functions share. A compiled graph checks ``backend`` when it runs."""
     wanted = (q.shape[0], keys)
     if key_mask is not None and (
         not isinstance(key_mask, Tensor)
@@ -132,11 +127,7 @@ def _check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int
 def _check_split(
     q: Tensor, k: Tensor, segments: tuple[int, ...], causal_block: Any, head_groups: Any, groups: ContextGroups
 ) -> None:
-    """Check that the rank's tokens and heads are a share of ``segments`` and of the mesh.
-
-    Raises:
-        UserError: naming the argument.
-    """
+    """Check that the rank's token counts match ``segments`` and that the mesh divides the heads."""
     if causal_block is not None and (not is_count(causal_block) or len(segments) > 1):
         raise UserError(
             "causal_block must be a number of tokens of at least 1, of one segment (total_tokens), got"
@@ -166,11 +157,7 @@ def _check_split(
 def _check_joint(
     joint: Any, tensors: QKV, segments: tuple[int, ...], causal_block: Any, mesh: Mesh | DeviceMesh
 ) -> QKV:
-    """Check the text that every rank holds in full; return its q, k and v.
-
-    Raises:
-        UserError: naming the argument.
-    """
+    """Check the text that every rank holds in full; return its q, k and v."""
     if not isinstance(joint, (tuple, list)) or len(joint) != 3 or not isinstance(mesh, Mesh):
         raise UserError("joint must be q, k and v of the text, (batch, L, heads, head_dim), on a mesh of build_mesh")
     if causal_block is not None or len(segments) > 1:

@@ -1,7 +1,7 @@
 """Forward-mode tangents at the entry of an operator that communicates.
 
-Collectives and opaque operators drop tangents silently. So an operator takes its arguments apart here, sends primals
-and tangents in one exchange, and puts the results together with ``torch.autograd.forward_ad.make_dual``.
+Collectives and opaque operators drop tangents silently. An operator therefore unpacks its arguments with this module,
+sends primals and tangents in one exchange, and builds its results with ``torch.autograd.forward_ad.make_dual``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def _refuse_compiled_duals(x: Tensor) -> Tensor:
 
 @_refuse_compiled_duals.register_fake
 def _(x):
-    # An exception from Python code would only make Dynamo break the graph, and inductor's graphs lose tangents.
+    # Raised outside of a fake kernel it would only make Dynamo break the graph, and inductor's graphs lose tangents.
     raise RuntimeError("context parallelism has no forward-mode AD in a compiled graph; call the module uncompiled")
 
 
 def inside_dual_level() -> bool:
-    """Whether this runs inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), where tensors may have tangents.
+    """Return whether this runs inside ``forward_ad.dual_level()`` (or ``torch.func.jvp``), where tangents can exist.
 
-    ``forward_ad._current_level`` is private (torch 2.11 to 2.13); Dynamo guards on it, so that a graph compiled without
-    tangents is not used again where there may be some.
+    ``forward_ad._current_level`` is private (torch 2.11 to 2.13). Dynamo guards on it, so a graph compiled without
+    tangents is not reused inside a dual level.
     """
     return forward_ad._current_level >= 0
 
 
 def may_be_dual(x: Tensor) -> bool:
-    """Whether ``x`` may have a tangent (:func:`inside_dual_level`).
+    """Return whether ``x`` may have a tangent (:func:`inside_dual_level`).
 
     Raises:
         RuntimeError: while Dynamo compiles the caller.
@@ -53,12 +53,13 @@ def may_be_dual(x: Tensor) -> bool:
 def unpack_duals(
     tensors: Sequence[Tensor], operator: str
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...] | None]:
-    """Return primals and tangents of an operator's arguments, ``None`` for a missing tangent, or for all if all are.
+    """Return primals and tangents of an operator's arguments.
 
-    Tangents get their primal's dtype: some operators of CUDA return others, which an exchange would promote.
+    A missing tangent is ``None``; if all are missing, the tuple of tangents is ``None``. Tangents are cast to their
+    primal's dtype: some CUDA operators return tangents of another dtype, which an exchange would promote.
 
     Raises:
-        RuntimeError: with gradients enabled (forward over reverse is not supported).
+        RuntimeError: gradients are enabled (forward over reverse is not supported).
     """
     duals = [forward_ad.unpack_dual(x) for x in tensors]
     if all(dual.tangent is None for dual in duals):
@@ -71,9 +72,9 @@ def unpack_duals(
 
 @contextmanager
 def norms_keep_tangent_dtypes() -> Iterator[None]:
-    """Within this context, let ``layer_norm`` and ``rms_norm`` return tangents of their primal's dtype.
+    """Within this context, make ``layer_norm`` and ``rms_norm`` return tangents of their primal's dtype.
 
-    On CUDA both keep statistics of bf16 inputs in fp32, so the tangent is fp32 and the next linear layer refuses it.
+    On CUDA both keep statistics of bf16 inputs in fp32, so the tangent is fp32 and the next linear layer raises.
     """
     functional = nn.functional
     with (

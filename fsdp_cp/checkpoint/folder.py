@@ -1,7 +1,7 @@
-"""The ``checkpoints/`` folder of a run: its checkpoints, damaged ones among them, and the one to resume from.
+"""The ``checkpoints/`` folder of a run: its checkpoints, whole or damaged, and the one to resume from.
 
 A checkpoint is ``step_00000100/`` with torch.distributed.checkpoint's files and ``state.json`` for plain state. A
-folder gets this name by a rename when all files are on the disk, so an incomplete one was damaged later.
+folder is renamed to this once all its files are on disk, so a checkpoint that lacks files was damaged later.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def published_steps(folder: Path) -> list[int]:
 
 
 def unfinished_folders(folder: Path) -> list[Path]:
-    """Return the leftovers of killed saves and removals under ``folder``: ``step_00000100.tmp`` and no other name."""
+    """Return the folders that killed saves and removals left under ``folder`` (``step_00000100.tmp``)."""
     return [path for path in folder.glob("step_*.tmp") if _STEP.fullmatch(path.stem)]
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the saved ``state``; its ``step`` defaults to that of the folder's name.
+    """Return the saved ``state``. Its ``step`` defaults to the step in the folder's name.
 
     Raises:
-        UserError: the file cannot be read, or is not a state.
+        UserError: the file cannot be read or does not hold a state.
     """
     file = checkpoint / STATE
     try:
@@ -57,7 +57,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
     match = _STEP.fullmatch(checkpoint.name)
-    if isinstance(state, dict) and match:  # save does not ask its caller for it
+    if isinstance(state, dict) and match:  # callers of save need not write the step
         state.setdefault("step", int(match.group(1)))
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError(f"{file} is not the state of a checkpoint; use an earlier checkpoint")
@@ -65,9 +65,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the damage of a checkpoint in a line that names the file; ``None`` for a whole one.
+    """Describe the damage of a checkpoint in one line that names the file; return ``None`` if it is whole.
 
-    Reads the plain files, and the sizes of the others. It does not read tensors.
+    Reads the plain files and checks the sizes of the others. Does not read tensors.
     """
     try:
         read_state(checkpoint)
@@ -85,7 +85,7 @@ def find_checkpoint(folder: str | Path, setting: str) -> Path:
         setting: name of the setting, for messages.
 
     Raises:
-        UserError: a folder without a whole checkpoint.
+        UserError: the folder has no whole checkpoint.
     """
     path = Path(folder).expanduser()
     if _STEP.fullmatch(path.name) and (path / STATE).is_file():
@@ -113,18 +113,18 @@ def _newest_whole(checkpoints: Path) -> Path | None:
 
 
 def find_resume(setting: str, checkpoints: Path) -> Path | None:
-    """Return the checkpoint that ``checkpoint.resume`` means, the same on every rank; ``None`` to start from scratch.
+    """Return the checkpoint that ``checkpoint.resume`` selects, the same on every rank; ``None`` to start from scratch.
 
-    A named folder is the start of a run. The same command started again (by a scheduler, say) resumes from the run's
-    own newest whole checkpoint, whose state knows by ``branch_of`` where the run began.
+    A folder name starts a run from that folder. When the same command is started again (for example by a scheduler),
+    it resumes from this run's newest whole checkpoint; ``branch_of`` in its state records where the run began.
 
     Args:
-        setting: ``auto`` (the newest whole one under ``checkpoints``), ``never``, a run folder or a step folder.
-        checkpoints: this run's own checkpoint folder.
+        setting: ``auto`` (the newest whole checkpoint in ``checkpoints``), ``never``, a run folder or a step folder.
+        checkpoints: checkpoint folder of this run.
 
     Raises:
-        UserError: a folder without a whole checkpoint; another run's folder, where this run has checkpoints of its own;
-            own checkpoints of which none is whole.
+        UserError: the folder has no whole checkpoint; this run has checkpoints but the folder belongs to another run;
+            or all checkpoints of this run are damaged.
     """
     if setting == "never":
         return None
@@ -136,14 +136,14 @@ def find_resume(setting: str, checkpoints: Path) -> Path | None:
 def _find_resume(setting: str, checkpoints: Path) -> Path | None:
     newest = _newest_whole(checkpoints)
     own = published_steps(checkpoints)
-    if own and newest is None:  # starting from scratch would move weeks of work aside
+    if own and newest is None:  # starting from scratch would discard weeks of work
         raise UserError(
             f"no checkpoint in {checkpoints} is whole (the newest: step {own[-1]}); use checkpoint.resume=never to"
             " start from scratch, or another run_dir"
         )
     if setting == "auto":
         return newest
-    # First: the checkpoint from which the run began may have been removed since, by `keep` for one.
+    # Check this before looking for `setting`: that checkpoint may have been removed since, for example by `keep`.
     if newest is not None and read_state(newest).get("branch_of") == branch_name(setting):
         log.info("the run began from %s; resuming from its own newest checkpoint", setting)
         return newest
@@ -157,9 +157,9 @@ def _find_resume(setting: str, checkpoints: Path) -> Path | None:
 
 
 def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
-    """Refuse to start if there are later checkpoints than ``before``. Called by all ranks, which hold the folder.
+    """Refuse to start if ``checkpoints`` has later steps than ``before``. Called by all ranks, which hold the folder.
 
-    Ranks whose torchrun was killed save and end by themselves, perhaps after this start has looked for checkpoints.
+    Ranks whose torchrun was killed save before they exit, perhaps after this start has listed ``before``.
 
     Raises:
         UserError: a later checkpoint exists.
@@ -175,15 +175,15 @@ def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
 
 
 def branch_name(setting: str) -> str | None:
-    """Return the name in a checkpoint's state of the ``checkpoint.resume`` with which its run began."""
+    """Return the value of ``branch_of`` in the checkpoints of a run that began with this ``checkpoint.resume``."""
     return None if setting in ("auto", "never") else str(Path(setting).expanduser().resolve())
 
 
 def leave_branch(checkpoint: Path) -> None:
     """Rename the checkpoints in the same folder that are later than ``checkpoint`` to ``left_step_*``.
 
-    Called by all ranks. For a run that resumes from an earlier step: ``checkpoint.resume=auto`` must not pick the later
-    ones up, and ``keep`` must not count them.
+    When a run resumes from an earlier step, ``checkpoint.resume=auto`` must not select the later checkpoints, and
+    ``keep`` must not count them. Called by all ranks.
     """
     if rank() == 0:
         for step in published_steps(checkpoint.parent):
@@ -194,7 +194,7 @@ def leave_branch(checkpoint: Path) -> None:
 
 
 def leave(folder: Path) -> None:
-    """Rename a checkpoint that the run leaves, to a name that is free."""
+    """Rename a checkpoint of an abandoned branch to an unused ``left_*`` name."""
     left = folder.with_name(f"left_{folder.name}")
     number = 2
     while left.exists():

@@ -1,6 +1,6 @@
 """Sharded checkpoints: written during training to a temporary folder, published by a rename, loaded on any mesh.
 
-``checkpoint_folder`` describes the files of a checkpoint and chooses the one from which a run resumes.
+``checkpoint_folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(hours=2)
-"""Timeout of the group that saves: ranks write at their own pace, and only the next checkpoint waits for them."""
+"""Timeout of the group that saves. It is long since ranks write at their own speed while training continues."""
 _SPARE = 2**30
-"""Bytes of a host that staging leaves free."""
+"""Bytes of host memory that staging leaves free."""
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer of files, which calls ``publish`` on rank 0 when every rank's files and ``.metadata`` are there.
+    """File writer that calls ``publish`` on rank 0 once every rank's files and ``.metadata`` are written.
 
-    The save raises the exceptions of ``publish`` on every rank.
+    If ``publish`` fails, the save raises on every rank.
     """
 
     def __init__(self, folder: Path, publish: Callable[[], None], *, staged: bool):
-        # For tensors that are on the host torch would still wait for a CUDA stream, in a thread whose device is 0.
+        # With copy-ahead, torch waits for a CUDA stream even for host tensors, in a thread whose device is 0.
         super().__init__(folder, per_thread_copy_ahead=0 if staged else 10_000_000)
         self.publish = publish
 
@@ -87,21 +87,21 @@ class _Writer(FileSystemWriter):
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints, one at a time. Made by all ranks.
+    """Writer of a run's checkpoints, one after another. Created by all ranks.
 
     Args:
-        folder: on a file system that all ranks see. Leftovers of killed saves are removed from it.
-        keep: number of the newest checkpoints to keep; 0 keeps all.
-        keep_every: keep checkpoints whose step is a multiple of this for good; 0 for none.
-        asynchronous: copy the tensors to the host's memory and write from there while training continues; where the
-            copy does not fit, training waits until that checkpoint is written.
+        folder: folder on a file system that all ranks see. Leftovers of killed saves are removed from it.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_every: never delete checkpoints whose step is a multiple of this; 0 turns this off.
+        asynchronous: copy the tensors to host memory and write from there while training continues. If the copy does
+            not fit, training waits until that checkpoint is written.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0, asynchronous: bool = False):
         self.folder, self.keep, self.keep_every, self.asynchronous = folder, keep, keep_every, asynchronous
         self._writing: tuple[int, Future[Any]] | None = None
-        # A group of its own: on the default group its collectives would meet those of the training, in another order
-        # on every rank.
+        # Saves need a separate group: on the default group their collectives would mix with those of training, in
+        # another order on every rank.
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
         if self._group is not None:
@@ -111,15 +111,15 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Write the state after ``step``, after waiting for a checkpoint under way. Called by all ranks.
+        """Wait for the pending checkpoint, then write the state after ``step``. Called by all ranks.
 
         Args:
-            step: the step after which this is the state.
+            step: number of the last step that the state includes.
             tensors: nested dict of tensors and DTensors.
             state: other values, JSON-serializable, the same on every rank.
 
         Raises:
-            UserError: on all ranks; this checkpoint, or the one before, cannot be written.
+            UserError: on all ranks, if this checkpoint or the previous one cannot be written.
         """
         self.wait()
         unfinished = step_folder(self.folder, step).with_suffix(".tmp")
@@ -127,7 +127,7 @@ class Checkpoints:
         def begin() -> None:
             if rank() == 0:
                 try:
-                    shutil.rmtree(unfinished, ignore_errors=True)  # of a save that failed
+                    shutil.rmtree(unfinished, ignore_errors=True)  # left by a failed save
                     unfinished.mkdir(parents=True)
                 except OSError as error:
                     raise self._failed(step, error) from error
@@ -151,10 +151,10 @@ class Checkpoints:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint under way is published. Called by all ranks.
+        """Wait until the pending checkpoint is published. Called by all ranks.
 
         Raises:
-            UserError: on all ranks; it cannot be written.
+            UserError: on all ranks, if it cannot be written.
         """
         if self._writing is None:
             return
@@ -169,13 +169,13 @@ class Checkpoints:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Wait on leaving for the checkpoint under way, which would otherwise end with the process or its groups.
+        """Wait for the pending checkpoint on exit; otherwise it would be lost with the process or its groups.
 
-        After an exception only if it is a user's mistake, which all ranks know of, or in a world of one: after another
-        error the other ranks may be anywhere.
+        After an exception, wait only if it is a ``UserError``, which all ranks raise, or if the world has one rank.
+        After any other error the other ranks may never wait for the checkpoint.
 
         Raises:
-            UserError: on all ranks; it cannot be written.
+            UserError: on all ranks, if it cannot be written.
         """
         try:
             yield
@@ -195,7 +195,7 @@ class Checkpoints:
         return self._writing is not None and not self.is_writing() and self._writing[1].exception() is not None
 
     def _publish(self, step: int, state: str) -> None:
-        """Write ``state.json``, rename the folder, and delete older checkpoints. On rank 0, after all other files."""
+        """Write ``state.json``, rename the folder, and delete older checkpoints. Called last, on rank 0."""
         target = step_folder(self.folder, step)
         unfinished = target.with_suffix(".tmp")
         with (unfinished / STATE).open("w") as stream:
@@ -212,7 +212,7 @@ class Checkpoints:
                 _remove(step_folder(self.folder, old))
 
     def _fits(self, tensors: Mapping[str, Any]) -> bool:
-        """Return whether every host has room for a copy of its ranks' tensors. Called by all ranks."""
+        """Return whether a copy of its ranks' tensors fits in every host's memory. Called by all ranks."""
         own = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
         needed = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         hosts = all_gather_objects((needed, available_host_memory()))
@@ -230,7 +230,7 @@ class Checkpoints:
     def _failed(self, step: int, error: BaseException) -> UserError:
         steps = published_steps(self.folder)
         newest = steps[-1] if steps else "none"
-        # On a full disk torch's writer raises "unexpected pos": the free space tells more.
+        # On a full disk torch's writer only raises "unexpected pos", so add the free space.
         existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
@@ -241,28 +241,28 @@ class Checkpoints:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete an old checkpoint; a failure is only logged, since the new one is saved."""
+    """Delete an old checkpoint. A failure is only logged, since the new checkpoint is saved."""
     try:
-        # First the name: killed half-way, this would leave a checkpoint without some of its files.
+        # Rename first: a deletion that is killed halfway would leave a checkpoint that lacks files.
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".tmp")), ignore_errors=True)
     except OSError as error:
         log.warning("%s cannot be removed (%s)", checkpoint, error.strerror)
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk: after a power failure a renamed folder could lack its files."""
+    """Flush the names in ``folder`` to the disk, so that a renamed folder keeps its files after a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems on which folders cannot be synced
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the message of an error in one line; of a failed save or load, that of the first rank that failed."""
+    """Return the first line of an error; for a failed save or load, that of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         failed, (cause, _) = sorted(error.failures.items())[0]
         return f"rank {failed}: {_first_line(cause)}"
@@ -273,7 +273,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks.
 
     Raises:
-        UserError: the checkpoint lacks a tensor, has an additional one or one of another shape; a damaged file.
+        UserError: a tensor is missing, unexpected or of another shape, or a file is damaged.
     """
     saved = on_all_ranks(lambda: reader(checkpoint).read_metadata().state_dict_metadata if rank() == 0 else None)[0]
     assert saved is not None, "rank 0 has answered"

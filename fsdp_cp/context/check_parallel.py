@@ -1,4 +1,4 @@
-"""Comparison of one step on a few local processes with the same step on one, tensor by tensor."""
+"""Comparison of one step on several local processes with the same step on one process, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Build = Callable[[Mesh], nn.Module]
 
 
 class ParallelMismatch(ValueError):
-    """Difference between the parallel and the plain step; one line names the first tensor that differs."""
+    """Difference between the parallel and the plain step. The message names the first tensor that differs."""
 
 
 def check_parallel(
@@ -36,36 +36,36 @@ def check_parallel(
     cp: Sequence[int] = (2, 3),
     tolerance: float = 1e-6,
 ) -> dict[int, float]:
-    """Compare one step of ``model``, parallelized by ``plan``, with the plain one: outputs and all gradients.
+    """Compare one step of ``model``, parallelized by ``plan``, with the plain step: outputs and all gradients.
 
-    Everything runs in float64 on the CPU, in processes of its own over gloo (a ring of ``cp`` ranks, which any number
-    of heads allows), so it needs neither a process group nor a GPU, and leaves ``model`` and the random state as they
-    are. Take a network of two small layers, and token counts that ``cp`` does not divide. The loss is a fixed random
+    The step runs in float64 on the CPU, in new processes connected by gloo, with a ring of ``cp`` ranks (a ring works
+    with any number of heads). It needs neither a process group nor a GPU, and changes neither ``model`` nor the random
+    state. Use a network of two small layers, and token counts that ``cp`` does not divide. The loss is a fixed random
     projection of all outputs.
 
+    In a script, call this function below ``if __name__ == "__main__"``.
+
     Args:
-        model: a module that pickles, each of whose sub-modules with an attribute ``mesh`` gets the mesh there; or a
-            function of the mesh that returns the module (importable: no lambda, no closure), with the same weights
-            each time, for which ``torch`` is seeded. In a script call this below ``if __name__ == "__main__"``.
-        plan: as for :func:`fsdp_cp.context_parallel.parallelize_context`.
-        inputs: keyword arguments, or a sequence of positional ones, of the forward; every rank is given all of them.
-        prepare: called with the module and the mesh before the plan is applied, at ``cp=1`` too; importable. For
-            diffusers' networks :func:`fsdp_cp.context.diffusers_attention.parallelize_attention`, or a function that
-            calls it.
+        model: a module that can be pickled; each sub-module with an attribute ``mesh`` gets the mesh there. Or an
+            importable function (no lambda, no closure) that takes the mesh and returns the module. ``torch`` is seeded
+            before each call; the function must return the same weights each time.
+        plan: plan of :func:`fsdp_cp.context_parallel.parallelize_context`.
+        inputs: keyword arguments of the forward, or a sequence of positional ones. Every rank gets all of them.
+        prepare: importable function, called with the module and the mesh before the plan is applied, at ``cp=1`` too;
+            for diffusers' networks :func:`fsdp_cp.diffusers_attention.parallelize_attention`.
         cp: numbers of ranks.
-        tolerance: the largest relative error, by norm; gradients have a floor of 1e-6 of the norm of all of them. A
-            missing gradient counts as 0.
+        tolerance: largest relative error, by norm (see :func:`gradient_errors`).
 
     Returns:
         The largest error of an output or a gradient for each ``cp``.
 
     Raises:
-        ParallelMismatch: an output or a gradient differs. It names the first tensor that does: outputs of sub-modules
-            in the order of the forward (where a rank's own can be told from their shapes), then gradients. Also where
-            the parallel step fails; the step itself is then its cause.
-        UserError: arguments that cannot be used.
-        ValueError: a plan that does not fit the model.
-        RuntimeError: the plain step fails; with its traceback.
+        ParallelMismatch: an output or a gradient differs, or the parallel step fails (its error is then the cause).
+            The message names the first tensor that differs: outputs of sub-modules in the order of the forward (if
+            their shapes show how to gather them), then gradients.
+        UserError: invalid arguments.
+        ValueError: the plan does not fit the model.
+        RuntimeError: the plain step fails; the message has its traceback.
     """
     sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,)
     for name, is_right, wanted in (
@@ -77,7 +77,7 @@ def check_parallel(
         if not is_right:
             raise UserError(f"{name} must be {wanted}")
     if isinstance(model, nn.Module):
-        read_plan(model, plan)  # a misspelt name costs no processes
+        read_plan(model, plan)  # find a misspelled name before starting processes
     worst: dict[int, float] = {}
     for size in sizes:
         with RankPool(size, timeout=120.0, preload=("torch", "fsdp_cp")) as pool:
@@ -92,9 +92,9 @@ def check_parallel(
 
 
 def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of ``value - truth`` relative to that of ``truth``, which counts as at least ``floor``.
+    """Return the norm of ``value - truth`` divided by the norm of ``truth`` or ``floor``, whichever is larger.
 
-    Infinite where shapes differ or a number is NaN, which a comparison would pass by.
+    The error is infinite if shapes differ or a value is NaN: a comparison with NaN would not fail.
     """
     if value.shape != truth.shape:
         return float("inf")
@@ -105,7 +105,7 @@ def relative_error(value: Tensor, truth: Tensor, floor: float = 0.0) -> float:
 
 
 def gradient_errors(values: Mapping[str, Tensor | None], truths: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the relative error of each gradient, by name, with a floor of 1e-6 of the norm of all true gradients.
+    """Return the relative error of each gradient by name, with a floor of 1e-6 of the norm of all true gradients.
 
     A missing gradient counts as 0.
     """
@@ -123,7 +123,7 @@ def gradient_errors(values: Mapping[str, Tensor | None], truths: Mapping[str, Te
 def _run(pool: RankPool, model, plan, inputs, prepare, cp: int) -> list[dict[str, Any]]:
     try:
         return pool.run(_step, model, plan, inputs, prepare, cp)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:  # all of pickle's
+    except (AttributeError, TypeError, pickle.PicklingError) as error:  # pickle raises any of these
         raise UserError(
             f"model, plan, inputs and prepare go to other processes, and one does not pickle ({error}); use importable"
             " functions, and a model without a mesh or a function that builds it"
@@ -138,7 +138,7 @@ def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
     for module in model.modules():
         if hasattr(module, "mesh"):
             module.mesh = mesh
-    nn.Module.double(model)  # diffusers' own leaves parts in fp32
+    nn.Module.double(model)  # the method that diffusers overrides leaves parts in fp32
     if prepare is not None:
         prepare(model, mesh=mesh)
     parallelize_context(model, mesh=mesh, plan=plan)
@@ -156,7 +156,7 @@ def _step(model, plan, inputs, prepare, cp: int) -> dict[str, Any]:
 
 
 def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
-    """Return lists that the next forward fills: modules' tensors in order of return, and the token counts of splits."""
+    """Return collections that the next forward fills: modules' outputs in order of return, and split token counts."""
     seen: list[tuple[str, Tensor]] = []
     totals: set[int] = set()
 
@@ -171,13 +171,13 @@ def _watch(model: nn.Module) -> tuple[list[tuple[str, Tensor]], set[int]]:
         return hook
 
     for name, module in model.named_modules():
-        if name:  # the whole model's output is compared last, by itself
+        if name:  # the output of the whole model is compared separately
             module.register_forward_hook(note(name))
     return seen, totals
 
 
 def _plain(output: Any) -> Any:
-    """Convert a dataclass to the dict of its fields, which pytree sees through."""
+    """Convert a dataclass to the dict of its fields, which pytree can flatten."""
     if hasattr(output, "__dataclass_fields__") and not isinstance(output, Mapping):
         return {name: getattr(output, name) for name in output.__dataclass_fields__}
     return dict(output) if isinstance(output, Mapping) else output
@@ -205,7 +205,7 @@ def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolera
     worst = max(errors.values())
     if worst <= tolerance:
         return worst
-    # Only now: intermediate outputs need not be equal for the step to be.
+    # Compare intermediate outputs only if the step differs: they may differ in a correct step.
     differing = itertools.chain(_differing_modules(plain, ranks, cp), errors.items())
     name, error = next((name, error) for name, error in differing if not error <= tolerance)
     raise ParallelMismatch(
@@ -216,14 +216,14 @@ def _compare(plain: dict[str, Any], ranks: list[dict[str, Any]], cp: int, tolera
 def _differing_modules(plain, ranks, cp: int) -> Iterator[tuple[str, float]]:
     """Yield the error of each sub-module's output, in the order of the forward."""
     if any([name for name, _ in rank["seen"]] != [name for name, _ in plain["seen"]] for rank in ranks):
-        return  # another order of calls: what belongs together is not known
+        return  # the ranks called modules in another order, so outputs cannot be paired
     for i, (name, truth) in enumerate(plain["seen"]):
         candidates = _gathered([rank["seen"][i][1] for rank in ranks], truth, ranks[0]["totals"], cp)
         yield name, min((relative_error(x, truth) for x in candidates), default=0.0)
 
 
 def _gathered(own: list[Tensor], truth: Tensor, totals: set[int], cp: int) -> Iterator[Tensor]:
-    """Yield what ``truth`` may be on the ranks: the same on all, its tokens in turn, or those of joined sequences."""
+    """Yield each tensor that the ranks' outputs ``own`` may form: a replica, or the tokens of up to 3 sequences."""
     if any(x.shape != own[0].shape or x.ndim != truth.ndim for x in own):
         return
     other = [dim for dim in range(truth.ndim) if own[0].shape[dim] != truth.shape[dim]]
@@ -236,6 +236,6 @@ def _gathered(own: list[Tensor], truth: Tensor, totals: set[int], cp: int) -> It
         for segments in itertools.product(sorted(totals), repeat=n):
             counts = [local_token_count(segment, cp) for segment in segments]
             if sum(segments) == truth.shape[dim] and sum(counts) == own[0].shape[dim]:
-                parts = zip(*(x.split(counts, dim) for x in own), strict=True)  # of each segment, the ranks' shares
+                parts = zip(*(x.split(counts, dim) for x in own), strict=True)  # for each segment, the ranks' shares
                 whole = (torch.cat(shares, dim) for shares in parts)
                 yield torch.cat([x.narrow(dim, 0, total) for x, total in zip(whole, segments, strict=True)], dim)

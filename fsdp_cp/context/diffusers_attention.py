@@ -1,9 +1,9 @@
-"""Attention of diffusers' networks, whatever their class, over tokens that are split over ``cp``.
+"""Context-parallel attention for diffusers' networks of any class.
 
-Nearly all of them call one function, ``dispatch_attention_fn``, which each model file imports into its own namespace.
-:func:`parallelize_attention` puts another in its place there, which acts inside the given networks alone. The function
-is private to diffusers (known: 0.42), so what it is called with is compared with what is known, and each attention
-that did not come by it is refused by name. Nothing of diffusers is imported here.
+Nearly all of these networks call one function, ``dispatch_attention_fn``, which each model file imports into its
+namespace. :func:`parallelize_attention` replaces it there, with effect only in the given networks. The function is
+private to diffusers, so its arguments are compared with those of diffusers 0.42, and an attention module that does not
+call it raises an error. This module does not import diffusers.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ _calls: list[_Call] = []
 def parallelize_attention(
     model: nn.Module, *, mesh: Mesh, sequences: Sequence[str] | None = None, whole: Sequence[str] = ()
 ) -> None:
-    """Send every attention of a diffusers network through ours, in place; with :func:`parallelize_context`.
+    """Replace every attention of a diffusers network in place. Use it with :func:`parallelize_context`.
 
-    Self-attention, and joint attention to text that the plan splits, go through :func:`context_parallel_attention`;
-    attention to ``encoder_hidden_states`` through :func:`cross_attention`, which gathers them where the plan splits
-    them. Masks of keys go with them (a float one must be 0, or at most -10000, where a key is not attended to).
-    Kernels are chosen by ``fsdp_cp``; diffusers' own choice is not asked.
+    Self-attention, and joint attention to text that the plan splits, call :func:`context_parallel_attention`.
+    Attention to ``encoder_hidden_states`` calls :func:`cross_attention`, which gathers the text if the plan splits it.
+    Key masks are supported; a float mask must be 0 for a key that counts and at most -10000 for a masked key.
+    ``fsdp_cp`` chooses the kernels and ignores diffusers' attention backend.
 
     Args:
         model: the network; its attention modules have a ``processor`` whose file imports ``dispatch_attention_fn``.
         mesh: the mesh, also at ``cp=1``.
-        sequences: names of the plan that self-attention is over, in its order: ``("encoder_hidden_states",
-            "hidden_states")`` for the joint attention of Flux and QwenImage. Needed where these are padded, or
-            ``("hidden_states",)`` where a rank has as many tokens of the text as of the video; a forward says so.
-        whole: attention modules over tokens that no plan splits and every rank holds (a refiner of the text), which
-            are left as they are; ``*`` stands for any characters.
+        sequences: the plan's names of the sequences that self-attention joins, in order: ``("encoder_hidden_states",
+            "hidden_states")`` for the joint attention of Flux and QwenImage. Required if these are padded. Use
+            ``("hidden_states",)`` if a rank has equally many text and video tokens; the forward raises without it.
+        whole: attention modules over tokens that every rank holds and the plan does not split (a text refiner). They
+            are left unchanged; ``*`` stands for any characters.
 
     Raises:
-        UserError: a mesh of another kind; a version of diffusers whose function takes other arguments.
-        ValueError: no attention, or one whose processor does not know the function. In a forward: dropout, a causal
-            mask, a mask that is not one of keys, text in joint attention that the plan does not split, or a module
-            that attends in another way.
+        UserError: ``mesh`` is not a :class:`Mesh`, or diffusers' function takes other arguments.
+        ValueError: the model has no attention module, or a processor does not use diffusers' function. In a forward:
+            dropout, a causal mask, a mask that is not a key mask, joint attention to text that the plan does not
+            split, or a module that does not call diffusers' function.
     """
     check_mesh(mesh)
     attentions = {name: m for name, m in model.named_modules() if hasattr(m, "processor") and hasattr(m, "heads")}
@@ -89,7 +89,7 @@ def parallelize_attention(
 
 
 def _replace_dispatch(name: str, module: nn.Module) -> None:
-    """Replace ``dispatch_attention_fn`` in the namespace that the processor sees."""
+    """Replace ``dispatch_attention_fn`` in the module namespace of the processor."""
     namespace = sys.modules[type(module.processor).__module__]
     original = getattr(namespace, "dispatch_attention_fn", None)
     if original is None:
@@ -108,7 +108,7 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
 
     @functools.wraps(original)
     def dispatch(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, *args, **kwargs):
-        if not _calls:  # of a network that is not on a mesh
+        if not _calls:  # a network that is not parallelized
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale, *args, **kwargs)
         call, kwargs = _calls[-1], dict(zip(KNOWN[7:], args, strict=False)) | kwargs
         refused = {"dropout_p": dropout_p, "is_causal": is_causal} | {n: kwargs.get(n) for n in (KNOWN[8], KNOWN[10])}
@@ -124,7 +124,7 @@ def _replace_dispatch(name: str, module: nn.Module) -> None:
 def _begin(call: Callable[[int | None, int | None], _Call], module: nn.Module, args: tuple, kwargs: dict) -> None:
     found = dict(zip(("hidden_states", TEXT), args, strict=False)) | kwargs
     counts = [x.shape[1] if isinstance(x := found.get(n), Tensor) else None for n in ("hidden_states", TEXT)]
-    while any(other.module is module for other in _calls):  # an interrupt ended that call without its hook
+    while any(other.module is module for other in _calls):  # an interrupt ended an earlier call without `_end`
         _calls.pop()
     _calls.append(call(*counts))
 
@@ -133,7 +133,7 @@ def _end(module: nn.Module, _args: tuple, output: Any) -> None:
     while _calls:
         call = _calls.pop()
         if call.module is module:
-            if output is not None and not call.reached:  # it is None when the module has failed
+            if output is not None and not call.reached:  # output is None if the module raised
                 raise ValueError(
                     f"the attention {call.name!r} ({type(module.processor).__name__}) did not use diffusers'"
                     " dispatch_attention_fn: each rank would attend to its own tokens alone; give it a processor that"
@@ -151,7 +151,8 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
             f"the attention {call.name!r} is called before the plan has split any tokens; name it in whole of"
             " parallelize_attention if every rank holds them, and call the network given to parallelize_context"
         )
-    # Text of as many tokens as the video is still text; in joint attention the queries have both.
+    # Text with as many tokens as the video is cross-attention too. In joint attention the queries hold both, so they
+    # are longer than hidden_states.
     if q.shape[1] != k.shape[1] or (call.keys is not None and call.tokens == q.shape[1]):
         if not text_is_split:
             return cross_attention(q, k, v, key_mask=_key_mask(call, mask, q, k), scale=scale)
@@ -166,7 +167,7 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     names = call.sequences or ()
     shares = [[local_token_count(r.totals[n], groups.cp_size) for n in names if n in r.totals] for r in records]
     if not any(sum(counts) == q.shape[1] for counts in shares):
-        names = ()  # a module may attend to one of the joined sequences alone
+        names = ()  # a module may attend to only one of the joined sequences
     where = f"the attention {call.name!r}"
     segments = segments_of(names or None, q.shape[1], groups, where, "sequences of parallelize_attention")
     mask = _key_mask(call, mask, q, k, segments)
@@ -178,7 +179,7 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
 def _key_mask(
     call: _Call, mask: Tensor | None, q: Tensor, k: Tensor, segments: tuple[int, ...] | None = None
 ) -> Tensor | None:
-    """Convert what diffusers adds to the logits to a bool mask of all keys; gather own keys of ``segments`` for it."""
+    """Convert diffusers' mask to a bool mask of all keys. Gather it if the keys are split into ``segments``."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.ndim)]

@@ -1,6 +1,6 @@
-"""A context-parallel plan, read and checked against the model, before anything is registered.
+"""Reader of context-parallel plans, which checks them against the model before any hook is registered.
 
-The format is that of diffusers' ``_cp_plan``; :mod:`fsdp_cp.context_parallel` says what the entries mean.
+The format is that of diffusers' ``_cp_plan``; :mod:`fsdp_cp.context_parallel` describes the entries.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fsdp_cp.errors import UserError
 
 @dataclass(frozen=True)
 class SplitTokens:
-    """Split an argument (or, with ``split_output``, an output) of a module along ``split_dim``.
+    """Plan entry that splits an argument (or, with ``split_output``, an output) of a module along ``split_dim``.
 
-    An argument may be a tensor, or a tuple or list of tensors (rotary tables, say), of which each is split. With
-    ``expected_dims`` a tensor of another rank is left whole: diffusers uses that for arguments which carry tokens in
-    some models only.
+    An argument may be a tensor, or a tuple or list of tensors (such as rotary tables), each of which is split. With
+    ``expected_dims``, a tensor with another number of dimensions is not split: diffusers uses this for arguments that
+    carry tokens only in some models.
     """
 
     split_dim: int
@@ -31,10 +31,10 @@ class SplitTokens:
 
 @dataclass(frozen=True)
 class GatherTokens:
-    """Gather an output of a module along ``gather_dim``: a tensor, or a value of a ``ModelOutput``, dict or dataclass.
+    """Plan entry that gathers an output along ``gather_dim``: a tensor, or a value of a ModelOutput, dict or dataclass.
 
-    It has the tokens of the argument ``of``: its split says how many there are. Where no argument of this name is
-    split, all splits must have the same number of tokens.
+    The split of the argument ``of`` determines the number of tokens. If no argument of this name is split, all splits
+    must have the same number of tokens.
     """
 
     gather_dim: int
@@ -44,21 +44,21 @@ class GatherTokens:
 
 @dataclass(frozen=True)
 class EmbedOwnTokens:
-    """Split the input of a patch embedding, so that it embeds the rank's own tokens alone.
+    """Plan entry that splits the input of a patch embedding, so that it embeds only the rank's own tokens.
 
-    For a convolution whose stride is its kernel, ``(pt, ph, pw)`` say: its input ``(B, C, T, H, W)``, which every rank
-    holds in full, is cut into patches, in the order (t h w) of the tokens. The rank's own S_local go in one above the
-    other, ``(B, C, S_local pt, ph, pw)``, and come out as ``(B, dim, S_local, 1, 1)``, which
-    ``flatten(2).transpose(1, 2)`` makes ``(B, S_local, dim)`` of. No rank ever holds ``(B, S, dim)``.
+    The module must be a convolution whose stride equals its kernel, for example ``(pt, ph, pw)``. Its input ``(B, C, T,
+    H, W)``, which every rank holds, is cut into patches in token order (t h w). The rank's own S_local patches are
+    stacked to ``(B, C, S_local pt, ph, pw)``. The output is ``(B, dim, S_local, 1, 1)``; ``flatten(2).transpose(1, 2)``
+    turns it into ``(B, S_local, dim)``. No rank ever holds ``(B, S, dim)``.
     """
 
     of: str = "hidden_states"
-    """The name of these tokens for a gather."""
+    """Name of these tokens for a gather."""
 
 
 @dataclass
 class Planned:
-    """Entries of the plan for one module; ``inputs`` and ``outputs`` hold splits, or tuples of them."""
+    """Entries of the plan for one module. Values of ``inputs`` and ``outputs`` are splits or tuples of splits."""
 
     name: str
     module: nn.Module
@@ -69,11 +69,11 @@ class Planned:
 
 
 def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
-    """Return the plan's modules in its order, wildcards expanded; one item for a module, however many keys name it.
+    """Return the plan's modules in its order, with wildcards expanded; each module once, even if several keys name it.
 
     Raises:
-        UserError: a plan that is not a mapping.
-        ValueError: names, arguments or entries that do not fit the model.
+        UserError: the plan is not a mapping.
+        ValueError: names, arguments or entries do not fit the model.
     """
     if not isinstance(plan, Mapping):
         raise UserError(f"plan must be {{module name: SplitTokens, GatherTokens, ...}}, got a {type(plan).__name__}")
@@ -88,7 +88,8 @@ def read_plan(model: nn.Module, plan: Mapping[str, Any]) -> list[Planned]:
                 planned.embedding = entry
             else:
                 _add_gathers(planned, entry)
-    # The whole network's own pair is right; between a gather and the next split every rank computes everything.
+    # One module may both split and gather. Between the gather of one and the split of a second, every rank computes
+    # everything.
     pairs = [planned.name for planned in modules.values() if planned.inputs and planned.gathers]
     if len(pairs) > 1:
         raise ValueError(

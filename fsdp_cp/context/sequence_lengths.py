@@ -1,13 +1,13 @@
-"""Token counts of the sequences that a forward splits: from them attention knows which positions are pads.
+"""Token counts of the sequences that a forward splits. From them, attention knows which positions are pads.
 
-A rank's slice has ``ceil(S / cp)`` positions and does not say what ``S`` is. The split does: each forward of a network
-that :func:`fsdp_cp.context_parallel.parallelize_context` was given has a :class:`Lengths`, which its splits fill and
-its attention reads. A block that runs again in backward reads
+A rank's slice has ``ceil(S / cp)`` positions, which do not determine ``S``. The split knows it: each forward of a
+network of :func:`fsdp_cp.context_parallel.parallelize_context` has a :class:`Lengths` record, which its splits fill and
+its attention reads. A block that is recomputed in backward reads
 
-- the record of its own forward, which :mod:`fsdp_cp.sharding.activations` enters again;
-- under any other activation checkpointing, the records of all forwards so far, where these leave one answer.
+- the record of its forward, which :mod:`fsdp_cp.sharding.activations` enters again;
+- under any other activation checkpointing, the records of all forwards so far, if they give one answer.
 
-Attention refuses to guess: where nothing or more than one count fits, it asks for ``total_tokens``.
+Attention does not guess: if no count or several counts fit, it asks for ``total_tokens``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fsdp_cp.sequence import is_count
 
 
 class Lengths:
-    """Token counts of one forward of one network: the plan's names, and how many tokens were split under each."""
+    """Token counts of one forward of one network: the number of tokens split under each name of the plan."""
 
     def __init__(self, groups: ContextGroups, owner: object):
         self.groups, self.owner = groups, owner
         self.totals: dict[str, int] = {}
         self.padded = False
-        """Whether some rank holds pads. Kept, since a compiled graph that asks each number is one for each number."""
+        """Whether some rank holds pads. Stored, since a compiled graph that reads the counts recompiles for each."""
         self.gathered: str | None = None
-        """The first module whose output was gathered."""
+        """Name of the first module whose output was gathered."""
 
     def note(self, name: str, total: int) -> None:
         """Record that ``total`` tokens were split under ``name``."""
@@ -45,9 +45,9 @@ class Lengths:
 
 
 _entered: list[Lengths] = []
-"""Records of the forwards that run now, outermost first. No thread-local: CUDA's backward has threads of its own."""
+"""Records of the running forwards, outermost first. Not thread-local: CUDA's backward runs in other threads."""
 _ended: dict[tuple, Lengths] = {}
-"""Different records of the forwards that have ended, by their counts."""
+"""Records of the forwards that have ended, one for each set of counts."""
 
 
 def enter(record: Lengths) -> None:
@@ -56,24 +56,24 @@ def enter(record: Lengths) -> None:
 
 
 def leave(owner: object) -> None:
-    """End the forward of ``owner``, and those that began inside and never ended (an interrupt skips hooks)."""
+    """End the forward of ``owner`` and all forwards inside it that did not end (an interrupt skips hooks)."""
     for i, record in enumerate(_entered):
         if record.owner is owner:
             ended = copy.copy(record)
-            ended.owner = None  # or its mesh would live as long as this process
+            ended.owner = None  # otherwise its mesh would live as long as this process
             _ended[record.groups.cp_size, record.groups.cp_rank, *sorted(record.totals.items())] = ended
             del _entered[i:]
             return
 
 
 def entered() -> tuple[Lengths, ...]:
-    """Return the records of the forwards that run now, for :func:`within`."""
+    """Return the records of the running forwards, for :func:`within`."""
     return tuple(_entered)
 
 
 @contextmanager
 def within(records: tuple[Lengths, ...]) -> Iterator[None]:
-    """Run a block again in backward as if the forwards of ``records`` were running."""
+    """Within this context, recompute a block in backward as if the forwards of ``records`` were running."""
     before = list(_entered)
     _entered[:] = records
     try:
@@ -83,7 +83,7 @@ def within(records: tuple[Lengths, ...]) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether a backward runs this: activation checkpointing, which computes a part of a forward again.
+    """Return whether a backward runs this code: activation checkpointing recomputes a part of a forward.
 
     ``torch._C._current_graph_task_id`` is private (torch 2.11 to 2.13).
     """
@@ -91,9 +91,9 @@ def in_backward() -> bool:
 
 
 def records_of(groups: ContextGroups) -> list[Lengths]:
-    """Return the records that a call may belong to: the innermost running forward's, else in backward all ended ones.
+    """Return the records that a call may belong to: the innermost running forward's, or in backward all ended ones.
 
-    Only those on such a mesh: ranks share tokens alike, though a ``DeviceMesh`` has other names for its groups.
+    Only records with the same ``cp`` size and rank count. Group names may differ: a ``DeviceMesh`` has others.
     """
 
     def is_alike(record: Lengths) -> bool:
@@ -115,13 +115,13 @@ def segments_of(
     """Return the true token counts of the joined sequences of which each rank holds ``local`` positions.
 
     Args:
-        total_tokens: counts, or names of the plan; ``None`` for the one sequence of the plan that fits.
-        local: positions on each rank.
+        total_tokens: counts, or names from the plan; ``None`` for the only sequence of the plan that fits.
+        local: number of positions on each rank.
         groups: the ``cp`` axis.
-        tensor, argument: names of the tensor and of the argument that gives the count, for the message.
+        tensor, argument: names of the tensor and of the argument that gives the count, for messages.
 
     Raises:
-        UserError: not a count or a name; no, or more than one, answer.
+        UserError: ``total_tokens`` is neither counts nor names, or does not determine the counts.
     """
     names = total_tokens if isinstance(total_tokens, (tuple, list)) else (total_tokens,)
     if total_tokens is None:
@@ -142,7 +142,7 @@ def segments_of(
     answers: set[tuple[int, ...]] = set()
     for record in records:
         totals = record.totals
-        if not names:  # joined sequences too, which need names to be in order
+        if not names:  # detect joined sequences too, to refuse them: their order needs names
             known = sorted(set(totals.values()))
             answers.update(some for n in (1, 2, 3) for some in combinations(known, n))
         elif all(name in totals for name in names if isinstance(name, str)):
@@ -161,10 +161,10 @@ def segments_of(
 
 
 def refuse_split_keys(queries: int, keys: int) -> None:
-    """Refuse keys that look like a rank's slice of another sequence than the queries'.
+    """Refuse keys whose count equals a rank's slice of a sequence other than the queries' sequence.
 
     Raises:
-        UserError: the running forward has split a sequence into slices of ``keys`` tokens.
+        UserError: the running forward has split such a sequence into slices of ``keys`` tokens.
     """
     if torch.compiler.is_compiling():
         return

@@ -1,6 +1,6 @@
-"""Fake tensors, which have shapes alone, and one process as rank 0 of a world that does not exist.
+"""Fake tensors, which have shapes but no data, and a simulated world in which this process is rank 0.
 
-``FakeTensorMode`` and the ``fake`` backend are torch's own, for its tests (torch 2.11 to 2.13); used here alone.
+``FakeTensorMode`` and the ``fake`` backend are torch's test utilities (torch 2.11 to 2.13). Only this module uses them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
-_ADAM = import_module("torch.optim.adam")  # torch.optim has no such attribute: it deletes it
+_ADAM = import_module("torch.optim.adam")  # torch.optim deletes its attribute adam
 _LAYER_NORM: Callable[..., Tensor] = nn.functional.layer_norm
 
 
@@ -26,12 +26,12 @@ _LAYER_NORM: Callable[..., Tensor] = nn.functional.layer_norm
 def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
     """Initialize a process group of ``size`` ranks, of which this process is the first and only one.
 
-    Yields a mode to enter, also several times: tensors made inside it have shapes, dtypes and storages of a size, and
-    no memory. They are on the CPU; attention's derivative takes the tiles of the device type ``stands_for``. AdamW
-    reads its count of steps from a tensor, which has no value then; it is told 1, which changes no shape.
+    Yields a mode to enter, once or several times: tensors created inside have shapes, dtypes and storage sizes, but no
+    memory. They are on the CPU; attention's derivative uses the tile sizes of the device type ``stands_for``. AdamW
+    reads its step count from a tensor, which has no value here; it gets 1, which changes no shape.
 
     Raises:
-        RuntimeError: a process group exists already.
+        RuntimeError: a process group already exists.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -49,7 +49,7 @@ def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Return a mode to enter: tensors made inside have shapes, dtypes and storages of a size, and no memory."""
+    """Return a mode to enter: tensors created inside have shapes, dtypes and storage sizes, but no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -58,22 +58,22 @@ def _one(value: object) -> float:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether ``x`` has a shape alone."""
+    """Return whether ``x`` is a fake tensor, which has a shape but no data."""
     return isinstance(x, FakeTensor)
 
 
 def device_type(x: Tensor) -> str:
-    """Return ``cpu`` or ``cuda``; for a tensor of a :func:`fake_world`, what it stands for."""
+    """Return ``cpu`` or ``cuda``; for a tensor of a :func:`fake_world`, the device type that it stands for."""
     return getattr(x.fake_mode, "stands_for", x.device.type) if isinstance(x, FakeTensor) else x.device.type
 
 
 @contextmanager
 def dual_layer_norms() -> Iterator[None]:
-    """Within this context, give ``torch.nn.functional.layer_norm`` of fake tensors tangents on their own device.
+    """Within this context, keep tangents of ``torch.nn.functional.layer_norm`` of fake tensors on their device.
 
-    torch 2.13 multiplies with the weights' tangent, a zero without memory, whose views are not fake tensors: the
-    tangent comes out on the meta device, and the next operation refuses it. Real tensors, and fake ones without a
-    tangent, go to torch's own function.
+    torch 2.13 multiplies with the weights' tangent, a zero without memory whose views are not fake tensors. The result
+    is on the meta device, and the next operation raises. Real tensors, and fake tensors without a tangent, use torch's
+    function.
     """
     with mock.patch.object(nn.functional, "layer_norm", _layer_norm):
         yield
@@ -86,7 +86,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    # ``_current_level`` as in fsdp_cp.attention.duals.
+    # fsdp_cp.duals explains ``_current_level``.
     primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
     if tangent is None or weight is None or not is_fake(primal):
         return _LAYER_NORM(input, normalized_shape, weight, bias, eps)
@@ -95,9 +95,9 @@ def _layer_norm(
 
 
 def _tangent(x: Tensor, t: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the tangent of a layer norm whose weights have none, with the allocations of torch's own.
+    """Compute the tangent of a layer norm whose weights have no tangent, with the same allocations as torch.
 
-    Operands have names since C++ holds them to the end of an expression.
+    Operands have names, since C++ keeps them alive to the end of an expression.
     """
     dims = list(range(x.ndim - weight.ndim, x.ndim))
     count = prod(weight.shape)
@@ -117,6 +117,6 @@ def _tangent(x: Tensor, t: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, 
     tangent, x_normalised = normalised(), (x - mean) * scale
     scaled = tangent * weight
     del tangent
-    summed = scaled.clone()  # with what the weights' own tangent adds, which is 0
+    summed = scaled.clone()  # torch adds the term of the weights' tangent here, which is 0
     del scaled, x_normalised
     return summed if bias is None else summed.clone()

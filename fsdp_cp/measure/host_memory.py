@@ -1,4 +1,4 @@
-"""Memory of this host: available bytes, and buffers in it."""
+"""Memory of this host: available bytes, and buffers for activations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ROOTS = {
 
 
 def available_host_memory() -> int | None:
-    """Return the bytes that can be allocated on this host without swapping, or ``None`` if nothing is known.
+    """Return the bytes that can be allocated on this host without swapping, or ``None`` if unknown.
 
-    The limits of a container or a SLURM job count. As in the kernel's ``MemAvailable``, file cache that can be dropped
-    is available.
+    The limits of a container or a SLURM job count. Like the kernel's ``MemAvailable``, the number includes file cache
+    that can be dropped.
     """
     found = []
     try:
@@ -34,7 +34,7 @@ def available_host_memory() -> int | None:
             cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             room = int((folder / limit).read_text()) - int((folder / usage).read_text())
             found.append(room + int(cache.get("inactive_file", "0")))
-        except (OSError, ValueError):  # no such limit; "max"
+        except (OSError, ValueError):  # no limit file, or the limit is "max"
             continue
     return max(0, min(found)) if found else None
 
@@ -47,7 +47,7 @@ def host_buffer(size: int, pinned: bool) -> Tensor:
 def _groups() -> Iterator[tuple[Path, str, str]]:
     """Yield the folders of this process's control groups and their parents, with the names of limit and usage files.
 
-    A container's own group is mounted as the root, whatever path the kernel gives it.
+    In a container, its group is mounted as the root, whatever path the kernel reports.
     """
     try:
         lines = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]

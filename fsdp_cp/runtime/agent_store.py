@@ -1,4 +1,4 @@
-"""The store of torchrun's agent, with a separate part for each start of the ranks."""
+"""Store of torchrun's agent, with a separate part for each start of the ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 def own_part(timeout: timedelta) -> dist.Store | None:
     """Return a part of the agent's store to which no earlier start of these ranks has written. Called by all ranks.
 
-    With ``--max-restarts`` torchrun starts the ranks again after one has died, and torch 2.13 gives them the store of
-    the previous ranks. They would find the addresses of dead processes there (gloo: ``Connection refused``). The number
-    of starts cannot name the parts, since the torchruns of several nodes count differently.
+    With ``--max-restarts`` torchrun restarts the ranks after one has died, and torch 2.13 gives them the store of the
+    previous ranks. There they would find the addresses of dead processes (gloo: ``Connection refused``). The restart
+    count cannot name the parts, since the torchruns of several nodes count differently.
 
     Args:
-        timeout: timeout of the store, and for meeting in it.
+        timeout: timeout of store operations and of the agreement between ranks.
 
     Returns:
-        ``None`` if ranks are started once or have their own store: ``init_process_group`` then makes the store.
+        ``None`` if ranks cannot restart or do not use the agent's store: ``init_process_group`` then makes a store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -31,13 +31,13 @@ def own_part(timeout: timedelta) -> dist.Store | None:
 
 
 def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return a name on which these ``ranks`` processes alone agree, whatever others wrote into ``store`` before.
+    """Return a name that only these ``ranks`` processes share, whatever earlier processes wrote into ``store``.
 
-    Rank 0 makes the name and sends it to each rank that says hello. It also answers a hello that an earlier process
-    left, but nobody waits for that answer. The ranks have agreed when all have confirmed the name.
+    Rank 0 makes the name and sends it to each rank that wrote a hello. It also answers the hello of an earlier process,
+    but nobody waits for that answer. The ranks have agreed when all have confirmed the name.
 
     Raises:
-        RuntimeError: not all ranks came in time.
+        RuntimeError: not all ranks confirmed within ``timeout``.
     """
     if rank != 0:
         hello = uuid.uuid4().hex

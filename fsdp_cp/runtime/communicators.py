@@ -1,4 +1,4 @@
-"""Process groups of a mesh: those of ring and Ulysses apart from FSDP's, and the collectives that connect NCCL."""
+"""Process groups of a mesh: separate groups for ring and Ulysses, and the collectives that connect NCCL."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
     """Return ``backend_override`` of ``init_device_mesh`` for the axes that split a sample's tokens.
 
-    An axis that spans the world would get the default group, which FSDP uses too: its collectives would queue after
-    FSDP's gathers. An override, even of the same backend, gives the axis a group of its own. An axis of fewer ranks
-    has its own group without one.
+    An axis that spans the world would get the default group, which FSDP also uses: its collectives would queue after
+    FSDP's gathers. An override, even with the same backend, gives the axis a separate group. An axis of fewer ranks
+    gets a separate group anyway.
 
-    A ring's NCCL group sends on a stream of high priority: its hops are to overlap with an attention kernel, whose
-    blocks are in line for every SM before them.
-
-    Args:
-        ring, ulysses: sizes of these axes.
+    A ring's NCCL group sends on a high-priority stream: its hops must overlap with an attention kernel, whose blocks
+    are already queued for every SM.
     """
-    world, backend = dist.get_world_size(), str(dist.get_backend_config())  # of every device of the default group
+    world, backend = dist.get_world_size(), str(dist.get_backend_config())  # backends of all devices
     overrides: dict[int | str, Any] = {
         axis: backend for axis, size in (("ring", ring), ("ulysses", ulysses)) if size == world > 1
     }
@@ -35,12 +32,12 @@ def context_overrides(*, ring: int, ulysses: int) -> dict[int | str, Any]:
 
 
 def high_priority(backend: str) -> Any:
-    """Return options that give an NCCL communicator a CUDA stream of high priority; ``None`` for another backend.
+    """Return options that give an NCCL communicator a high-priority CUDA stream; ``None`` for another backend.
 
-    ``ProcessGroupNCCL`` is public, though a torch without CUDA has none (2.13).
+    ``ProcessGroupNCCL`` is public, but torch 2.13 without CUDA does not have it.
 
     Args:
-        backend: ``"cuda:nccl"``, ``"cpu:gloo,cuda:nccl"`` and so on.
+        backend: backend string such as ``"cuda:nccl"`` or ``"cpu:gloo,cuda:nccl"``.
     """
     if "nccl" not in backend:
         return None
@@ -48,7 +45,7 @@ def high_priority(backend: str) -> Any:
 
 
 def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the groups of more than one rank of all axes of ``meshes``, each once, in the same order on all ranks."""
+    """Return the groups of all axes of ``meshes`` with several ranks, each once, in the same order on all ranks."""
     groups = (group for mesh in meshes for group in mesh.get_all_groups())
     return [group for group in dict.fromkeys(groups) if group.size() > 1]
 
@@ -56,9 +53,9 @@ def groups_of(*meshes: DeviceMesh) -> list[dist.ProcessGroup]:
 def connect(*meshes: DeviceMesh) -> None:
     """Run one small collective on every group of :func:`groups_of`, for meshes on CUDA. Called by all ranks.
 
-    NCCL makes a communicator, with its buffers, at the group's first collective. Without this call that is in
-    mid-step, at the peak of memory, and too late for buffers that are registered with it (``communication_buffers``).
-    gloo connects when groups are made: nothing is done on the CPU.
+    NCCL makes a communicator and its buffers at the group's first collective. Without this call that happens in
+    mid-step, at peak memory, and too late to register buffers with the communicator (``communication_buffers``).
+    On the CPU this does nothing: gloo connects when groups are made.
     """
     if meshes[0].device_type == "cuda":
         first_collectives(groups_of(*meshes), torch.device("cuda", torch.cuda.current_device()))
@@ -66,15 +63,14 @@ def connect(*meshes: DeviceMesh) -> None:
 
 @lru_cache(maxsize=64)
 def connect_once(mesh: DeviceMesh) -> None:
-    """Call :func:`connect` once for each ``mesh``."""
     connect(mesh)
 
 
 def first_collectives(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Sum one number over each of ``groups``, on all its ranks.
+    """Sum one number over each of ``groups``. Called by all their ranks.
 
-    NCCL's first ``batch_isend_irecv`` on a group needs all ranks, and a step of the ring may leave some out. Waiting
-    for each sum lets a communicator that cannot be made fail here and not in a step.
+    NCCL's first ``batch_isend_irecv`` on a group needs all ranks, but a ring step may leave some out. Waiting for each
+    sum makes a communicator that cannot be created fail here and not in a step.
 
     Raises:
         RuntimeError: not all ranks of a group answer.

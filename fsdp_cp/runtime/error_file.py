@@ -1,4 +1,4 @@
-"""A worker's error file for torchrun, written atomically: torchrun fails when it reads half of one."""
+"""Error file of a torchrun worker, written atomically: torchrun fails when it reads an incomplete file."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ T = TypeVar("T")
 
 
 def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
-    """Wrap ``main`` in torch's ``record``, so that torchrun's summary ends with the exception that leaves it.
+    """Wrap ``main`` in torch's ``record``, so that torchrun's summary ends with the exception that ``main`` raises.
 
-    After ``sys.exit(0)`` it returns ``None``.
+    The wrapper returns ``None`` after ``sys.exit(0)``.
 
-    torch's own handler opens the file and writes it piece by piece. If another worker has died, torchrun meanwhile
-    sends this one SIGTERM, finds half a file, and ends in a JSONDecodeError instead of restarting (``--max-restarts``).
+    torch's handler writes the file piece by piece. If another worker has died, torchrun may send this one SIGTERM in
+    between. It then reads an incomplete file and fails with JSONDecodeError instead of restarting (``--max-restarts``).
     """
     return record(main, _AtomicHandler())
 
 
 def write_error(message: str, callstack: str | None = None) -> None:
-    """Write the error file, if torchrun has asked for one (``TORCHELASTIC_ERROR_FILE``).
+    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``).
 
     Args:
         message: one line.
-        callstack: traceback, which torchrun shows in place of the message.
+        callstack: traceback, which torchrun shows instead of the message.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     more = {} if callstack is None else {"py_callstack": callstack}
     about = {"message": {"message": message, "extraInfo": {**more, "timestamp": str(int(time.time()))}}}
-    part = f"{file}.part"  # in the worker's own folder, which torchrun removes
+    part = f"{file}.part"  # torchrun removes the worker's folder
     try:
         with open(part, "w") as stream:
             json.dump(about, stream)

@@ -1,6 +1,6 @@
-"""Run a function on several local gloo processes, for tests and benchmarks: real processes, no torchrun.
+"""Local gloo processes that run a function, for tests and benchmarks without torchrun.
 
-The processes are forked from a server that has imported torch already, so a test at 4 ranks does not pay 4 imports.
+The processes are forked from a server that has already imported torch, so a test at 4 ranks does not import it 4 times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 PRELOAD: tuple[str, ...] = ("torch", "fsdp_cp.sharding.shard")
-"""What the server of forks imports where nothing else is asked for; a program that needs more sets it."""
+"""Modules that the fork server imports by default. A program that needs others assigns this."""
 
 
 @lru_cache(maxsize=1)
@@ -32,10 +32,10 @@ def _context(preload: tuple[str, ...]) -> Any:
 
 
 class RankPool:
-    """Ranks of a gloo process group that wait for work, so that many small tests pay for one start.
+    """Ranks of a gloo process group that wait for work, so that many small tests share one start.
 
-    Use it as a context manager, or call :meth:`close`. After a failure the ranks are gone and the next :meth:`run`
-    starts new ones: a collective that one rank left cannot be gone on with.
+    Use it as a context manager, or call :meth:`close`. A failure ends all ranks, since a collective cannot continue
+    without one of them; the next :meth:`run` starts new ones.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 180.0, preload: Sequence[str] | None = None):
@@ -43,7 +43,7 @@ class RankPool:
         Args:
             world_size: number of processes.
             timeout: seconds for one :meth:`run`; ranks that hang are killed.
-            preload: modules that the server of forks imports once; ``PRELOAD`` by default.
+            preload: modules that the fork server imports once; ``PRELOAD`` by default.
         """
         self.world_size, self.timeout = world_size, timeout
         self.preload = tuple(PRELOAD if preload is None else preload)
@@ -58,14 +58,14 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(*args)`` on each rank; the results in rank order.
+        """Run ``function(*args)`` on each rank and return the results in rank order.
 
         Args:
-            function: importable (not a lambda or a closure); its result must pickle.
-            args: must pickle.
+            function: importable function (not a lambda or a closure) whose result can be pickled.
+            args: arguments that can be pickled.
 
         Raises:
-            RuntimeError: with the traceback of the first rank that failed, or on a time-out.
+            RuntimeError: a rank failed (the message has the traceback of the first one), or the timeout expired.
         """
         if not self._processes:
             self._start()
@@ -86,7 +86,7 @@ class RankPool:
         self._kill()
 
     def _start(self) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited: ranks that share cores must not oversubscribe them
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks inherit it, and must not oversubscribe shared cores
         context = _context(self.preload)
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
@@ -121,7 +121,7 @@ def run_ranks(
     timeout: float = 180.0,
     preload: Sequence[str] | None = None,
 ) -> list[Any]:
-    """``function(*args)`` once on each of ``world_size`` new ranks; see :class:`RankPool`."""
+    """Run ``function(*args)`` once on each of ``world_size`` new ranks; see :class:`RankPool`."""
     with RankPool(world_size, timeout=timeout, preload=preload) as pool:
         return pool.run(function, *args)
 
@@ -135,7 +135,7 @@ def _collect(pipes: list[Any], deadline: float, timeout: float) -> list[Any]:
             raise RuntimeError(f"ranks {sorted(open_pipes)} did not finish in {timeout:.0f} s")
         for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
             try:
-                # Unpickled: it comes through a pipe from a process that this one started.
+                # Unpickling is safe: the bytes come from a process that this one started.
                 ok, payload = pickle.loads(open_pipes.pop(rank).recv_bytes())
             except EOFError:
                 ok, payload = False, "the process died"
@@ -156,7 +156,7 @@ def _rank_main(rank: int, world_size: int, store: str, pipe: Any, timeout: float
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-        # Unpickled: it comes through a pipe from the process that started this one.
+        # Unpickling is safe: the bytes come from the process that started this one.
         while (work := pickle.loads(pipe.recv_bytes())) is not None:
             function, args = work
             result = function(*args)

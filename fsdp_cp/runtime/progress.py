@@ -1,4 +1,4 @@
-"""Progress of long work on rank 0: a bar on a terminal, a line of the log each minute elsewhere."""
+"""Progress of long work on rank 0: a bar on a terminal, otherwise a log line each minute."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LONG = 5.0
 
 
 def bar(total: int, what: str, unit: str, **settings: Any) -> tqdm:
-    """Return a bar on rank 0's terminal. On other ranks, and where stderr is no terminal, the bar shows nothing.
+    """Return a progress bar. It is visible only on rank 0 and if stderr is a terminal.
 
     Args:
-        total: units in all.
+        total: number of all units.
         what: name of the work.
         unit: noun, singular.
         settings: further arguments of ``tqdm``.
@@ -35,10 +35,10 @@ def bar(total: int, what: str, unit: str, **settings: Any) -> tqdm:
 
 @contextmanager
 def progress(total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
-    """Show how far a loop is, and give the function that counts ``n`` more units as done.
+    """Show the progress of a loop. Yields a function that counts ``n`` more units as done.
 
     Args:
-        total: units in all.
+        total: number of all units.
         what: name of the work.
         unit: noun, singular.
     """
@@ -61,16 +61,15 @@ def progress(total: int, what: str, unit: str) -> Iterator[Callable[[int], objec
 
 
 def write_line(text: str) -> None:
-    """Print a line to stdout at once, above the bar if there is one."""
+    """Print a line to stdout immediately, above a visible bar."""
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
 
 
 class Console(logging.StreamHandler):
-    """Handler that writes to stdout, above the bar if there is one."""
+    """Log handler that writes to stdout, above a visible bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record."""
         try:
             write_line(self.format(record))
         except Exception:
@@ -78,14 +77,14 @@ class Console(logging.StreamHandler):
 
 
 def log_to_console() -> None:
-    """Log to stdout: rank 0 from level INFO on, other ranks from WARNING on. Handlers that exist stay."""
+    """Log to stdout: rank 0 from level INFO, other ranks from WARNING. If handlers exist, change nothing."""
     level = logging.INFO if rank() == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", level=level, handlers=[Console(sys.stdout)])
 
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """If the block takes more than 5 seconds, log on rank 0 that training waits, and at the end for how long.
+    """If the block takes more than 5 seconds, log on rank 0 that training waits, and at the end how long it waited.
 
     Args:
         what: what training waits for.

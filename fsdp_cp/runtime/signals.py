@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: end at once, or, within the training loop, after the step and its checkpoint."""
+"""Handling of SIGTERM, SIGUSR1 and Ctrl-C: end immediately, or in the training loop after the step's checkpoint."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOPPED = 75
-"""Exit code after a signal that was heeded; ``EX_TEMPFAIL`` of sysexits.h: the same command goes on."""
+"""Exit code after a handled signal (``EX_TEMPFAIL`` of sysexits.h): the same command resumes the run."""
 _SAME = 2.0
-"""Seconds within which a signal is the first one again: Ctrl-C reaches a worker from the terminal and from torchrun."""
+"""Seconds in which repeated signals count as one: Ctrl-C reaches a worker both from the terminal and from torchrun."""
 _PR_SET_PDEATHSIG = 1
 try:
-    _LIBC: Any = ctypes.CDLL(None)  # before any fork, behind which nothing may be loaded
+    _LIBC: Any = ctypes.CDLL(None)  # load it now: nothing may be loaded after a fork
 except OSError:
     _LIBC = None
 
 
 class Stopped(BaseException):
-    """The process was told to end. No ``Exception``: what handles errors must not take it for one."""
+    """Request to end the process. It is not an ``Exception``, so that error handlers do not catch it."""
 
 
 class StopSignal:
-    """As a context in the main thread: the first signal raises :class:`Stopped`, or is kept where it is deferred.
+    """Context for the main thread in which the first signal raises :class:`Stopped`, or is stored if deferred.
 
-    A second one, more than two seconds later, ends the process at once, with 128 + its number: also where the main
-    thread waits in a collective, and Python's own handlers would be called when that returns.
+    A second signal, more than two seconds later, ends the process immediately with exit code 128 + its number. This
+    works while the main thread waits in a collective, when Python would call its handlers only afterwards.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StopSignal:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python has no handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             self._before = {each: signal.signal(each, self._handle) for each in SIGNALS}
             reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
@@ -55,14 +55,14 @@ class StopSignal:
         if not self._before:
             return
         signal.set_wakeup_fd(self._descriptor)
-        os.close(self._writing)  # by which the watcher ends
+        os.close(self._writing)  # ends the watcher
         self._watcher.join()
         for each, handler in self._before.items():
             signal.signal(each, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A signal within is kept in ``received``, to be looked at between steps; one that is left is raised behind."""
+        """Within this context, store a signal in ``received`` for a check between steps. Raise it on exit if stored."""
         self._deferred = True
         try:
             yield
@@ -80,12 +80,12 @@ class StopSignal:
 
 
 def _watch(reading: int) -> None:
-    """End the process at the second signal; a byte comes for each, from C, when it arrives."""
+    """End the process at the second signal. Python's C handler writes one byte per signal as soon as it arrives."""
     first = math.inf
     while number := os.read(reading, 1):
         now = time.monotonic()
         if number[0] in SIGNALS and now - first > _SAME:
-            # Not sys.exit, which would wait for a checkpoint's thread, or for collectives that nobody joins.
+            # Do not use sys.exit: it would wait for a checkpoint's thread, or for collectives that no other rank joins.
             os.write(2, f"a second signal ({signal.Signals(number[0]).name}): ended at once\n".encode())
             os._exit(128 + number[0])
         first = min(first, now) if number[0] in SIGNALS else first
@@ -93,18 +93,19 @@ def _watch(reading: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """:func:`end_with_parent` for a worker of torchrun: killed, or ended by a signal that it does not know.
+    """Call :func:`end_with_parent` in a worker of torchrun.
 
-    Left alone, the workers would go on without it, in a folder that the next start wants.
+    If torchrun is killed or ends by a signal that it does not handle, its workers would otherwise keep running, in a
+    folder that the next start needs.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies. Linux alone; elsewhere nothing is done.
+    """Make the kernel send SIGTERM to this process when its parent dies. Does nothing outside of Linux.
 
-    May be called between fork and exec.
+    Can be called between fork and exec.
     """
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Differences between torch 2.11 and 2.13 that this package needs. Delete a function with the last torch it serves."""
+"""Wrappers for differences between torch 2.11 and 2.13. Delete a wrapper once no supported torch needs it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FORWARD_AD_SINCE = (2, 13)
 
 def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """Gather the flat ``x`` of every rank of ``group`` into the flat ``out``, in rank order."""
-    # torch 2.13 renamed the call and warns at every use of the old name.
+    # torch 2.13 renamed the call and warns about the old name.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     gather(out, x, group=group)
 
 
 def compile_options(graphs: int) -> dict[str, Any]:
-    """Return arguments of ``torch.compile`` that allow as many ``graphs``; none before torch 2.13, which allows 8."""
+    """Return arguments of ``torch.compile`` that allow this many ``graphs``; none before torch 2.13, which allow 8."""
     return {"recompile_limit": graphs} if "recompile_limit" in signature(torch.compile).parameters else {}
 
 
@@ -34,7 +34,7 @@ def fsdp_setter(model: nn.Module, setter: str, instead: str) -> Callable[..., No
     """Return a setter of ``FSDPModule`` that torch 2.13 has and 2.11 lacks.
 
     Raises:
-        UserError: this torch lacks it; ``instead`` is the setting that does without.
+        UserError: this torch lacks the setter; ``instead`` is a setting that does not need it.
     """
     if not hasattr(model, setter):
         raise UserError(f"torch {torch.__version__} has no {setter}; use {instead}, or torch 2.13")
@@ -42,7 +42,7 @@ def fsdp_setter(model: nn.Module, setter: str, instead: str) -> Callable[..., No
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
-    """Return the ``FSDPParamGroup`` of one unit in a list; an empty one for a unit without parameters of its own."""
+    """Return the parameter groups (``FSDPParamGroup``) of one unit; empty if the unit has no parameters itself."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -50,9 +50,9 @@ def param_groups(module: FSDPModule) -> list[Any]:
 
 
 def reset_iter_state(root: FSDPModule, units: list[Any]) -> None:
-    """Call ``root.reset_iter_state()``, or do the same to ``root`` and its ``units`` where torch has no such call.
+    """Call ``root.reset_iter_state()``, or reset ``root`` and its ``units`` the same way if torch lacks the method.
 
-    Gathered parameters stay gathered before torch 2.13.
+    Before torch 2.13, gathered parameters stay gathered.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -71,11 +71,11 @@ def reset_iter_state(root: FSDPModule, units: list[Any]) -> None:
 
 
 def refuse_tangents_with_gradients(model: nn.Module) -> None:
-    """Refuse forwards of a sharded ``model`` whose inputs carry tangents where torch would lose them.
+    """Make a sharded ``model`` refuse inputs with tangents if this torch would lose them.
 
-    Without gradients FSDP2's hooks register nothing with autograd, and tangents pass through those of torch 2.11 too.
+    Without gradients, FSDP2's hooks do not use autograd, so tangents pass through in torch 2.11 too.
     """
-    if torch.__version__ >= FORWARD_AD_SINCE:  # type: ignore[operator]  # it compares itself with tuples too
+    if torch.__version__ >= FORWARD_AD_SINCE:  # type: ignore[operator]  # TorchVersion compares with tuples
         return
 
     def check(_module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -1,4 +1,4 @@
-"""The local attention kernel of the CPU, and the choice among all kernels."""
+"""Local attention kernel of the CPU, and the choice among all kernels."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ log = logging.getLogger("fsdp_cp.attention")
 
 
 class CpuFlash(Kernel):
-    """torch's flash attention on the CPU (private: ``aten::_scaled_dot_product_flash_attention_for_cpu``, torch 2.11 to
-    2.13)."""
+    """torch's flash attention for the CPU.
+
+    ``aten::_scaled_dot_product_flash_attention_for_cpu`` is private (torch 2.11 to 2.13).
+    """
 
     name = "cpu_flash"
 
@@ -68,7 +70,7 @@ def all_kernels() -> dict[str, Kernel]:
 
 @lru_cache(maxsize=256)
 def _explain(name: str, what: str, why: str) -> None:
-    """Log each choice once. The choice itself is made at every call: deterministic algorithms may be switched on."""
+    """Log each choice once. Do not cache the choice itself: deterministic algorithms may be switched on later."""
     log.info("attention backend auto: %s for %s (%s)", name, what, why)
 
 
@@ -86,7 +88,7 @@ def check_backend(backend: str) -> None:
 
 
 def choose_kernel(backend: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> Kernel:
-    """Return the kernel called ``backend``, or for ``"auto"`` the best that can run; log once which and why.
+    """Return the kernel named ``backend``; for ``"auto"``, return the best that can run and log the reason once.
 
     Raises:
         UserError: an unknown name, or a kernel that cannot run these tensors.

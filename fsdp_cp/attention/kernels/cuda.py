@@ -1,13 +1,12 @@
-"""Local attention kernels for CUDA: torch's own, FlashAttention 3 and 4, Transformer Engine.
+"""Local attention kernels for CUDA: torch's built-in kernels, FlashAttention 3, Transformer Engine.
 
-All of them take the log-sum-exp and the output of a whole row in backward, wherever the row's other keys are: their
-``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` are read from these tensors, never computed again.
-With no dropout, the random states that they also take are not read.
+In backward, every kernel takes the log-sum-exp and the output of the whole row, even if other ranks hold some of the
+row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` from them. The kernels also
+take random states, which they read only with dropout.
 
-Private functions of torch and of the other packages are called in one place each, by the signatures of torch 2.11 to
-2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and
-Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
-head size.
+Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
+2.13, FlashAttention 3 (``hopper``) from August 2025 on, and Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
+query and key tokens, H query heads, Hk key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ def _deterministic() -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return ``x``, or a dense copy where rows do not start at multiples of 16 bytes, which kernels load at once.
+    """Return ``x``, or a dense copy if its rows do not start at multiples of 16 bytes, the unit that kernels load.
 
-    Also where they are broadcast (stride 0), which ``efficient`` got wrong in torch 2.12 (pytorch issue 191937).
+    Copy broadcast rows (stride 0) too: ``efficient`` computed wrong results for them in torch 2.12 (pytorch issue
+    191937).
     """
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     if 0 not in strides and all(start * x.element_size() % 16 == 0 for start in (x.storage_offset(), *strides)):
@@ -48,7 +48,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return ``x`` dense and aligned, with the strides of its shape even where a dimension has size 1."""
+    """Return ``x`` dense and aligned, with the strides of a contiguous tensor even for dimensions of size 1."""
     dense = _aligned(x) if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     return dense.view(-1).view(x.shape)
 
@@ -66,8 +66,8 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 def _bias(mask: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
     """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)`` with ``Sk`` padded by masked keys.
 
-    The bias is finite, so that rows without keys are not NaN (-inf - -inf), and far from the largest number, so that a
-    kernel that works in base 2 does not overflow.
+    The bias is finite, since rows without keys would be NaN (-inf - -inf), and far from the largest number, since a
+    kernel that works in base 2 would overflow.
     """
     hidden = _padded(mask, 1, multiple, False).logical_not()
     bias = torch.zeros(hidden.shape, dtype=dtype, device=mask.device)
@@ -75,7 +75,7 @@ def _bias(mask: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
 
 
 class _CudaKernel(Kernel):
-    """Limits by which the kernels below refuse."""
+    """Limits of a CUDA kernel, and the check against them."""
 
     dtypes: tuple[torch.dtype, ...] = _HALF
     max_head_dim: int | None = 256
@@ -102,7 +102,7 @@ class _CudaKernel(Kernel):
         return self.unavailable(capability, head_dim)
 
     def unavailable(self, capability: tuple[int, int], head_dim: int) -> str | None:
-        """Return why it cannot run on this machine, beyond the limits above, or ``None``."""
+        """Return why the kernel cannot run on this machine for reasons beyond its limits, or ``None`` if it can."""
         return None
 
 
@@ -111,7 +111,7 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 class Flash(_CudaKernel):
-    """torch's own FlashAttention 2 (``aten::_scaled_dot_product_flash_attention``), with grouped-query attention."""
+    """torch's FlashAttention 2 (``aten::_scaled_dot_product_flash_attention``), with grouped-query attention."""
 
     name = "flash"
 
@@ -127,7 +127,7 @@ class Flash(_CudaKernel):
         return out.transpose(1, 2), lse
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        # The kernel takes the log-sum-exp for dense without looking at its strides.
+        # The kernel ignores the strides of the log-sum-exp and assumes that it is dense.
         tensors = _heads_first(_packed(grad_out), _aligned(q), _aligned(k), _aligned(v), _packed(out))
         lengths, no_dropout = (None, None, q.shape[1], k.shape[1]), (0.0, False)
         random = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
@@ -140,8 +140,8 @@ class Flash(_CudaKernel):
 class Cudnn(_CudaKernel):
     """cuDNN through torch (``aten::_scaled_dot_product_cudnn_attention``), with grouped-query attention.
 
-    Everything is handed over packed: torch caches a compiled graph by the layouts of q, k and v, and runs it on
-    whatever layouts the output, its gradient and the statistics have.
+    All tensors are passed packed: torch caches a compiled graph by the layouts of q, k and v, and would reuse it for
+    other layouts of the output, its gradient and the statistics.
     """
 
     name = "cudnn"
@@ -159,9 +159,9 @@ class Cudnn(_CudaKernel):
         return out.transpose(1, 2), lse.squeeze(-1)  # (B, H, Sq, 1)
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
-        # cuDNN's backward counts the missing keys of a half-filled last tile of 128 as logits of 0, and dq is NaN where
-        # exp(-lse) overflows (pytorch issue 196678; seen on an H200 with cuDNN 9.19, with a bias and without). So these
-        # keys go apart, padded to a whole tile that a bias masks.
+        # cuDNN's backward counts the missing keys of a partly filled last tile of 128 as logits of 0, and dq is NaN if
+        # exp(-lse) overflows (pytorch issue 196678; seen on an H200 with cuDNN 9.19, with a bias and without). Process
+        # these keys separately, padded to a whole tile that a bias masks.
         whole = k.shape[1] // 128 * 128
         if mask is not None or whole == k.shape[1]:
             return self._backward(grad_out, q, k, v, out, lse, mask, scale)
@@ -176,7 +176,7 @@ class Cudnn(_CudaKernel):
     def _backward(self, grad_out, q, k, v, out, lse, mask, scale):
         keys = k.shape[1]
         q, k, v, bias = self._inputs(q, k, v, mask)
-        # Rows without keys: a large number instead of +inf is 0 in exp(s - lse) whatever the kernel makes of inf.
+        # For rows without keys replace +inf by a large number: exp(s - lse) is 0 however the kernel handles inf.
         stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
         random = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
         lengths, no_dropout = (None, None, q.shape[1], k.shape[1]), (0.0, False)
@@ -193,7 +193,7 @@ class Cudnn(_CudaKernel):
             mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
         if mask is None:
             return _packed(q), _packed(k), _packed(v), None
-        # Whole tiles of 128 keys, for the backward.
+        # Pad to whole tiles of 128 keys, which the backward needs.
         return _packed(q), _packed(_padded(k, 1, 128)), _packed(_padded(v, 1, 128)), _bias(mask, q.dtype, 128)
 
 
@@ -202,7 +202,8 @@ def _cudnn_unavailable(name: str) -> str | None:
     if version is None:
         return "needs a torch that is built with cuDNN"
     if version <= 91500:
-        # Earlier ones reach out of bounds for token counts that are not multiples of 128 (pytorch issue 169849).
+        # Earlier versions access memory out of bounds for token counts that are not multiples of 128 (pytorch issue
+        # 169849).
         return f"needs cuDNN 9.15.1 or later, not {version}"
     if _deterministic():
         return "is not deterministic, which torch.use_deterministic_algorithms asks for"
@@ -212,9 +213,9 @@ def _cudnn_unavailable(name: str) -> str | None:
 
 
 class Efficient(_CudaKernel):
-    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``); the one that takes fp32.
+    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``), the only one that takes fp32.
 
-    It knows nothing of grouped-query attention: the query heads of a group are folded into the queries.
+    It does not support grouped-query attention, so the query heads of a group are folded into the queries.
     """
 
     name = "efficient"
@@ -228,13 +229,13 @@ class Efficient(_CudaKernel):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
             *_heads_first(_aligned(q), _aligned(k), _aligned(v)), self._bias(mask, q), True, 0.0, False, scale=scale
         )
-        lse = lse.narrow(2, 0, q.shape[1]).reshape(q.shape[0], heads, queries)  # it comes padded to a multiple of 32
+        lse = lse.narrow(2, 0, q.shape[1]).reshape(q.shape[0], heads, queries)  # drop its pads to a multiple of 32
         return unfold_query_groups(out.transpose(1, 2), heads), lse
 
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
         heads, kv_heads = q.shape[2], k.shape[2]
         grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
-        # Padded as the forward pads it, with rows whose P is 0.
+        # Pad as the forward does; an lse of +inf makes P 0 in the padded rows.
         lse = _padded(lse.reshape(lse.shape[0], kv_heads, -1), 2, 32, torch.inf).contiguous()
         random = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
         wanted = [True, True, True, False]  # no gradient of the bias
@@ -251,44 +252,40 @@ class Efficient(_CudaKernel):
             return None
         batch, queries, heads, _ = q.shape
         keys = mask.shape[1]
-        # Samples lie a multiple of 16 elements apart: the kernel reads 16 bytes at once. Queries share one row, with
+        # Samples start at multiples of 16 elements: the kernel reads 16 bytes at once. All queries share one row with
         # stride 0: the offset query * stride would overflow 32 bits from 65536 tokens on (pytorch issue 187227).
         return _bias(mask, q.dtype, 16).narrow(3, 0, keys).expand(batch, heads, queries, keys)
 
 
 @lru_cache(maxsize=8)
-def _package(module: str, install: str, distribution: str = "", at_least: str = "") -> ModuleType | str:
-    """Import ``module``; return it, or the clause that says why it cannot be used.
-
-    ``distribution`` (``pip``'s name of the package) must have version ``at_least``. Its metadata is read, since
-    FlashAttention 4 gives itself the ``__version__`` "0.0.0".
-    """
+def _package(name: str, module: str, install: str, at_least: tuple[int, int] = (0, 0)) -> ModuleType | str:
+    """Import ``module`` of the package ``name``. Return it, or the reason why it cannot be used."""
     try:
         if distribution and (version := TorchVersion(metadata.version(distribution))) < at_least:
             return f"needs {distribution} {at_least} or later, not {version} ({install})"
         return importlib.import_module(module)
-    except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
+    except Exception as error:  # a package built for another torch or CUDA may raise any exception
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         return f"is not installed, or does not load: {first_line} ({install})"
 
 
 SM_MARGIN = 4
-"""SMs of a GPU that FlashAttention 3 leaves to the messages of a ring; not yet measured on GPUs.
+"""SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
 
-Its forward is persistent (``StaticPersistentTileScheduler``): a thread block on every SM until all is done, so that
-NCCL's kernel, where it comes second, starts when attention has ended. NCCL has more blocks than this for a large
-message, but several fit on an SM: MagiAttention, the same kind of kernel, reports full overlap with 4 to 8. The fewest
-of those: they cost the forward 5 % on the 78 SMs of an H20, 3 % on an H100. Even, since the grid is as large as the
-number of SMs left, and at head size 128 blocks come in clusters of two.
+The forward is persistent (``StaticPersistentTileScheduler``): a thread block occupies every SM until the kernel ends,
+and an NCCL kernel launched later would wait for that. NCCL launches more blocks than this for a large message, but
+several fit on one SM: MagiAttention, a similar kernel, reports full overlap with 4 to 8 free SMs. Four costs the
+forward 5 % on the 78 SMs of an H20 and 3 % on an H100. The number must be even: the grid has one block per remaining
+SM, and at head size 128 blocks come in clusters of two.
 """
 
 
 class FlashAttention3(_CudaKernel):
-    """The ``flash_attn_3`` package, FlashAttention's folder ``hopper`` (Shah et al. 2024): no masks.
+    """The ``flash_attn_3`` package from FlashAttention's folder ``hopper`` (Shah et al. 2024). It takes no masks.
 
     Args:
-        sm_margin: SMs that it leaves free. The backward takes the number and makes no use of it: it has one block for
-            each tile, and each makes room as it ends.
+        sm_margin: number of SMs that the forward leaves free. The backward ignores it: it launches one block per tile,
+            and each block frees its SM when it ends.
     """
 
     name = "flash_attn_3"
@@ -301,11 +298,11 @@ class FlashAttention3(_CudaKernel):
 
     @staticmethod
     def package() -> Any:
-        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        """Return the module with the kernel's functions, or the reason why it cannot be used."""
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
-        package = _package("flash_attn_interface", install)
-        if isinstance(package, str):  # where other versions have it
-            package = _package("flash_attn_3.flash_attn_interface", install)
+        package = _package("flash_attn_interface", "flash_attn_interface", install)
+        if isinstance(package, str):  # other versions have the module here
+            package = _package("flash_attn_3", "flash_attn_3.flash_attn_interface", install)
         return package
 
     def unavailable(self, capability, head_dim):
@@ -323,7 +320,7 @@ class FlashAttention3(_CudaKernel):
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
         q, k, v = (_aligned(x) for x in (q, k, v))
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        # The kernel takes the log-sum-exp for dense without looking at its strides.
+        # The kernel ignores the strides of the log-sum-exp and assumes that it is dense.
         self.package()._flash_attn_backward(
             _packed(grad_out), q, k, v, _packed(out), lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale,
             is_causal=False, deterministic=_deterministic(), sm_margin=self.sm_margin,
@@ -372,10 +369,10 @@ class FlashAttention4(_CudaKernel):
 
 
 class TransformerEngine(_CudaKernel):
-    """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``; only when asked for.
+    """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``. ``auto`` never selects it.
 
-    Its statistics are the natural log-sum-exp, ``(B, H, Sq, 1)``, the first of the auxiliary tensors. It derives
-    strides from the layout's name, hence packed tensors.
+    The first auxiliary tensor is the natural log-sum-exp, ``(B, H, Sq, 1)``. The functions derive strides from the
+    layout's name, so tensors must be packed.
     """
 
     name = "transformer_engine"
@@ -383,7 +380,7 @@ class TransformerEngine(_CudaKernel):
 
     @staticmethod
     def package() -> Any:
-        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        """Return the module with the kernel's functions, or the reason why it cannot be used."""
         module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
         return _package(module, "pip install 'fsdp-cp[te]'", "transformer-engine", "2.15")
 
@@ -428,10 +425,7 @@ CUDA_KERNELS: tuple[Kernel, ...] = (
 
 
 def preferred(device: torch.device) -> tuple[Kernel, ...]:
-    """Return the kernels in the order in which ``auto`` tries them on ``device``.
-
-    FlashAttention 4 and Transformer Engine, which no GPU has checked here, run by name only.
-    """
+    """Return the kernels in the order in which ``auto`` tries them on ``device``, without Transformer Engine."""
     kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
     capability = _capability(device)
     names = ["flash", "cudnn", "efficient"]

@@ -1,7 +1,7 @@
-"""The choice between the two implementations of attention with its forward-mode derivative.
+"""Choice between the two implementations of attention with its forward-mode derivative.
 
-The fused Triton kernel (:mod:`fsdp_cp.attention.kernels.triton_dual`) runs on CUDA, chunked torch
-(:mod:`fsdp_cp.attention.kernels.reference`) everywhere.
+The fused Triton kernel (:mod:`fsdp_cp.attention.triton_dual`) runs only on CUDA. Chunked torch
+(:mod:`fsdp_cp.attention.reference`) runs on every device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_cp.mesh import ContextGroups
 log = logging.getLogger("fsdp_cp.attention")
 
 AttendDual = Callable[..., Dual]
-"""A function with the arguments and results of :func:`fsdp_cp.attention.kernels.reference.attention_dual`."""
+"""Function with the arguments and results of :func:`fsdp_cp.attention.reference.attention_dual`."""
 FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
 """Dtypes that the fused kernel takes on CUDA, and its largest head size."""
 _TOLERANCE = 2e-2
@@ -33,8 +33,8 @@ _TOLERANCE = 2e-2
 def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
     """Return the implementation that computes attention with tangents for queries like ``q``.
 
-    ``auto`` takes the fused kernel on CUDA if it passes a self-check, once per device, dtype and head size, on every
-    rank of the ``cp`` axis. All of these ranks must make this call.
+    On CUDA, ``auto`` selects the fused kernel if it passes a self-check on every rank of the ``cp`` axis. The check
+    runs once per device, dtype and head size. All ranks of the axis must call this function.
 
     Raises:
         ValueError: ``backend`` names a kernel without a forward-mode derivative.
@@ -53,7 +53,7 @@ def choose_dual(backend: str, q: Tensor, groups: ContextGroups) -> AttendDual:
 def _fused_on_all_ranks(
     device: torch.device, dtype: torch.dtype, head_dim: int, groups: ContextGroups
 ) -> AttendDual | None:
-    """Return the fused kernel if it is right on all ranks of ``groups``; otherwise log why not and return None."""
+    """Return the fused kernel if its self-check passes on all ranks of ``groups``; else log why and return None."""
     fused, problem = _checked(device, dtype, head_dim)
     agreed = torch.tensor(int(problem is None), device=device)
     for group, size in ((groups.ulysses_group, groups.ulysses_size), (groups.ring_group, groups.ring_size)):
@@ -68,18 +68,18 @@ def _fused_on_all_ranks(
 
 
 def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[AttendDual | None, str | None]:
-    """Compare the fused kernel with chunked torch on one small case; return it, or the reason why it cannot be used."""
+    """Compare the fused kernel with chunked torch on a small case. Return ``(kernel, None)`` or ``(None, reason)``."""
     try:
         from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
-        generator = torch.Generator().manual_seed(0)  # not the global one, whose state belongs to the run
+        generator = torch.Generator().manual_seed(0)  # the global generator's state belongs to the run
         sizes = [(2, 150, 4, head_dim), *[(2, 200, 2, head_dim)] * 2] * 2
         tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
         mask = (torch.rand(2, 200, generator=generator) < 0.8).to(device)
         chunked: AttendDual = reference.attention_dual
         fused: AttendDual = attention_dual
         expected, found = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
-    except Exception as error:  # Triton is missing, too old, or its compiler fails: chunked torch computes the same
+    except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for name, a, b in zip(Dual._fields, found, expected, strict=True):
         assert a is not None and b is not None
@@ -90,7 +90,7 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
 
 
 def _fused_shapes(q: Tensor, *_: object) -> Dual:
-    """Allocate what the fused kernel allocates, for fake tensors."""
+    """Stand in for the fused kernel on fake tensors, with the same allocations."""
     batch, queries, heads, head_dim = q.shape
     out = q.new_empty((batch, queries, heads, head_dim), dtype=torch.float32)
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The interface of local attention kernels, and what they share.
+"""Interface of local attention kernels, and functions that they share.
 
 Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads (Hk divides H), D head size.
 """
@@ -35,7 +35,7 @@ class Kernel(ABC):
 
         Returns:
             ``(B, Sq, H, D)`` in the dtype of ``q``, and ``(B, H, Sq)`` in fp32 (fp64 for fp64). Rows without any key
-            may hold anything.
+            may hold any value.
         """
 
     @abstractmethod
@@ -50,11 +50,11 @@ class Kernel(ABC):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what these keys add to the gradients, where ``out`` and ``lse`` belong to the whole rows.
+        """Compute the contribution of these keys to the gradients. ``out`` and ``lse`` are those of the whole rows.
 
         Args:
             grad_out, out: ``(B, Sq, H, D)``.
-            lse: ``(B, H, Sq)`` over all keys of the row, wherever they are; +inf for a row without any key.
+            lse: ``(B, H, Sq)`` over all keys of the row, on all ranks; +inf for a row without any key.
 
         Returns:
             Gradients of ``q``, ``k`` and ``v``.
@@ -63,7 +63,7 @@ class Kernel(ABC):
     def next_to_messages(self) -> Kernel:
         """Return the kernel to use while messages are in flight, as in a ring of several ranks.
 
-        It computes the same numbers; a kernel that would hold every SM leaves some to the messages.
+        It computes the same values. A kernel that occupies every SM returns a variant that leaves some to the messages.
         """
         return self
 
@@ -76,7 +76,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def fold_query_groups(q: Tensor, kv_heads: int) -> Tensor:
     """Reshape ``(B, S, H, D)`` to ``(B, G S, Hk, D)``, for kernels without grouped-query attention.
 
-    Rows of attention are independent: the G = H / Hk query heads that share a K/V head become G times the queries.
+    Rows of attention are independent, so the G = H / Hk query heads that share a K/V head can become G times as many
+    queries of one head.
     """
     return q if q.shape[2] == kv_heads else rearrange(q, "b s (k g) d -> b (g s) k d", k=kv_heads)
 

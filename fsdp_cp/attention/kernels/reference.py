@@ -1,10 +1,9 @@
 """Attention and its forward-mode derivative in plain torch, tile by tile: memory grows linearly in tokens.
 
-It takes every dtype on every device, and has the derivative that :mod:`fsdp_cp.attention.kernels.triton_dual`
-computes in one kernel on CUDA. Written after FlashAttention (Dao et al.
-2022, algorithms 1 and 4); the tangent follows sCM (Lu and Song 2024, appendix on JVP of flash attention): with
-``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and ``t_lse = rowsum(P t_S)``,
-``t_out = (P t_S) v - t_lse out + P t_v``.
+The code takes every dtype on every device. :mod:`fsdp_cp.attention.triton_dual` computes the same derivative in one
+kernel on CUDA. The algorithm follows FlashAttention (Dao et al. 2022, algorithms 1 and 4). The tangent follows sCM (Lu
+and Song 2024, appendix on JVP of flash attention): with ``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and
+``t_lse = rowsum(P t_S)``, ``t_out = (P t_S) v - t_lse out + P t_v``.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from fsdp_cp.attention.kernels.kernel import FLOATS, Kernel, accumulation_dtype,
 from fsdp_cp.measure.fake_world import device_type, is_fake
 
 _ROWS, _COLUMNS = {"cpu": 256, "cuda": 1024}, {"cpu": 512, "cuda": 2048}
-"""Size of a tile of the attention matrix, by device type."""
+"""Rows and columns of a tile of the attention matrix, by device type."""
 
 
 class Dual(NamedTuple):
-    """A chunk's attention and its tangent: ``out``, ``t_out`` ``(B, Sq, H, D)``, ``lse``, ``t_lse`` ``(B, H, Sq)``."""
+    """Attention and its tangent: ``out`` and ``t_out`` ``(B, Sq, H, D)``, ``lse`` and ``t_lse`` ``(B, H, Sq)``."""
 
     out: Tensor
     lse: Tensor
@@ -31,17 +30,17 @@ class Dual(NamedTuple):
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)``, in the dtype that products are taken in.
+    """Transpose ``(B, S, H, D)`` to ``(B, H, S, D)`` and cast to the dtype of matrix products.
 
-    bf16 and fp16 stay so on CUDA, whose tensor cores sum in fp32; elsewhere such a product would come out in bf16.
+    On CUDA bf16 and fp16 stay, since tensor cores sum in fp32. Other devices would round the product, so cast to fp32.
     """
     return x.transpose(1, 2).to(x.dtype if device_type(x) == "cuda" else accumulation_dtype(x.dtype)).contiguous()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of ``(B, H, M, K)``, rounded to the dtype of ``b``, and ``(B, H, K, N)``; in fp32 or better."""
+    """Return ``a @ b`` in fp32 or better. ``a`` ``(B, H, M, K)`` is rounded to the dtype of ``b`` ``(B, H, K, N)``."""
     a = a.to(b.dtype)
-    with torch.autocast(a.device.type, enabled=False):  # it reaches into operators and would round fp32 factors to bf16
+    with torch.autocast(a.device.type, enabled=False):  # autocast acts inside operators too and would round to bf16
         if b.dtype == accumulation_dtype(b.dtype):
             return a @ b
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
@@ -52,10 +51,10 @@ def _tile_sizes(x: Tensor) -> tuple[int, int]:
 
 
 def _starts(x: Tensor, step: int) -> range:
-    """Return where the tiles of ``(B, H, S, D)`` begin; for a fake tensor, the first two.
+    """Return the start of each tile of ``(B, H, S, D)``; for a fake tensor, of the first two tiles only.
 
-    Two allocate what all do: the tensors of a tile live until those of the next exist, and the last is the smallest.
-    All tiles of a long sequence of fake tensors would take minutes.
+    Two tiles reach the peak memory of all: the tensors of a tile live until those of the next exist, and the last tile
+    is the smallest. All tiles of a long fake sequence would take minutes.
     """
     return range(0, min(x.shape[2], 2 * step) if is_fake(x) else x.shape[2], step)
 
@@ -66,7 +65,7 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
 
 
 class Reference(Kernel):
-    """Plain torch in fp32 (fp64 for fp64), tile by tile."""
+    """Attention kernel in plain torch, in fp32 (fp64 for fp64), tile by tile."""
 
     name = "reference"
 
@@ -80,7 +79,7 @@ class Reference(Kernel):
     def backward(self, grad_out, q, k, v, out, lse, mask, scale):
         dtype, heads = q.dtype, q.shape[2]
         grad_out, q, out = (fold_query_groups(x, k.shape[2]) for x in (grad_out, q, out))
-        lse = lse.reshape(lse.shape[0], k.shape[2], -1)  # (B, Hk, G * Sq): the order of the folded rows
+        lse = lse.reshape(lse.shape[0], k.shape[2], -1)  # (B, Hk, G * Sq), in the order of the folded queries
         grad_out, q, k, v, out = (_heads_first(x) for x in (grad_out, q, k, v, out))
         sums = accumulation_dtype(dtype)
         delta = (grad_out.to(sums) * out).sum(-1, keepdim=True)
@@ -110,7 +109,7 @@ def attention_dual(
     mask: Tensor | None,
     scale: float,
 ) -> Dual:
-    """Compute attention of some queries to some keys, and its derivative along the tangents, in one pass.
+    """Compute attention of queries to keys, and its derivative along the tangents, in one pass.
 
     Args:
         q, t_q: ``(B, Sq, H, D)``.
@@ -119,8 +118,8 @@ def attention_dual(
         scale: factor on the logits.
 
     Returns:
-        All in fp32 (fp64 for fp64), without tangents if none was given. A row without a key has ``out`` 0, ``lse``
-        -inf and tangents 0.
+        All in fp32 (fp64 for fp64); tangents are ``None`` if all given ones are. A row without a key has ``out`` 0,
+        ``lse`` -inf and tangents 0.
     """
     heads = q.shape[2]
     q = _heads_first(fold_query_groups(q, k.shape[2]))
@@ -142,7 +141,7 @@ def attention_dual(
             c = slice(j, j + columns)
             logits = _logits(q[:, :, r], k[:, :, c], None if mask is None else mask[:, c], scale)
             raised = torch.maximum(largest, logits.amax(-1, keepdim=True))
-            # A row that has seen no key yet has -inf here, and -inf - -inf is NaN.
+            # A row without a key so far has -inf here, and -inf - -inf is NaN.
             shift = raised.masked_fill(raised == -torch.inf, 0)
             fade, largest = (largest - shift).exp_(), raised
             p = logits.sub_(shift).exp_()

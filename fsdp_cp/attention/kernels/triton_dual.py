@@ -1,11 +1,11 @@
 """Attention with its forward-mode derivative as one Triton kernel: output, log-sum-exp and the tangents of both.
 
-The same function as :func:`fsdp_cp.attention.kernels.reference.attention_dual`, in one pass over the keys: six matrix
-products per tile of logits, where a forward alone takes two. FlashAttention-2 (Dao 2023, algorithm 1) with the tangents
-of sCM (Lu and Song 2024, appendix on the JVP of flash attention). The tangent of the log-sum-exp comes out too, so that
-chunks of keys merge exactly in a ring.
+The kernel computes :func:`fsdp_cp.attention.reference.attention_dual` in one pass over the keys, with six matrix
+products per tile of logits (a forward alone takes two). It is FlashAttention-2 (Dao 2023, algorithm 1) with the
+tangents of sCM (Lu and Song 2024, appendix on the JVP of flash attention). It returns the tangent of the log-sum-exp
+too, so that a ring can merge chunks of keys exactly.
 
-Needs Triton 3.6 or later, which torch's CUDA builds bring. There is no backward.
+Requires Triton 3.6 or later, which torch's CUDA builds include. The kernel has no backward.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _attention_dual(
     t_k_base = t_k_ptr + batch * t_k_batch + kv_head * t_k_head
     t_v_base = t_v_ptr + batch * t_v_batch + kv_head * t_v_head
 
-    # Running maximum (in powers of two), sum, and sum of the logits' tangents of each row; the two outputs are
-    # accumulated without being divided by the sum.
+    # Keep for each row the running maximum (in powers of two), the sum, and the sum of the logits' tangents. Divide
+    # the two accumulated outputs by the sum after the loop.
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     t_total = tl.zeros([BLOCK_M], tl.float32)
@@ -77,7 +77,7 @@ def _attention_dual(
         logits = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * 1.4426950408889634)
         logits = tl.where(seen[None, :], logits, -float("inf"))
         raised = tl.maximum(highest, tl.max(logits, 1))
-        # A row that has seen no key yet has -inf here, and -inf - -inf is NaN.
+        # A row without a key so far has -inf here, and -inf - -inf is NaN.
         shift = tl.where(raised == -float("inf"), 0.0, raised)
         fade = tl.exp2(highest - shift)
         highest = raised
@@ -117,7 +117,7 @@ def _attention_dual(
 
 
 def _tiles(block_d: int) -> dict[str, int]:
-    """Return tile sizes, warps and pipeline stages: the fastest of ten that were tried on an H200 in bf16."""
+    """Return tile sizes, warps and pipeline stages: the fastest of ten configurations on an H200 in bf16."""
     if block_d <= 64:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
@@ -133,11 +133,11 @@ def attention_dual(
     mask: Tensor | None,
     scale: float,
 ) -> Dual:
-    """Compute attention of some queries to some keys, and its derivative along the tangents, in one kernel launch.
+    """Compute attention of queries to keys, and its derivative along the tangents, in one kernel launch.
 
     Args:
-        q, t_q: ``(B, Sq, H, D)`` with any strides; the last dimension must be contiguous, else it is copied.
-        k, v, t_k, t_v: ``(B, Sk, Hk, D)``, ``Hk`` divides ``H``. A tangent of ``None`` is zero; one must be given.
+        q, t_q: ``(B, Sq, H, D)`` with any strides; copied if the last dimension is not contiguous.
+        k, v, t_k, t_v: ``(B, Sk, Hk, D)``, ``Hk`` divides ``H``. A tangent of ``None`` is zero; give at least one.
         mask: ``(B, Sk)``, True where a key may be attended to.
         scale: factor on the logits.
 
