@@ -1,4 +1,4 @@
-"""Distil a video diffusion transformer: ``torchrun --nproc-per-node N train.py experiment=NAME key=value ...``."""
+"""Distill a video diffusion transformer: ``torchrun --nproc-per-node N train.py experiment=NAME key=value ...``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ counts the values in order; in mappings and dataclasses it skips ``None``.
 
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it takes the sequence length
 from the split, in the same forward, of the argument that its ``of`` names. Attention takes the length from there too
-(:mod:`fsdp_cp.sequence_lengths`).
+(:mod:`fsdp_cp.context.sequence_lengths`).
 
 Once gathered, tokens cannot be split again in the same forward: every rank of the ``cp`` group computes the modules
 between, and their gradients would mix complete and partial sums (docs/gradients.md). Such a split raises an error. So

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from fsdp_cp.attention.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
-from fsdp_cp.reduce import all_gather_single
+from fsdp_cp.runtime.torch_versions import all_gather_single
 
 
 def is_count(x: Any) -> bool:

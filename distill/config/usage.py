@@ -32,7 +32,7 @@ _LONGEST = 30
 _HEAD = [
     "torchrun --nproc-per-node N train.py experiment=NAME [key=value ...]",
     "",
-    "Distils a video diffusion transformer into a few-step student. Later overrides win; lists are [a,b,c].",
+    "Distills a video diffusion transformer into a few-step student. Later overrides win; lists are [a,b,c].",
     "--help method=rcm has that method's settings; --help all has every setting of all roles, methods and data sets.",
     "--cfg job prints the composed configuration; dry_run=true checks it and starts nothing.",
     "",

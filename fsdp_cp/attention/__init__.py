@@ -66,7 +66,7 @@ def context_parallel_attention(
             that the local sequence concatenates segments that were split separately. A string is a name from the plan
             and stands for the number of tokens split under that name. The default, in a network of
             :func:`fsdp_cp.context_parallel.parallelize_context`, is the only token count that the plan split into
-            ``S_local`` per rank (:mod:`fsdp_cp.sequence_lengths`); elsewhere it is required with ``cp > 1``.
+            ``S_local`` per rank (:mod:`fsdp_cp.context.sequence_lengths`); elsewhere it is required with ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: the local kernel: ``"auto"`` (logs its choice and the reason once), ``"cpu_flash"``, ``"flash"``,
             ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.

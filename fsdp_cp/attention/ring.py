@@ -343,7 +343,7 @@ def ring_dual(
     """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
     Shapes are those of :func:`ring_forward`. In a ring of one, ``None`` stands for a tangent of 0. ``attention_dual``
-    computes one tile, like :func:`fsdp_cp.attention.reference.attention_dual`.
+    computes one tile, like :func:`fsdp_cp.attention.kernels.reference.attention_dual`.
 
     Returns:
         ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.

@@ -52,7 +52,7 @@ def check_parallel(
         plan: plan of :func:`fsdp_cp.context_parallel.parallelize_context`.
         inputs: keyword arguments of the forward, or a sequence of positional ones. Every rank gets all of them.
         prepare: importable function, called with the module and the mesh before the plan is applied, at ``cp=1`` too;
-            for diffusers' networks :func:`fsdp_cp.diffusers_attention.parallelize_attention`.
+            for diffusers' networks :func:`fsdp_cp.context.diffusers_attention.parallelize_attention`.
         cp: numbers of ranks.
         tolerance: largest relative error, by norm (see :func:`gradient_errors`).
 

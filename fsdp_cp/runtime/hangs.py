@@ -1,8 +1,4 @@
-"""Timeouts of collectives: one timeout for all process groups of this process, and a report when a rank timed out.
-
-In torch each group has a separate timeout, and groups of a ``DeviceMesh`` get the backend's default (30 minutes for
-gloo, 10 for NCCL), whatever the timeout of the group of all ranks.
-"""
+"""Reports of a rank that waited in vain for the others: rank, phase and last collective."""
 
 from __future__ import annotations
 
@@ -25,134 +21,23 @@ from fsdp_cp.runtime.timeouts import world_timeout
 log = logging.getLogger(__name__)
 
 GRACE = 30.0
-"""Seconds that a failed process has to exit by itself; torchrun grants the same time to processes that it ends."""
+"""Seconds in which a failed process must have ended by itself; torchrun gives the processes that it ends as many."""
 
 _TIMED_OUT = re.compile(
     r"Timed out waiting|Application timeout caused pair closure|wait timeout after|operation timeout"
 )
 _LOST = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Connection refused")
-"""Error texts of gloo and of torch's store (torch 2.11 to 2.13), all raised as RuntimeError."""
-
-
-# ---------------------------------------------------------------- timeouts of groups
-
-
-def process_groups() -> list[dist.ProcessGroup]:
-    """Return every process group of this rank. ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
-def _backends(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of ``group``; all four names are private (torch 2.11 to 2.13).
-
-    ``torch.distributed.distributed_c10d._set_pg_timeout`` does the same, but leaves out the backends that
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps.
-    """
-    backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
-    return [getattr(backend, "wrapped_pg", backend) for backend in backends]
-
-
-def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of ``groups`` for collectives that start after this call.
-
-    The default is all groups except those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch
-    2.11 to 2.13).
-    """
-    for group in [group for group in process_groups() if group not in _state.kept] if groups is None else groups:
-        for backend in _backends(group):
-            with suppress(RuntimeError):  # a backend without timeouts, such as that of tests
-                backend._set_default_timeout(timeout)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return a group's timeout; ``None`` for a backend without one. ``options._timeout`` is private."""
-    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
-    return next((timeout for timeout in timeouts if timeout is not None), None)
-
-
-def _world_timeout() -> timedelta | None:
-    world = dist.group.WORLD
-    assert world is not None, "no process group"
-    return timeout_of(world)
-
-
-@contextmanager
-def inherited_timeout() -> Iterator[None]:
-    """Set the timeout of groups that are made within this context to that of the group of all ranks."""
-    before = process_groups()
-    yield
-    timeout = _world_timeout()
-    if timeout is not None:
-        set_timeout(timeout, [group for group in process_groups() if group not in before])
-
-
-@dataclass
-class _Shortened:
-    """The two timeouts that :func:`long_timeout` switches; ``short`` is ``None`` while the long timeout is set."""
-
-    long: timedelta | None = None
-    short: timedelta | None = None
-    kept: list[dist.ProcessGroup] = field(default_factory=list)
-
-
-_state = _Shortened()
-
-
-def keep_timeout(group: dist.ProcessGroup) -> None:
-    """Exempt ``group`` from :func:`shorten`: its ranks do not run in step with training."""
-    _state.kept.append(group)
-
-
-def shorten(timeout: timedelta) -> None:
-    """Set ``timeout`` for every group, except inside :func:`long_timeout`. A second call changes nothing.
-
-    All ranks call it at the same place, after a collective that all of them have finished.
-    """
-    if _state.short == timeout:
-        return
-    if _state.long is None:
-        _state.long = _world_timeout()
-    _state.short = timeout
-    set_timeout(timeout)
-
-
-@contextmanager
-def long_timeout() -> Iterator[None]:
-    """Restore the timeout from before :func:`shorten`, for work of one rank that the others wait for.
-
-    All ranks enter the context. It ends with a barrier: without it, a rank that leaves early would wait with the short
-    timeout for a rank that still works. After an exception the long timeout stays.
-    """
-    short, long = _state.short, _state.long
-    if short is None or long is None:  # not shortened, or nested
-        yield
-        return
-    _state.short = None
-    set_timeout(long)
-    yield
-    if dist.get_world_size() > 1:
-        dist.barrier()
-    set_timeout(short)
-    _state.short = short
-
-
-def forget() -> None:
-    """Drop all state, once the process groups whose timeouts :func:`shorten` changed are gone."""
-    _state.long = _state.short = None
-    _state.kept.clear()
-
-
-# ---------------------------------------------------------------- reports of hangs
+"""Words of gloo and of torch's store (torch 2.11 to 2.13); all of them come as a RuntimeError."""
 
 
 def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> None:
-    """Log one line if ``error`` shows that a collective timed out or lost another rank; otherwise do nothing.
+    """Log one line if ``error`` is a collective that timed out or lost another rank; otherwise do nothing.
 
-    It also adds the line to the error as a note, which torchrun's summary shows. Each error is reported once.
+    The line is a note of the error too, since torchrun's summary ends with the error. An error is reported once.
 
     Args:
         error: exception that ended this rank's work.
-        step: current step, for example ``"in step 7 of 100"``.
+        step: place in its work, e.g. ``"in step 7 of 100"``.
         advice: how to continue.
     """
     text = str(error)
@@ -176,10 +61,10 @@ def report_hang(error: BaseException, *, step: str = "", advice: str = "") -> No
 
 @contextmanager
 def watch_for_hangs() -> Iterator[None]:
-    """Log one line when no phase has begun or ended for nine tenths of the timeout, once per such wait.
+    """Log one line when no phase was entered or left for nine tenths of the timeout; once for each such place.
 
-    This is for NCCL, whose watchdog ends the process from outside of Python without an exception to report. A thread
-    logs, since the main thread waits for the GPU. Tested only with gloo.
+    For NCCL, whose watchdog ends the process from outside of Python, so that no exception can be reported. A thread
+    logs, since the main one waits for the GPU. Tested with gloo only.
     """
     ended = threading.Event()
 
@@ -215,12 +100,12 @@ def watch_for_hangs() -> Iterator[None]:
 
 
 def last_collective() -> str | None:
-    """Return the oldest unfinished collective in torch's flight recorders, or the newest; ``None`` if they are empty.
+    """Return the oldest unfinished collective, else the newest, from torch's flight recorders; ``None`` without one.
 
-    ``all_gather 57 of group mesh_fsdp`` is the 57th collective of its group; all ranks of the group count alike. A
-    collective that has just failed counts as finished. The recorders are on unless ``TORCH_FR_BUFFER_SIZE=0``. gloo's
-    recorder omits ``send`` and ``recv`` (ring attention). ``_dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json``
-    are private (torch 2.11 to 2.13).
+    E.g. ``all_gather 57 of group mesh_fsdp``: the 57th of its group, counted alike on all its ranks. A collective that
+    has just failed counts as done. The recorders are on unless ``TORCH_FR_BUFFER_SIZE=0``. gloo's leaves out ``send``
+    and ``recv`` (ring attention). ``_dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` are private (torch 2.11
+    to 2.13).
     """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -239,10 +124,10 @@ def last_collective() -> str | None:
 
 
 def end_soon() -> None:
-    """Print the stack and end this process with exit code 1 if it still runs after :data:`GRACE` seconds.
+    """End this process after :data:`GRACE` with exit code 1, and its stack, if it has not ended by then.
 
-    At exit, the interpreter joins gloo's threads and so waits for every unfinished collective until its timeout.
-    faulthandler's thread works without the interpreter.
+    Without this an interpreter that ends waits for collectives that are still on their way, each until its timeout:
+    gloo's threads are joined. faulthandler's thread needs no interpreter.
     """
     with suppress(RuntimeError, OSError):  # stderr may be closed: the first error is what the user must see
         faulthandler.dump_traceback_later(GRACE, exit=True)

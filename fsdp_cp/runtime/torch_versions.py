@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_cp.errors import UserError
+
+if TYPE_CHECKING:  # FSDP takes half a second to import
+    from torch.distributed.fsdp import FSDPModule
 
 FORWARD_AD_SINCE = (2, 13)
 """First torch whose FSDP2 hooks pass forward-mode tangents on with gradients enabled (pytorch issue 182641)."""

@@ -5,7 +5,8 @@ row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_o
 take random states, which they read only with dropout.
 
 Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
-2.13, FlashAttention 3 (``hopper``) from August 2025 on, and Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
+2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and Transformer
+Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
 query and key tokens, H query heads, Hk key/value heads, D head size.
 """
 
@@ -258,13 +259,17 @@ class Efficient(_CudaKernel):
 
 
 @lru_cache(maxsize=8)
-def _package(name: str, module: str, install: str, at_least: tuple[int, int] = (0, 0)) -> ModuleType | str:
-    """Import ``module`` of the package ``name``. Return it, or the reason why it cannot be used."""
+def _package(module: str, install: str, distribution: str = "", at_least: str = "") -> ModuleType | str:
+    """Import ``module``; return it, or the clause that says why it cannot be used.
+
+    ``distribution`` (``pip``'s name of the package) must have version ``at_least``. Its metadata is read, since
+    FlashAttention 4 gives itself the ``__version__`` "0.0.0".
+    """
     try:
         if distribution and (version := TorchVersion(metadata.version(distribution))) < at_least:
             return f"needs {distribution} {at_least} or later, not {version} ({install})"
         return importlib.import_module(module)
-    except Exception as error:  # a package built for another torch or CUDA may raise any exception
+    except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         return f"is not installed, or does not load: {first_line} ({install})"
 
@@ -300,9 +305,9 @@ class FlashAttention3(_CudaKernel):
     def package() -> Any:
         """Return the module with the kernel's functions, or the reason why it cannot be used."""
         install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
-        package = _package("flash_attn_interface", "flash_attn_interface", install)
+        package = _package("flash_attn_interface", install)
         if isinstance(package, str):  # other versions have the module here
-            package = _package("flash_attn_3", "flash_attn_3.flash_attn_interface", install)
+            package = _package("flash_attn_3.flash_attn_interface", install)
         return package
 
     def unavailable(self, capability, head_dim):

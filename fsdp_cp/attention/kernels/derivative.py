@@ -1,7 +1,7 @@
 """Choice between the two implementations of attention with its forward-mode derivative.
 
-The fused Triton kernel (:mod:`fsdp_cp.attention.triton_dual`) runs only on CUDA. Chunked torch
-(:mod:`fsdp_cp.attention.reference`) runs on every device.
+The fused Triton kernel (:mod:`fsdp_cp.attention.kernels.triton_dual`) runs only on CUDA. Chunked torch
+(:mod:`fsdp_cp.attention.kernels.reference`) runs on every device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_cp.mesh import ContextGroups
 log = logging.getLogger("fsdp_cp.attention")
 
 AttendDual = Callable[..., Dual]
-"""Function with the arguments and results of :func:`fsdp_cp.attention.reference.attention_dual`."""
+"""Function with the arguments and results of :func:`fsdp_cp.attention.kernels.reference.attention_dual`."""
 FUSED_DTYPES, FUSED_HEAD_DIM = (torch.bfloat16, torch.float16), 128
 """Dtypes that the fused kernel takes on CUDA, and its largest head size."""
 _TOLERANCE = 2e-2

@@ -1,8 +1,8 @@
 """Attention and its forward-mode derivative in plain torch, tile by tile: memory grows linearly in tokens.
 
-The code takes every dtype on every device. :mod:`fsdp_cp.attention.triton_dual` computes the same derivative in one
-kernel on CUDA. The algorithm follows FlashAttention (Dao et al. 2022, algorithms 1 and 4). The tangent follows sCM (Lu
-and Song 2024, appendix on JVP of flash attention): with ``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and
+The code takes every dtype on every device. :mod:`fsdp_cp.attention.kernels.triton_dual` computes the same derivative in
+one kernel on CUDA. The algorithm follows FlashAttention (Dao et al. 2022, algorithms 1 and 4). The tangent follows sCM
+(Lu and Song 2024, appendix on JVP of flash attention): with ``P = softmax(S)``, ``t_S = scale (t_q k' + q t_k')`` and
 ``t_lse = rowsum(P t_S)``, ``t_out = (P t_S) v - t_lse out + P t_v``.
 """
 

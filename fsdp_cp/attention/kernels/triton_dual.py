@@ -1,7 +1,7 @@
 """Attention with its forward-mode derivative as one Triton kernel: output, log-sum-exp and the tangents of both.
 
-The kernel computes :func:`fsdp_cp.attention.reference.attention_dual` in one pass over the keys, with six matrix
-products per tile of logits (a forward alone takes two). It is FlashAttention-2 (Dao 2023, algorithm 1) with the
+The kernel computes :func:`fsdp_cp.attention.kernels.reference.attention_dual` in one pass over the keys, with six
+matrix products per tile of logits (a forward alone takes two). It is FlashAttention-2 (Dao 2023, algorithm 1) with the
 tangents of sCM (Lu and Song 2024, appendix on the JVP of flash attention). It returns the tangent of the log-sum-exp
 too, so that a ring can merge chunks of keys exactly.
 
