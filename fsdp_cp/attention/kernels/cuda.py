@@ -5,9 +5,9 @@ row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_o
 take random states, which they read only with dropout.
 
 Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
-2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and Transformer
-Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk
-query and key tokens, H query heads, Hk key/value heads, D head size.
+2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and
+Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
+head size.
 """
 
 from __future__ import annotations
