@@ -47,7 +47,7 @@ class SecondTime(Addition):
         self.linear_1 = nn.Linear(2 * self.rates, width, bias=False)
         self.linear_2 = _ZeroLinear(width, width, bias=False)
         self.embedded: Tensor | None = None
-        """Embedding of ``d`` for the current call."""
+        """``d`` of the current call."""
 
     @staticmethod
     def argument(t: Tensor, r: Tensor) -> Tensor:

@@ -230,6 +230,7 @@ class Family(ABC):
             network: network to split.
             mesh: mesh of all ranks. Attention must accept forward-mode duals at cp = 1 too.
             backend, head_groups: as for :func:`fsdp_cp.attention.context_parallel_attention`.
+
         Raises:
             ValueError: the installed version of the network's library is not supported.
         """

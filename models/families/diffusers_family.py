@@ -128,6 +128,7 @@ class DiffusersFamily(Family):
             condition: shapes of the data's tensors, by name.
             setting: source of the network, for messages.
             open_counts: names of tensors whose first size may differ.
+
         Raises:
             UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
                 a first frame is given for a clip of one latent frame.
