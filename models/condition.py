@@ -13,7 +13,7 @@ Tensor names:
 - ``image_latents`` ``(B, C, T, H, W)``: encoded clip of the first image followed by grey frames.
 - ``image_mask`` ``(B, F, T, H, W)``: 1 for a given frame, for each of the F frames of a latent frame.
 - ``image_embeds`` ``(B, N, D)``: features of an image encoder.
-- ``first_frame`` ``(B, C, 1, H, W)``: encoded first frame. It replaces the noisy frame or has channels of its own.
+- ``first_frame`` ``(B, C, 1, H, W)``: encoded first frame. It replaces the noisy frame or has separate channels.
 - ``latent_spacing`` ``(B, 4)`` fp32: distances between latents in seconds and pixels (``models/families/ltx.py``).
 """
 

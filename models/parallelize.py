@@ -29,7 +29,7 @@ def parallelize(
 ) -> None:
     """Split the tokens of ``network`` over ``mesh.cp`` and shard its parameters, in place.
 
-    The blocks are FSDP units; under bf16, modules that compute in fp32 are units of their own.
+    The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units.
 
     Args:
         network: network on the meta device, with the adapters and additions of its roles.

@@ -79,7 +79,7 @@ class SecondTime(Addition):
 
 
 class LastStep(SecondTime):
-    """The same embedding of ``d = r``, for a fake score: the time of the step that made the sample."""
+    """Embedding of ``d = r`` in place of the interval, for a fake score: the time of the step that made the sample."""
 
     @staticmethod
     def argument(t: Tensor, r: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""First frames that the data give: their latents replace the noisy ones and have a time of their own.
+"""First frames that the data give: their latents replace the noisy ones and have a separate time.
 
 Networks without image channels or an image encoder use it (Wan 2.2's TI2V, LTX-Video). The condition's tensor
 ``first_frame`` replaces the latents of frame 0, and the time of its tokens is 0.
