@@ -1,4 +1,4 @@
-"""Gradient accumulation over micro-batches, and over several losses of one micro-batch."""
+"""Gradient accumulation over micro-batches and over several losses of one micro-batch."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
     """Run forward and backward of one micro-batch (or of one loss of it) between two optimizer steps.
 
     The strategy decides when gradients are reduced and how long parameters stay gathered (:class:`ShardSettings`):
-    ``optim`` and ``no_shard`` reduce once a step, the others in each backward; replicas (``dp_replicate``) are summed
-    once a step. Each gather casts the masters to the compute dtype: once a step where parameters stay gathered. After
-    the last micro-batch everything is reduced and resharded. The caller scales each loss by its share of the global
-    batch, since gradients are summed.
+    ``optim`` and ``no_shard`` reduce once a step, the others in each backward. Gradients of replicas (``dp_replicate``)
+    are summed once a step. Each gather casts the masters to the compute dtype. After the last micro-batch all gradients
+    are reduced and all parameters resharded. Gradients are summed, so the caller must scale each loss by its share of
+    the global batch.
 
-    An exception drops the gradients that the step has accumulated (:func:`discard_step`). Contexts nest: on leaving an
-    inner one the outer one's settings hold again.
+    An exception drops the gradients that the step has accumulated (:func:`discard_step`). Contexts nest: leaving an
+    inner context restores the outer one's settings.
 
     Args:
         model: the root that :func:`fsdp_cp.shard_module` made, or a module around it.
-        is_first: the first backward since the optimizer's step; gradients must be clear then.
-        is_last: the last backward before the optimizer's step.
+        is_first: whether this is the first backward since the optimizer's step; gradients must be clear then.
+        is_last: whether this is the last backward before the optimizer's step.
 
     Raises:
-        RuntimeError: ``is_first`` with gradients left from before, which would be summed into the step silently; or a
-            unit whose gradients were never reduced, since the last backward did not reach it; or, with replicas, a
-            parameter that only some of the micro-batches use.
-        ValueError: a module without a root of :func:`fsdp_cp.shard_module`, or with several.
+        RuntimeError: ``is_first`` with gradients from an earlier step, which would be added silently; the last backward
+            did not reach a unit, whose gradients were never reduced; or, with replicas, only some of the micro-batches
+            use a parameter.
+        ValueError: ``model`` does not contain exactly one root of :func:`fsdp_cp.shard_module`.
     """
     root = _root(model)
     if is_first and has_gradients(root):
@@ -71,11 +71,11 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
 
 
 def _apply(root: ShardedModule, is_last: bool | None) -> None:
-    """Tell FSDP2 what the strategy does in a micro-batch; ``None`` outside of one: a backward there is a whole step."""
+    """Set FSDP2's flags for a micro-batch; ``None`` is outside of one, where a backward is a whole step."""
     settings, last = settings_of(root), is_last is not False
     reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")
     root.set_is_last_backward(last)
-    for unit in fsdp_modules(root):  # a recursive setter would walk over all modules, each
+    for unit in fsdp_modules(root):  # not recursive: each setter would walk over all modules
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_requires_all_reduce(last, recurse=False)  # after the line above, which sets it too
         unit.set_reshard_after_backward(last or not settings.keeps_gathered, recurse=False)
@@ -84,7 +84,7 @@ def _apply(root: ShardedModule, is_last: bool | None) -> None:
 
 
 def discard_step(model: nn.Module) -> None:
-    """Drop an accumulation that will not be finished: gradients, reductions under way, gathered parameters.
+    """Drop an unfinished accumulation: gradients, pending reductions, gathered parameters.
 
     Every rank must call it, since a collective that one rank left cannot be resumed.
     """
@@ -98,7 +98,8 @@ def discard_step(model: nn.Module) -> None:
 
 def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
     """Refuse gradients that FSDP2 did not reduce, or would add up wrongly, in the micro-batch that ends."""
-    # FSDP2 reduces where a backward passes, and waits for all of it where one began at the root's output.
+    # FSDP2 reduces the units that a backward passes, and waits for all reductions only if it began at the root's
+    # output.
     if is_last and not is_finished(root):
         raise RuntimeError(
             "the last micro-batch had no backward through the network, so earlier gradients were not fully reduced;"
@@ -109,7 +110,7 @@ def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
             f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
             " the replicas; set reduce_unused=true"
         )
-    # It adds up micro-batches before the replicas by position: gradients of other parameters would be mixed up.
+    # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
     if not is_last and (units := partly_reduced_units(root)):
         raise RuntimeError(
             f"a parameter of {', '.join(units)} got no gradient in this micro-batch; accumulation over replicas"

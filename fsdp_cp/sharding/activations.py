@@ -1,7 +1,7 @@
 """Wrappers of a unit's ``forward``: activation checkpointing, compilation, activation offload.
 
-They wrap only ``forward``, so hooks (token splitting, FSDP's all-gather) run once and outside, and parameter names
-stay.
+They wrap only ``forward``, so hooks (token splitting, FSDP's all-gather) run once, outside, and parameter names do not
+change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_cp.sharding.settings import ShardSettings, find_operator
 
 ATTENTION = "fsdp_cp.ring_attention"
 MOST_GRAPHS = 64
-"""Number of compiled variants of one class of units."""
+"""Maximum number of compiled variants of one class of units."""
 SMALLEST_OFFLOADED = 64 * 1024
 """Bytes of the smallest storage that is copied to the host; smaller copies cost more time than they save memory."""
 
@@ -41,7 +41,7 @@ def wrap_unit(unit: nn.Module, settings: ShardSettings) -> None:
 def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
     """Apply ``activation_checkpointing`` in place, before :func:`apply_compile`.
 
-    The compiler then sees the checkpointing, and plans by the same policy what one backward graph computes again.
+    The compiler then sees the checkpointing and applies the same policy to its backward graph.
     """
     if settings.activation_checkpointing == "full":
         recompute_in_backward(unit)
@@ -57,7 +57,7 @@ def apply_compile(unit: nn.Module, settings: ShardSettings) -> None:
 
 
 def apply_activation_offload(unit: nn.Module, settings: ShardSettings) -> None:
-    """Apply ``activation_offload`` in place, last, since it takes the tensors that the other two leave to save."""
+    """Apply ``activation_offload`` in place, last, since it handles the tensors that the other two still save."""
     if settings.activation_offload:
         offload_saved_tensors(unit)
 
@@ -67,7 +67,7 @@ def _kept(settings: ShardSettings) -> tuple[str, ...]:
 
 
 def keeps_attention(settings: ShardSettings) -> bool:
-    """Whether recomputation leaves attention out, since its output is kept."""
+    """Return whether recomputation skips attention because its output is kept."""
     names = {name.replace("::", ".").removesuffix(".default") for name in _kept(settings)}
     return settings.activation_checkpointing == "selective" and ATTENTION in names
 
@@ -76,10 +76,10 @@ def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offl
     """Checkpoint the activations of ``module`` in place; the outputs of operators in ``keep`` are not recomputed.
 
     Args:
-        module: its ``forward`` is wrapped.
+        module: module whose ``forward`` is wrapped.
         keep: operators, e.g. ``"aten.mm"``.
-        offload: keep those outputs in CPU memory. Not for a compiled module: there they are saved tensors, which
-            :func:`offload_saved_tensors` sees.
+        offload: keep those outputs in CPU memory. Not for a compiled module, where they are saved tensors that
+            :func:`offload_saved_tensors` handles.
     """
     options: dict[str, Any] = {}
     if keep:
@@ -90,9 +90,10 @@ def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offl
     def recomputed(*args, **kwargs):
         if not torch.is_grad_enabled():  # torch 2.11's checkpoint loses forward-mode tangents here
             return inner(*args, **kwargs)
-        # All positional: checkpoint keeps plain references to keyword arguments, which offload cannot see.
+        # Pass all arguments by position: checkpoint keeps plain references to keyword arguments, which offload cannot
+        # see.
         names = tuple(kwargs)
-        # The recomputation needs the token counts of its own forward. (A compiled graph holds them.)
+        # Recomputation needs the token counts of its own forward. (A compiled graph contains them.)
         lengths = None if torch.compiler.is_compiling() else entered()
 
         def run(*values):
@@ -114,10 +115,10 @@ def compile_forward(module: nn.Module) -> None:
     """Compile the ``forward`` of ``module`` as one graph, in place; a graph break is an error.
 
     Inside ``forward_ad.dual_level()`` and ``torch.func.jvp`` the module runs uncompiled, since compiled graphs lose
-    tangents silently. The level decides, not the arguments: ``forward`` may close over a tangent too.
+    tangents silently. The dual level decides, not the arguments, since ``forward`` can close over a tangent.
     """
-    # For a CPU inductor fuses loops over a transposed sequence, as a patch embedding's, into wrong gradients without an
-    # error (torch 2.13: off by 4 to 9 % after a modulated norm and a feed-forward, where the forward is right).
+    # On a CPU inductor fuses loops over a transposed sequence, as in a patch embedding, into wrong gradients without an
+    # error (torch 2.13: off by 4 to 9 % after a modulated norm and a feed-forward; the forward is correct).
     options: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 1}
     uncompiled = module.forward
     # Units and networks of one class share their graphs, one per shape (until sizes are dynamic) and gradient mode.
@@ -132,10 +133,10 @@ def compile_forward(module: nn.Module) -> None:
 def offload_saved_tensors(module: nn.Module) -> None:
     """Keep the tensors that autograd saves during ``module.forward`` in CPU memory until backward, in place.
 
-    Parameters, buffers and views of them stay on the device: gathered weights must be freed by FSDP's resharding, and
-    a copy would only double them. Storages below :data:`SMALLEST_OFFLOADED` stay too. Copies are made on the current
-    stream, from and to pinned memory where the tensor is on CUDA; a CPU tensor is copied too. Forwards without
-    gradients, those with forward-mode tangents among them, copy nothing.
+    Parameters, buffers and views of them stay on the device: FSDP's resharding frees gathered weights, and a copy would
+    only double them. Storages below :data:`SMALLEST_OFFLOADED` stay too. Copies run on the current stream and use
+    pinned memory for CUDA tensors; CPU tensors are copied too. Forwards without gradients, including those with
+    forward-mode tangents, copy nothing.
     """
     inner = module.forward
 
@@ -154,12 +155,12 @@ class _HostMemory:
 
     def __init__(self, module: nn.Module | None = None):
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
-        # Alive during the whole forward, so that no other storage gets one of these addresses.
+        # These stay alive during the whole forward, so that no other storage gets their addresses.
         self._stay = {x.untyped_storage()._cdata for x in owned if not is_traceable_wrapper_subclass(x)}
         self._copies: dict[tuple[int, ...], tuple[weakref.ref, _HostCopy]] = {}
 
     def pack(self, x: Tensor) -> _Saved:
-        x = x.detach()  # autograd asks for it: a reference to x itself would be a cycle
+        x = x.detach()  # required by autograd: a reference to x itself would be a cycle
         if x.layout != torch.strided or x.device.type == "meta" or is_traceable_wrapper_subclass(x):
             return _Saved(x)
         if x.is_conj() or x.is_neg():
@@ -168,9 +169,9 @@ class _HostMemory:
         if storage.nbytes() < SMALLEST_OFFLOADED or storage._cdata in self._stay:
             return _Saved(x)
         first, last = _bytes_of(x)
-        if 2 * (last - first) >= storage.nbytes():  # neighbours such as q, k and v of one projection share a copy
+        if 2 * (last - first) >= storage.nbytes():  # neighbors such as q, k and v of one projection share a copy
             first, last = 0, storage.nbytes() // x.element_size() * x.element_size()
-        key = (storage._cdata, x._version, first, last)  # the version: saved again after a change in place
+        key = (storage._cdata, x._version, first, last)  # version: x may be saved again after an in-place change
         owner, copy = self._copies.get(key, (lambda: None, None))
         if copy is None or owner() is not storage:  # a freed storage's address may belong to another by now
             copy = _HostCopy(x, first, last)
@@ -186,15 +187,15 @@ class _HostCopy:
         self.device, self.users = x.device, 0
         self._on_device: Tensor | None = None
         self._waiting = 0
-        # A view, not set_ of a storage, which FakeTensorMode would keep for ever in its cache of calls.
+        # Use a view. FakeTensorMode would keep the storage of a set_ call in its cache forever.
         source = x.as_strided((last // x.element_size(),), (1,), 0).view(torch.uint8)[first:]
         pinned = x.device.type == "cuda"
         self._bytes = host_buffer(last - first, pinned)
-        # The stream orders it after the kernel that writes the source, and before the one that may reuse its memory.
+        # The stream orders the copy after the kernel that writes the source and before one that reuses its memory.
         self._bytes.copy_(source, non_blocking=pinned)
 
     def restore(self) -> Tensor:
-        """Return the bytes on the device: one copy for all users, dropped after the last one."""
+        """Return the bytes on the device, as one copy that all users share and the last one frees."""
         if self._on_device is None:
             self._on_device = torch.empty_like(self._bytes, device=self.device)
             self._on_device.copy_(self._bytes, non_blocking=True)
@@ -207,7 +208,7 @@ class _HostCopy:
 
 
 class _Saved:
-    """A saved tensor: itself, or its place in a copy of its storage."""
+    """A saved tensor: the tensor itself, or its location in a copy of its storage."""
 
     def __init__(self, x: Tensor, copy: _HostCopy | None = None, offset: int = 0):
         self._copy = copy
@@ -218,7 +219,7 @@ class _Saved:
 
     def restore(self) -> Tensor:
         if self._copy is None:
-            # Autograd checks this only where there are no hooks.
+            # Autograd skips this check for tensors with hooks.
             if self._tensor._version != self._version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in place"
@@ -233,13 +234,13 @@ def _bytes_of(x: Tensor) -> tuple[int, int]:
     """Return the range of bytes of the storage of ``x`` from its first to its last element."""
     if not x.numel():
         return 0, 0
-    offset = int(x.storage_offset())  # no SymInt: hooks get the tensors of a forward that runs
+    offset = int(x.storage_offset())  # never a SymInt: hooks get the tensors of a real forward
     last = offset + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return offset * x.element_size(), (last + 1) * x.element_size()
 
 
 def _offloading_contexts(operators: frozenset) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Stand in for ``create_selective_checkpoint_contexts``, whose cache cannot use CPU memory outside a compiler."""
+    """Replace ``create_selective_checkpoint_contexts``, whose cache cannot use CPU memory in eager mode."""
     keeping = _Keeping(operators)
     return keeping, _Replaying(keeping)
 

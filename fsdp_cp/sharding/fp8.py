@@ -1,8 +1,8 @@
-"""fp8 compute: linear layers multiply in fp8, by torchao's ``Float8Linear`` (0.18) with tensorwise scales.
+"""fp8 compute of linear layers, by torchao's ``Float8Linear`` (0.18) with tensorwise scales.
 
-Weights, their names and their gradients stay as they are: inputs, weights and gradients are scaled by their own largest
-element and rounded to fp8 where they are multiplied, so there is no state in addition to the weights. Where a forward
-may carry forward-mode tangents the plain layers run, since torchao's have no forward AD and would drop them.
+Weights, their names and their gradients do not change. For each product the inputs, weights and gradients are scaled by
+their largest element and rounded to fp8, so no extra state exists. If a forward can carry forward-mode tangents the
+plain layers run, since torchao's layers would drop tangents.
 
 All private names of torchao are in :func:`_torchao`.
 """
@@ -31,7 +31,7 @@ from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather
 
 log = logging.getLogger(__name__)
 MULTIPLE = 16
-"""Divisor of a layer's sizes that fp8 products of NVIDIA's GPUs need."""
+"""Number that must divide a layer's sizes for fp8 products on NVIDIA GPUs."""
 CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 products: Ada, then Hopper (9.0)."""
 _TORCHAO = (0, 18)
@@ -41,13 +41,13 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
     """Refuse fp8 where it cannot run, before anything is built.
 
     Args:
-        settings: of a network.
-        device_type: ``cuda``, or ``cpu``, where torchao emulates: it rounds to fp8 and multiplies in the dtype of
-            compute.
+        settings: settings of a network.
+        device_type: ``cuda``, or ``cpu``, where torchao emulates fp8: it rounds to fp8 and multiplies in the compute
+            dtype.
         where: prefix of the setting's name in the message, e.g. ``"student."``.
 
     Raises:
-        UserError: torchao is missing or too old; the GPU has no fp8 products.
+        UserError: torchao is missing or too old, or the GPU does not support fp8 products.
     """
     if settings.fp8 == "none":
         return
@@ -68,12 +68,12 @@ def require_fp8(settings: ShardSettings, device_type: str, where: str = "") -> N
 def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = (), where: str = "") -> list[nn.Linear]:
     """Return the linear layers of ``units`` that compute in fp8: those whose sizes allow it.
 
-    Not layers of the first and the last unit, which are the most sensitive, or a unit that is a linear layer itself,
-    which cannot be replaced.
+    Layers of the first and last unit are left out, since they are the most sensitive. A unit that is a linear layer
+    itself cannot be replaced.
 
     Args:
-        units: of a network, in order of execution, sharded or not.
-        excluded: modules whose layers stay as they are.
+        units: units of a network, in order of execution, sharded or not.
+        excluded: modules whose layers do not change.
         where: prefix of the setting's name in the message.
 
     Raises:
@@ -84,7 +84,7 @@ def linear_layers(units: Sequence[nn.Module], excluded: Iterable[nn.Module] = ()
         module
         for unit in units[1:-1]
         for module in unit.modules()
-        # Subclasses of nn.Linear have a forward of their own, which the fp8 layer would not have.
+        # Skip subclasses of nn.Linear: the fp8 layer would lose their forward.
         if type(module) is nn.Linear and module is not unit and id(module) not in left_out
     ]
     chosen = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
@@ -106,10 +106,10 @@ def apply_fp8(
     """Replace the layers that compute in fp8, in place; before units are checkpointed and compiled.
 
     Returns:
-        The fp8 layers: other modules with the same parameters under the same names.
+        The fp8 layers: new modules with the same parameters under the same names.
 
     Raises:
-        UserError: see :func:`require_fp8` and :func:`linear_layers`; a layer with hooks, which would be lost.
+        UserError: as for :func:`require_fp8` and :func:`linear_layers`; or a layer has hooks, which would be lost.
     """
     if settings.fp8 == "none":
         return []
@@ -137,7 +137,7 @@ def apply_fp8(
 def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> list[nn.Linear]:
     """Replace each linear layer in ``module`` whose ``id`` is ``wanted`` by an fp8 layer; return these in order."""
     ao = _torchao()
-    # Padded: a rank's tokens are the inner size of the weight gradient's product, and need not be a multiple of 16.
+    # Pad: the inner size of the weight gradient's product is a rank's token count, which may not be a multiple of 16.
     config = ao.Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
     names = [name for name, inner in module.named_modules() if id(inner) in wanted]
     ao.convert_to_float8_training(module, module_filter_fn=lambda inner, _: id(inner) in wanted, config=config)
@@ -148,19 +148,19 @@ def convert(module: nn.Module, wanted: Collection[int], *, emulate: bool) -> lis
 
 
 def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], shard_mesh: DeviceMesh) -> None:
-    """Let FSDP2 gather the weights of ``layers`` in fp8: a byte an element, with a scale for each whole weight.
+    """Let FSDP2 gather the weights of ``layers`` in fp8: one byte per element, and one scale per whole weight.
 
-    Before each forward of ``root`` one all-reduce of the largest elements settles the scales, without waiting for the
-    host; a weight that is gathered again in backward has its forward's. Weights that do not divide evenly over the
-    ranks are gathered in the dtype of compute: FSDP2 has no padding for tensors that gather themselves.
+    Before each forward of ``root`` one all-reduce of the largest elements computes the scales, without waiting for the
+    host. A gather in backward uses the scale of its forward. Weights that do not divide evenly over the ranks are
+    gathered in the compute dtype, since FSDP2 does not pad tensors that gather themselves.
 
-    torchao's own way is a parameter of another class, which optimizers, averages, checkpoints and exports would see.
-    Here only the shard's tensor has FSDP2's two functions, as attributes.
+    torchao instead uses a different parameter class, which optimizers, averages, checkpoints and exports would see.
+    Here only the shard's tensor has FSDP2's two functions as attributes.
 
     Args:
-        root: sharded.
-        layers: of :func:`apply_fp8`.
-        shard_mesh: mesh that it is sharded over; the last axis holds the shards.
+        root: sharded network.
+        layers: layers from :func:`apply_fp8`.
+        shard_mesh: mesh over which ``root`` is sharded; the last axis holds the shards.
     """
     weights = evenly_sharded_weights(root, layers)
     if len(weights) < len(layers) and dist.get_rank() == 0:
@@ -175,7 +175,7 @@ def gather_in_fp8(root: ShardedModule, layers: Sequence[nn.Linear], shard_mesh: 
 
     @torch.no_grad()
     def settle_scales(_module: nn.Module, _args: Any) -> None:
-        # Outside of inference mode, as FSDP2's own memory: a scale from within could not be saved for a backward.
+        # Leave inference mode, as for FSDP2's memory: a backward could not save a scale created in it.
         with torch.inference_mode(False):
             shards = [weight.sharded_param._local_tensor for weight, _ in weights]
             largest = torch.stack(torch._foreach_norm(shards, ord=float("inf"))).float()
@@ -194,7 +194,7 @@ def _target_dtype(layer: Any) -> torch.dtype:
 
 
 def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
-    """Return FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` for one ``shard``, by torchao's."""
+    """Return FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` for one ``shard``, based on torchao's."""
     ao, mm_config, target = _torchao(), layer.linear_mm_config, _target_dtype(layer)
     reference = weakref.ref(shard)  # the shard holds these functions: a cycle would keep its memory
 
@@ -212,9 +212,9 @@ def _gather_functions(shard: Any, layer: Any) -> tuple[Any, Any]:
 
 @cache
 def _torchao() -> SimpleNamespace:
-    """Return the names that are used of torchao, an extra whose import takes a second.
+    """Import torchao, an optional dependency that takes a second to import, and return the names used.
 
-    Public are ``Float8LinearConfig`` and ``convert_to_float8_training``; the rest is private (torchao 0.18).
+    ``Float8LinearConfig`` and ``convert_to_float8_training`` are public; the others are private (torchao 0.18).
     """
     from torchao.float8 import Float8LinearConfig, Float8TrainingTensor, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
@@ -245,13 +245,13 @@ def _torchao() -> SimpleNamespace:
             return out.reshape(*grad.shape[:-1], out.shape[-1]), None, None, None
 
     class Fp8Linear(Float8Linear):
-        """torchao's layer, which runs as the plain layer inside a dual level.
+        """torchao's layer, but the plain layer inside a dual level.
 
         The level decides, as in :func:`fsdp_cp.sharding.activations.compile_forward`.
         """
 
         def forward(self, x):
-            # torchao's tensor classes cannot take inference tensors apart. Dynamo cannot be asked for the mode.
+            # torchao's tensor classes cannot unpack inference tensors. Dynamo cannot trace the query of the mode.
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self.forward(x)

@@ -1,4 +1,4 @@
-"""Hooks of a sharded network: refuse gradient penalties that need freed weights, allow a first inference forward."""
+"""Hooks of a sharded network that refuse gradient penalties on freed weights and allow a first inference forward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fsdp_cp.sharding.state import ShardedModule, never_gathered_units
 
 
 def refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
-    """Raise where a backward with ``create_graph=True`` would free the weights that the second backward needs.
+    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs.
 
-    Registered before FSDP2's own hooks, so that nothing has been gathered yet when it raises.
+    Call it before FSDP2 registers its hooks, so that the check raises before any gather.
     """
     kind, keeps = type(model).__name__, settings.keeps_gathered
 
@@ -60,11 +60,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def allow_inference_mode(model: ShardedModule) -> None:
-    """Let a first forward run under ``torch.inference_mode()`` without spoiling the network for training.
+    """Allow a first forward under ``torch.inference_mode()`` without breaking later training.
 
-    FSDP2 makes the memory of full parameters in the first forward and keeps it: made in inference mode it would be
-    inference tensors for ever, which neither a later gather nor a backward can use. This hook, which runs before
-    FSDP2's own, makes it outside of that mode: it gathers and frees each unit once.
+    FSDP2 creates the tensors of full parameters in the first forward and keeps them. Inference tensors would make later
+    gathers and backwards fail. This hook runs before FSDP2's hooks and creates the tensors outside inference mode: it
+    gathers and frees each unit once.
     """
 
     def make(_module: nn.Module, _args: tuple) -> None:

@@ -1,9 +1,9 @@
-"""One piece of memory for the staging buffers of all sharded networks of a mesh (``communication_buffers=pooled``).
+"""Shared memory for the staging buffers of all sharded networks on a mesh (``communication_buffers=pooled``).
 
-Like the traced allocator of Megatron-FSDP: the first steps record which buffers are asked for and which of them are
-alive at once; then each has a place in one piece of memory, the same in every later step. The plan is over the union
-of all steps, and by buffer rather than by position in a step: which role trains, and how many forwards a rollout has,
-differ from step to step, but the units next to each other do not.
+The pool works like the traced allocator of Megatron-FSDP. The first steps record the requested buffers and the pairs
+that are alive at once. Then each buffer gets a fixed place in one block of memory. The plan covers the union of all
+steps, and is made per buffer rather than per position in a step: the trained role and the number of forwards in a
+rollout differ between steps, but neighboring units do not.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from fsdp_cp.mesh import Mesh
 log = logging.getLogger(__name__)
 
 POOL = "_buffer_pool"
-"""Attribute of a root whose units share one, and of the mesh on which they do."""
+"""Attribute that holds the pool, on a root whose units use it and on the mesh."""
 ALIGNMENT = 512
-"""Bytes, as torch's allocator for CUDA aligns; NCCL and vectorized copies want at least 16."""
+"""Alignment in bytes, as in torch's CUDA allocator; NCCL and vectorized copies need at least 16."""
 LET_GO = 0.01
-"""Seconds, on the CPU, before two buffers are recorded as alive at once: gloo's threads hold one a little longer than
-FSDP2 does."""
+"""Seconds to wait on the CPU before recording two buffers as alive at once: gloo's threads hold a buffer slightly
+longer than FSDP2 does."""
 PATIENCE = 1.0
-"""Seconds that a planned buffer waits for such a thread, on the CPU."""
+"""Maximum seconds that a planned buffer waits for gloo's threads on the CPU."""
 
 
 class Buffer:
-    """Memory that one unit asks for again and again, for one purpose and in one size.
+    """Memory that one unit requests repeatedly, for one purpose and in one size.
 
-    Where two of a kind are alive at once (a unit's gradients of two micro-batches) they are two buffers.
+    Two requests that are alive at once (a unit's gradients of two micro-batches) are two buffers.
     """
 
     def __init__(self, name: str, size: int, device: torch.device) -> None:
         self.name, self.size, self.device = name, size, device
         self.conflicts: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        """Buffers that were ever alive together with this one."""
+        """Buffers that were alive at the same time as this one in any step."""
         self.offset: int | None = None
-        """Offset in the pool's memory; ``None`` until it has been planned."""
+        """Offset in the pool's memory; ``None`` before it is planned."""
         self.neighbours: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        """Buffers whose memory overlaps with its own, itself among them."""
+        """Buffers whose memory overlaps with this one's, including itself."""
         self.storage: weakref.ref[Any] | None = None
         self.stream: Any = None
         """CUDA stream of the latest request."""
         self.let_go: Any = None
-        """Event of that stream, recorded where the buffer was freed last."""
+        """Event on that stream, recorded when the buffer was last freed."""
 
     def overlaps(self, other: Buffer) -> bool:
         """Return whether the two planned places overlap."""
@@ -68,38 +68,38 @@ class Buffer:
 
 
 class BufferPool:
-    """Allocator of memory that FSDP2 may keep as long as it likes: a buffer is free when no view of it is alive.
+    """Allocator in which a buffer is free when no view of it is alive, so that FSDP2 can hold buffers for any time.
 
-    Each buffer is a storage of its own over the pool's memory (by DLPack), whose end Python reports, whoever held the
-    last view, C++ and gloo's threads included. A buffer that would overlap a living one, or that was not foreseen, gets
-    memory of its own, and the end of the step plans again (:meth:`end_step`).
+    Each buffer is a separate storage over the pool's memory (by DLPack). Python reports the storage's end even if C++
+    or a gloo thread held the last view. A buffer that is not planned, or would overlap a living one, gets separate
+    memory, and the end of the step plans again (:meth:`end_step`).
 
-    Streams: like torch's allocator the pool relies on FSDP2 dropping a buffer only where the stream that asked for it
-    waits for all others that use it. That moment is recorded, and another stream that gets a part of the same memory
-    waits for it.
+    Streams: like torch's allocator the pool relies on FSDP2 to drop a buffer only after the requesting stream waits for
+    all other streams that use it. The pool records an event at that moment, and another stream that gets overlapping
+    memory waits for the event.
     """
 
     def __init__(self) -> None:
         self.requests = 0
         """Number of buffers handed out so far."""
         self.allocations = 0
-        """Number of buffers with memory of their own."""
+        """Number of buffers with separate memory."""
         self.plans = 0
         """Number of plans made."""
         self.most_alive = 0
-        """Most bytes alive at once where one of them was not planned yet: no plan holds less."""
+        """Maximum bytes alive at once while one buffer was not planned; no plan can be smaller."""
         self.broken_off = 0
         """Number of steps that ended in an exception."""
         self.put_off = False
-        """Whether the end of a step only records what was asked for, and plans nothing."""
+        """Whether the end of a step defers planning."""
         self._memory: Tensor | None = None
         self._known: list[weakref.ref[Buffer]] = []
         self._alive: dict[int, Buffer] = {}
         self._unforeseen: str | None = None
-        """Name of the first buffer since the last plan that was not in it."""
+        """Name of the first unplanned buffer since the last plan."""
         self._patient = False
         """Whether gloo's threads may hold buffers."""
-        # Freeing a buffer does not take it: gloo's thread would wait for a thread that waits for it.
+        # Freeing a buffer must not take this lock: gloo's thread and a thread that waits for it would deadlock.
         self._lock = threading.RLock()
 
     @property
@@ -109,7 +109,7 @@ class BufferPool:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """All buffers that living networks have asked for, in the order of their first use."""
+        """All buffers that living networks have requested, in the order of first use."""
         return [buffer for known in self._known if (buffer := known()) is not None]
 
     def owns(self, tensor: Tensor) -> bool:
@@ -124,12 +124,12 @@ class BufferPool:
     def allocate(
         self, kind: list[Buffer], name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return memory for one buffer, as ``torch.empty``.
+        """Return memory for one buffer, as ``torch.empty`` does.
 
         Args:
-            kind: all buffers of this unit, purpose and size; it grows where more are alive at once than before.
-            name: of the purpose and the unit, for the log.
-            shape, dtype, device: of ``torch.empty``.
+            kind: all buffers of this unit, purpose and size; it grows if more are alive at once than before.
+            name: name of the purpose and the unit, for the log.
+            shape, dtype, device: as for ``torch.empty``.
         """
         size = math.prod(shape) * dtype.itemsize
         if not size:
@@ -140,7 +140,7 @@ class BufferPool:
             if buffer is not None:
                 assert self._memory is not None and buffer.offset is not None
                 view = self._memory[buffer.offset : buffer.offset + size].view(dtype).view(*shape)
-                if isinstance(view, FakeTensor):  # without an address; nobody writes to it, so it needs no watch
+                if isinstance(view, FakeTensor):  # no address and no data, so nothing to watch
                     return view
                 tensor = from_dlpack(to_dlpack(view))
             else:
@@ -159,7 +159,7 @@ class BufferPool:
         return tensor
 
     def _planned(self, kind: list[Buffer]) -> Buffer | None:
-        """Return one of ``kind`` whose place is free; on the CPU wait for gloo, if need be."""
+        """Return a buffer of ``kind`` whose place is free, or ``None``; on the CPU wait for gloo if needed."""
         planned = [buffer for buffer in kind if buffer.offset is not None]
         deadline = time.monotonic() + PATIENCE
         while planned:
@@ -167,7 +167,7 @@ class BufferPool:
             for buffer, others in zip(planned, in_the_way, strict=True):
                 if not others:
                     return buffer
-            # Waiting does not help for a buffer that is known to be alive at once, and was not planned so yet.
+            # Do not wait for a recorded conflict that the plan does not include yet.
             known = any(other in b.conflicts for b, others in zip(planned, in_the_way, strict=True) for other in others)
             if not self._patient or known or len(planned) < len(kind) or time.monotonic() > deadline:
                 return None
@@ -195,7 +195,7 @@ class BufferPool:
             buffer.stream = stream
         self._alive[id(buffer)] = buffer
 
-        def gone(_: object) -> None:  # in whichever thread held it last
+        def gone(_: object) -> None:  # runs in the thread that held it last
             if sys.is_finalizing():
                 return
             if buffer.stream is not None:
@@ -206,7 +206,7 @@ class BufferPool:
         buffer.storage = weakref.ref(tensor.untyped_storage(), gone)
 
     def end_step(self) -> None:
-        """Plan again, if this step asked for something that the plan does not have."""
+        """Plan again if this step requested a buffer that is not in the plan."""
         if self._unforeseen is None or self.put_off:
             return
         with self._lock:
@@ -215,7 +215,7 @@ class BufferPool:
             position = {id(buffer): i for i, buffer in enumerate(buffers)}
             conflicts = [{position[id(o)] for o in b.conflicts if id(o) in position} for b in buffers]
             offsets, total = place([buffer.size for buffer in buffers], conflicts)
-            for buffer in buffers:  # if the memory for the new plan cannot be had, the next step asks again
+            for buffer in buffers:  # if allocating the new memory fails, the next step plans again
                 buffer.offset = None
             self._renew(total, buffers[0].device)
             for buffer, offset in zip(buffers, offsets, strict=True):
@@ -237,10 +237,10 @@ class BufferPool:
             )
 
     def _renew(self, total: int, device: torch.device) -> None:
-        """Replace the memory by ``total`` bytes; living buffers over the old memory keep that."""
+        """Replace the memory by ``total`` bytes. Living buffers keep the old memory alive."""
         if device.type == "cuda":
-            # Other streams may still use the old memory. And torch's allocator keeps the memory of the first steps'
-            # buffers for the streams that asked for them, where the new memory cannot come from.
+            # Other streams may still use the old memory. Also, torch's allocator reserves the memory of the first
+            # steps' buffers for their streams, so that it cannot reuse it for the new block.
             torch.cuda.synchronize(device)
             self._memory = None
             torch.cuda.empty_cache()
@@ -272,18 +272,18 @@ def pool_at(root: nn.Module) -> BufferPool | None:
 def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
     """Let every unit of ``root`` take the buffers of its collectives from ``pool``.
 
-    Outputs of all-gathers, of which the inputs are a part, and inputs of reduce-scatters. Not their outputs: FSDP2
-    (torch 2.11 to 2.13) makes the sharded gradients of them, views without a copy, and the next step's reduction would
-    write into a gradient that is still used.
+    The pool serves outputs of all-gathers, which contain the inputs, and inputs of reduce-scatters. Outputs of
+    reduce-scatters come from torch: FSDP2 (torch 2.11 to 2.13) uses views of them as sharded gradients, so the next
+    step's reduction would overwrite a gradient in use.
 
-    ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public; torch's default collectives,
-    which do the work here too, are private classes of ``_fsdp_collectives``. Each unit has its own, so that a request
-    tells its unit.
+    ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public. torch's default collectives,
+    which run here too, are private classes of ``_fsdp_collectives``. Each unit has its own objects, which identify the
+    unit of a request.
 
     Args:
-        root: its units, and itself.
-        pool: shared with other networks.
-        ranks: that hold one copy of the parameters, at least 2: with one there is no collective.
+        root: sharded network.
+        pool: pool, which other networks can share.
+        ranks: number of ranks that hold one copy of the parameters; at least 2, since one rank has no collectives.
     """
     assert ranks > 1, "no collective to serve"
     for name, unit in root.named_modules():
@@ -294,7 +294,8 @@ def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
 
 
 def _in_backward() -> bool:
-    """Ask as FSDP2 does, by a private call of torch 2.11 to 2.13; only the place of a buffer depends on it."""
+    """Return whether a backward runs, by the private call that FSDP2 uses (torch 2.11 to 2.13). Only a buffer's place
+    depends on it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -305,8 +306,8 @@ class _AllGather(DefaultAllGather):
         self._kinds: defaultdict[tuple[int, bool], list[Buffer]] = defaultdict(list)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Another buffer in backward than in forward: another unit is gathered before this one there, and gradients are
-        # alive. With one place for both the pool would hold a unit more.
+        # Use separate buffers in forward and backward, since different units and gradients are alive then. One place
+        # for both would enlarge the pool by a unit.
         kind = self._kinds[math.prod(size) * dtype.itemsize, _in_backward()]
         return self._pool.allocate(kind, self._name, size, dtype=dtype, device=device)
 
@@ -317,12 +318,12 @@ class _ReduceScatter(DefaultReduceScatter):
         self._pool, self._name, self._ranks = pool, f"the reduce-scatter of {unit}", ranks
         self._kinds: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._input: tuple[int, int] | None = None
-        """Elements of the latest input, if its output was not asked for yet, and the pool's ``broken_off`` then."""
+        """Elements of the latest input and the pool's ``broken_off`` at that time, until its output is requested."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input, which FSDP2 asks for first, from the pool, and the output from torch.
+        """Allocate the input, which FSDP2 requests first, from the pool, and the output from torch.
 
-        A step that broke off between the two leaves an input without an output.
+        A step that fails between the two requests leaves an input without an output.
         """
         (count,) = size
         expected, self._input = self._input, None
@@ -340,14 +341,14 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def place(sizes: Sequence[int], conflicts: Sequence[Set[int]]) -> tuple[list[int], int]:
-    """Return offsets of buffers in one piece of memory, and its size in bytes.
+    """Return offsets of buffers in one block of memory, and its size in bytes.
 
-    The best of some greedy orders: every buffer in turn gets the tightest gap between those placed before it which
-    conflict with it, or the lowest one. Finding the least possible is NP-hard (Chlebikova and Chlebik 2010); where
-    lifetimes are a chain, as those of units that are gathered one after the other, the largest first is close to it.
+    The result is the best of several greedy orders. In each, a buffer gets the tightest or the lowest gap between the
+    placed buffers that conflict with it. The optimum is NP-hard (Chlebikova and Chlebik 2010). If lifetimes form a
+    chain, as for units gathered in sequence, largest first is close to it.
 
     Args:
-        sizes: bytes of each buffer, in the order of their first use.
+        sizes: bytes of each buffer, in the order of first use.
         conflicts: for each buffer the positions of those that it must not overlap; symmetric.
 
     Returns:

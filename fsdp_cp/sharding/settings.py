@@ -1,4 +1,4 @@
-"""Settings of :func:`fsdp_cp.shard_module`, and the pairs of them that cannot work together."""
+"""Settings of :func:`fsdp_cp.shard_module` and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -26,42 +26,41 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 @dataclass(kw_only=True)
 class ShardSettings:
-    """Settings of one network; docs/configuration.md says what each costs.
+    """Sharding settings of one network; docs/sharding.md lists their costs.
 
-    Names of strategies, and which states they shard, follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al.
+    Strategy names and the states that they shard follow Megatron-FSDP (ZeRO stages 0 to 3; Rajbhandari et al.
     2020).
     """
 
     strategy: Strategy = "optim_grads_params"
-    """``no_shard`` (every rank holds everything), ``optim`` (optimizer state sharded, gradients reduced once a step),
-    ``optim_grads`` (gradients sharded too, reduced in each micro-batch), ``optim_grads_params`` (parameters too,
-    gathered one unit at a time)."""
+    """Sharded states: ``no_shard`` (none), ``optim`` (optimizer state; gradients reduced once a step), ``optim_grads``
+    (gradients too; reduced in each micro-batch), ``optim_grads_params`` (parameters too; gathered unit by unit)."""
     replicate: bool = True
-    """Share a copy among the ranks of each of ``mesh.dp_replicate`` replicas; ``False`` shards over all ranks."""
+    """Whether each of ``mesh.dp_replicate`` replicas holds a copy; ``False`` shards one copy over all ranks."""
     shard_ranks: int | None = None
     """Number of neighboring ranks, usually those of a node, that share a copy of this network; ``None`` for all ranks
-    of a replica. For a frozen network that is gathered within the node while the others are sharded over all ranks."""
+    of a replica. Use it for a frozen network that is gathered within a node while others are sharded over all ranks."""
     precision: Precision = "fp32"
     """Dtype of compute and of gathered parameters."""
     reduce_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype in which gradients are summed over ranks; ``auto`` is fp32 (fp64 for fp64). The sharded gradient then has
     its master's dtype."""
     master_dtype: Literal["keep", "fp32", "bf16"] = "keep"
-    """Dtype of the sharded parameters; ``keep`` leaves them as they come."""
+    """Dtype of the sharded parameters; ``keep`` does not change it."""
     activation_checkpointing: Literal["none", "full", "selective"] | bool = "none"
-    """``full``: keep only a unit's inputs and run it again in backward. ``selective``: keep the outputs of
+    """``full``: keep only a unit's inputs and recompute it in backward. ``selective``: keep the outputs of
     ``keep_operators`` too. ``True`` and ``False`` stand for ``full`` and ``none``."""
     keep_operators: list[str] = field(default_factory=list)
-    """Operators (``"aten.addmm"``, ``"fsdp_cp.ring_attention"``) whose outputs selective checkpointing keeps; empty for
-    ``fsdp_cp.ring_attention``, which :mod:`fsdp_cp.attention` calls."""
+    """Operators (e.g. ``"aten.addmm"``) whose outputs selective checkpointing keeps; empty for
+    ``"fsdp_cp.ring_attention"``, which :mod:`fsdp_cp.attention` calls."""
     activation_offload: bool = False
-    """Keep what backward needs of a unit in CPU memory (pinned where there is a GPU)."""
+    """Whether to keep a unit's saved tensors in CPU memory (pinned for CUDA)."""
     compile: bool = False
-    """``torch.compile`` each unit as one graph."""
+    """Whether to ``torch.compile`` each unit as one graph."""
     fp8: Literal["none", "torchao"] = "none"
     """``torchao``: multiply in fp8 in the linear layers of all units but the first and the last; emulated on a CPU."""
     fp8_gather: bool = False
-    """Gather the weights of these layers in fp8, too."""
+    """Whether to gather the weights of these layers in fp8 too."""
     offload: Literal["none", "cpu"] = "none"
     """``cpu``: sharded parameters, gradients and optimizer state live in CPU memory; the optimizer steps there."""
     gather_stream: Literal["own", "compute"] = "own"
@@ -72,19 +71,19 @@ class ShardSettings:
     backward_prefetch: int = 1
     """Units gathered ahead in backward; 1 is FSDP2's own prefetch."""
     keep_gathered: bool = False
-    """Keep parameters gathered from the first micro-batch of a step to its last (``optim_grads_params``)."""
+    """Whether parameters stay gathered from a step's first micro-batch to its last (``optim_grads_params``)."""
     gather_early: bool = False
-    """Begin to gather the first unit of the step's first forward before its data is there."""
+    """Whether to begin gathering the first unit of a step's first forward before its data arrive."""
     gradient_buffers: int = 2
-    """Full gradients of units that may wait for their reduce-scatter at once."""
+    """Maximum number of units whose full gradients wait for their reduce-scatter."""
     separate_reduce_group: bool = False
-    """Give reduce-scatters a communicator of their own, so that they need not queue behind all-gathers."""
+    """Whether reduce-scatters use a separate communicator, so that they do not queue after all-gathers."""
     communication_buffers: Literal["default", "pooled", "process_group", "symmetric"] = "default"
-    """Source of the staging buffers of collectives: ``pooled`` (one piece of memory for all networks with this setting,
+    """Source of the staging buffers of collectives: ``pooled`` (one block of memory for all networks with this setting,
     planned from the first steps), ``process_group`` (memory registered with NCCL), ``symmetric`` (NCCL's symmetric
     memory)."""
     reduce_unused: bool = False
-    """Count a parameter that got no gradient on this rank as zero, where ranks may use different parameters."""
+    """Whether a parameter without a gradient on this rank counts as zero, for ranks that use different parameters."""
     gradient_scale: float = 1.0
     """Factor on the reduced gradients."""
 
@@ -103,7 +102,7 @@ class ShardSettings:
         return replace(self, **defaults, master_dtype="bf16" if self.precision == "bf16" else "keep")
 
     def effective(self) -> ShardSettings:
-        """Return the same settings with every one that has no effect under the strategy or ``fp8`` at its default."""
+        """Return a copy in which settings without effect under the strategy or ``fp8`` have their defaults."""
         idle: set[str] = set()
         if self.strategy == "no_shard":
             idle.update(GATHERED_ONLY)
@@ -116,10 +115,10 @@ class ShardSettings:
         return replace(self, **{name: getattr(ShardSettings(), name) for name in idle})
 
     def copies(self, shape: MeshShape, where: str = "") -> int:
-        """Return how many copies of the network the ranks of a mesh hold; its gradients are summed over them.
+        """Return the number of copies of the network on a mesh; gradients are summed over copies.
 
         Args:
-            shape: of the mesh.
+            shape: shape of the mesh.
             where: as in :meth:`check`.
 
         Raises:
@@ -145,7 +144,7 @@ class ShardSettings:
             where: prefix of the setting's name in the message, e.g. ``"student."``.
 
         Raises:
-            UserError: names the setting and a value that works.
+            UserError: a value or combination is refused.
         """
         check_choices(self, where)
         least = {"forward_prefetch": 1, "backward_prefetch": 1, "gradient_buffers": 1}
@@ -168,7 +167,8 @@ class ShardSettings:
                 raise UserError(message.replace("@", where))
 
     def _conflicts(self, device_type: str) -> list[tuple[bool, str]]:
-        """Return a row per refused pair: whether it is there, and the message; ``@`` stands for the name's prefix."""
+        """Return a row per refused combination: whether it is set, and the message; ``@`` stands for the name's
+        prefix."""
         fp64, buffers = self.precision == "fp64", self.communication_buffers
         too_narrow = self.master_dtype != "keep" and (
             COMPUTE_DTYPE[self.master_dtype].itemsize < COMPUTE_DTYPE[self.precision].itemsize
@@ -230,18 +230,20 @@ GATHERED_ONLY = (
     "separate_reduce_group",
     "communication_buffers",
 )
-"""Settings that have no effect where every rank holds all parameters (``no_shard``)."""
+"""Settings without effect if every rank holds all parameters (``no_shard``)."""
 
 
 def require_compiler(device_type: str, setting: str) -> None:
-    """Refuse compiled units where torch would find no compiler at their first forward, with all weights loaded.
+    """Check for a compiler, so that torch does not fail at the first forward of compiled units, after loading all
+    weights.
 
     Args:
-        device_type: on ``cuda`` Triton builds its launchers in C, on ``cpu`` inductor its kernels in C++.
-        setting: the setting that asks for it, e.g. ``student.compile``.
+        device_type: ``cuda``, where Triton builds its launchers in C, or ``cpu``, where inductor builds its kernels in
+            C++.
+        setting: setting that enables compilation, e.g. ``student.compile``.
 
     Raises:
-        UserError: no compiler is on the ``PATH``, or not the one that ``CC`` or ``CXX`` names.
+        UserError: the compiler that ``CC`` or ``CXX`` names, or any default one, is not on the ``PATH``.
     """
     language, variable, usual = ("C", "CC", ("gcc", "clang")) if device_type == "cuda" else ("C++", "CXX", ("g++",))
     command = os.environ.get(variable)
@@ -268,7 +270,8 @@ def find_operator(name: str, setting: str) -> torch._ops.OpOverload:
             f"{setting}: torch has no operator {name!r};"
             " use names as aten.addmm, aten.add.Tensor or fsdp_cp.ring_attention"
         )
-    # No policy ever sees these, so that nothing would be kept: linear layers come as aten.addmm or aten.mm.
+    # Checkpoint policies never see decomposed operators, so nothing would be kept: linear layers run as aten.addmm or
+    # aten.mm.
     if found.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         raise UserError(f"{setting}: {name} is made of other operators; name those, for linear layers aten.addmm")
     return found

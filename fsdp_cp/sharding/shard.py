@@ -1,4 +1,4 @@
-"""Shard one network over the mesh: FSDP2 per unit, then the root, under the project's gradient convention."""
+"""Sharding of one network over the mesh: FSDP2 on each unit, then the root, with the project's gradient convention."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def shard_module(
     settings: ShardSettings | None = None,
     **changes: Any,
 ) -> None:
-    """Shard ``model`` in place: activation memory and compilation of every unit, then its sharding, then the root.
+    """Shard ``model`` in place: wrap every unit for activation memory and compilation, shard it, then shard the root.
 
     Gradients are reduced as a SUM over all ranks, undivided: the caller scales its loss by the share of the global
     batch. Inputs are not cast (FSDP2 would cast timesteps to bf16, which rounds times above 256 to even integers).
     Sharded parameters keep the attributes of the original ones (``parameter.no_decay = True``). Accumulate gradients
-    under :func:`fsdp_cp.microbatch`, which does what the strategy asks for. A backward with ``create_graph=True`` that
+    under :func:`fsdp_cp.microbatch`, which applies the strategy. A backward with ``create_graph=True`` that
     would need freed weights raises (docs/gradients.md).
 
     Args:
-        model: built on any device, the meta device included; call :func:`materialise` afterwards for that.
-        mesh: of :func:`build_mesh`; parameters are sharded over ``mesh.fsdp``.
-        units: the modules gathered one at a time, in order of execution (the transformer blocks).
-        full_precision_units: modules that compute in fp32 under bf16; units of their own.
-        fp8_excluded: modules whose linear layers stay as they are under ``fp8``, e.g. those of a block's modulation.
+        model: model on any device; after the meta device call :func:`materialise`.
+        mesh: mesh from :func:`build_mesh`; parameters are sharded over ``mesh.fsdp``.
+        units: modules that are gathered separately, in order of execution (the transformer blocks).
+        full_precision_units: modules that compute in fp32 under bf16, as separate units.
+        fp8_excluded: modules whose linear layers stay out of fp8, e.g. those of a block's modulation.
         settings: see :class:`fsdp_cp.ShardSettings`.
         changes: single settings by name, e.g. ``strategy="optim"``.
 
     Raises:
-        UserError: settings that are unknown or exclude each other; a mesh of another kind; units that are not modules
-            of ``model``; a model that is sharded already.
-        ValueError: a parameter that two units share.
+        UserError: settings are unknown or conflict, ``mesh`` has another type, units are not modules of ``model``, or
+            the model is already sharded.
+        ValueError: two units share a parameter.
     """
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
@@ -64,7 +64,7 @@ def shard_module(
     settings = checked_settings(settings or ShardSettings(), mesh.device_type, **changes)
     units = _modules_of(model, units, "units")
     full_precision_units = _modules_of(model, full_precision_units, "full_precision_units")
-    # First: the wrappers below take a unit's forward with the layers that it has then.
+    # Convert layers first: the wrappers below capture a unit's forward with its current layers.
     fp8_layers = apply_fp8(model, units, settings, mesh.device_type, [*fp8_excluded, *full_precision_units])
     for unit in units:
         wrap_unit(unit, settings)
@@ -80,10 +80,10 @@ def shard(
     full_precision_units: Sequence[nn.Module] = (),
     fp8_layers: Sequence[nn.Linear] = (),
 ) -> None:
-    """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` are those of ``apply_fp8``.
+    """Shard ``model`` in place, the last step of :func:`shard_module`; ``fp8_layers`` come from ``apply_fp8``.
 
     Raises:
-        ValueError: a parameter that two units share.
+        ValueError: two units share a parameter.
     """
     _refuse_shared_parameters(model, [*units, *full_precision_units])
     _cast_masters(model, settings, full_precision_units)
@@ -91,7 +91,7 @@ def shard(
     refuse_double_backward(model, settings)
     shard_mesh = _shard_mesh(mesh, settings)
     _fully_shard(model, units, full_precision_units, settings, shard_mesh)
-    root = cast(ShardedModule, model)  # its class has changed in place
+    root = cast(ShardedModule, model)  # fully_shard changed its class in place
     _set_attributes(root, attributes)
     _configure(root, settings, shard_mesh)
     ranks = shard_mesh.size(shard_mesh.ndim - 1)
@@ -107,7 +107,7 @@ def shard(
 
 
 def checked_settings(settings: ShardSettings, device_type: str, **changes: Any) -> ShardSettings:
-    """Return the settings that count, with ``changes``. Warn once about those that have no effect."""
+    """Return the effective settings after ``changes``. Warn once about settings without effect."""
     known = [field.name for field in fields(ShardSettings)]
     unknown = [name for name in changes if name not in known]
     if unknown:
@@ -138,7 +138,7 @@ def _modules_of(model: nn.Module, modules: Iterable[nn.Module], argument: str) -
 
 
 def _refuse_shared_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """FSDP2 would shard a parameter that two units share twice, and train two copies of it."""
+    """Refuse a parameter that two units share: FSDP2 would shard it twice and train two copies."""
     unit_names = [name for name, module in model.named_modules() if any(module is unit for unit in units)]
     owner: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -181,15 +181,15 @@ def _fully_shard(
     settings: ShardSettings,
     shard_mesh: DeviceMesh,
 ) -> None:
-    """Shard each unit, then the root with what is left, each in the dtype in which it computes."""
+    """Shard each unit, then the root with the remaining parameters, each with its compute dtype."""
     compute_dtype = COMPUTE_DTYPE[settings.precision]
     full_dtype = torch.float64 if settings.precision == "fp64" else torch.float32
     reduce_dtype = full_dtype if settings.reduce_dtype == "auto" else COMPUTE_DTYPE[settings.reduce_dtype]
     offload = OffloadPolicy()
     if settings.offload == "cpu":
         offload = CPUOffloadPolicy(pin_memory=shard_mesh.device_type == "cuda")  # pinning needs an accelerator
-    # Explicit on the root too: by default a root stays gathered after a forward without gradients, and the next
-    # optimizer or EMA update would then silently miss it.
+    # Set it on the root too: by default a root stays gathered after a forward without gradients, and its next forward
+    # would silently ignore an optimizer or EMA update.
     reshard = settings.strategy in ("no_shard", "optim_grads_params")
     for modules, dtype in ((full_precision_units, full_dtype), (units, compute_dtype), ((model,), compute_dtype)):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -200,13 +200,13 @@ def _fully_shard(
 
 
 def _configure(root: ShardedModule, settings: ShardSettings, shard_mesh: DeviceMesh) -> None:
-    """Set how gradients are reduced, and from which buffers."""
+    """Configure the reduction of gradients and its buffers."""
     shard_size = shard_mesh.size(shard_mesh.ndim - 1)
-    # With one shard torch (2.11 to 2.13) divides by the factor twice: in place of the reduce-scatter, and after it.
+    # With one shard torch (2.11 to 2.13) divides by the factor twice: instead of the reduce-scatter, and after it.
     factor = 1 / settings.gradient_scale if shard_size > 1 else settings.gradient_scale**-0.5
-    # On one rank there is no average to turn off, and torch would divide by 1 into a temporary of all gradients.
+    # Skip this on one rank: torch would divide all gradients by 1 into a temporary.
     divides = shard_mesh.size() > 1 or factor != 1
-    if settings.separate_reduce_group:  # before its buffers are asked for below
+    if settings.separate_reduce_group:  # before the buffers are configured below
         fsdp_setter(root, "set_separate_reduce_scatter_group", "separate_reduce_group=false")()
     for unit in fsdp_modules(root):
         # Neither setter is recursive: on the root alone, the blocks would still average, without any error.
@@ -216,7 +216,7 @@ def _configure(root: ShardedModule, settings: ShardSettings, shard_mesh: DeviceM
         if settings.communication_buffers == "process_group":
             unit.set_allocate_memory_from_process_group_for_comm(True)
         elif settings.communication_buffers == "symmetric":
-            unit.set_symm_mem_for_comm()  # after the forced SUM, without which it leaves reduce-scatter alone
+            unit.set_symm_mem_for_comm()  # after the forced SUM, without which it skips reduce-scatter
     setter = "set_reduce_scatter_max_input_buffers"  # torch before 2.13 keeps 1
     if hasattr(root, setter) or settings.gradient_buffers > ShardSettings.gradient_buffers:
         fsdp_setter(root, setter, "gradient_buffers=1")(settings.gradient_buffers)
@@ -225,11 +225,11 @@ def _configure(root: ShardedModule, settings: ShardSettings, shard_mesh: DeviceM
 
 
 def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: ShardSettings) -> None:
-    """List the units that each unit gathers ahead; FSDP2 prefetches one by itself."""
+    """Set the units that each unit gathers ahead; FSDP2 prefetches one by default."""
     in_order = settings.gather_stream == "compute"
     if in_order:
         gather_in_compute_stream(root)
-        # FSDP2 then prefetches nothing. The root begins: the first unit's gather would be waited for at once.
+        # FSDP2 does not prefetch then. The root starts, since the first unit would wait for its own gather at once.
         root.set_modules_to_forward_prefetch(list(units[: settings.forward_prefetch]))
     for i, unit in enumerate(units):
         if in_order or settings.forward_prefetch > 1:
@@ -239,12 +239,12 @@ def _prefetch(root: ShardedModule, units: Sequence[ShardedModule], settings: Sha
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory for a model on the meta device, sharded or not; its values, buffers too, are to be filled in.
+    """Allocate uninitialized memory for parameters and buffers of a model on the meta device, sharded or not.
 
-    Unlike ``to_empty`` it keeps the attributes of parameters (torch swaps in new ones). Gathered parameters are freed.
+    Unlike ``to_empty`` it keeps the attributes of parameters (torch creates new parameters). It frees gathered ones.
 
     Args:
-        model: on the meta device.
+        model: model on the meta device.
         device: device of the memory; the CPU under ``offload="cpu"``.
     """
     attributes = _attributes(model)
@@ -253,10 +253,10 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
 
 def settings_of(model: nn.Module) -> ShardSettings:
-    """Return the settings with which :func:`shard_module` sharded ``model``; those without effect are the defaults.
+    """Return the settings with which :func:`shard_module` sharded ``model``; settings without effect are the defaults.
 
     Raises:
-        ValueError: a module that it did not shard.
+        ValueError: :func:`shard_module` did not shard ``model``.
     """
     settings = getattr(model, "_shard_settings", None)
     if settings is None:
@@ -265,13 +265,13 @@ def settings_of(model: nn.Module) -> ShardSettings:
 
 
 def gather_first_block_early(model: nn.Module, first: nn.Module) -> None:
-    """Begin to gather the root and the ``first`` unit that the next forward of ``model`` runs.
+    """Begin to gather the root and ``first``, the first unit in the next forward of ``model``.
 
-    Call it after the optimizer's step (and EMA swaps, weight loading): what is gathered earlier has the old weights.
+    Call it after the optimizer's step, EMA swaps and weight loading: an earlier gather has the old weights.
     If no forward follows, :func:`fsdp_cp.sharding.state.reshard` drops the gather.
 
     Raises:
-        RuntimeError: while a CUDA graph is being captured, which would record the gather outside of its step.
+        RuntimeError: a CUDA graph is being captured, which would record the gather outside its step.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("gather_first_block_early cannot be captured in a CUDA graph; call it outside the capture")

@@ -1,7 +1,7 @@
 """All access to FSDP2's private state, in one place (torch 2.11 to 2.13).
 
-The public interface does not tell which units are gathered, which gradients wait for a reduction, in which order the
-units ran and how large their shards are. Tests hold each function against the behavior it relies on.
+The public interface does not expose gathered units, unreduced gradients, execution order or shard sizes. Tests check
+each function against the behavior that it relies on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
-        """Type of what ``fully_shard`` makes of a module; torch's ``FSDPModule`` is not a module in type hints."""
+        """Type of a module after ``fully_shard``; torch's ``FSDPModule`` is not a module in type hints."""
 
         _shard_settings: ShardSettings
         """Settings of a root; see :func:`fsdp_cp.sharding.shard.settings_of`."""
@@ -28,9 +28,9 @@ else:
     ShardedModule = FSDPModule
 
 _FROZEN_HERE = "_frozen_by_set_trainable"
-"""Attribute of a parameter; :func:`fsdp_cp.materialise` carries it over, as all attributes of parameters."""
+"""Attribute of parameters frozen by :func:`set_trainable`; :func:`fsdp_cp.materialise` keeps it."""
 _UNITS = "_shard_units"
-"""Attribute of a root that :func:`fsdp_cp.shard_module` made."""
+"""Attribute of a root of :func:`fsdp_cp.shard_module`, with the list of its units."""
 
 
 def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
@@ -42,7 +42,7 @@ def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
 
 
 def remember_units(root: ShardedModule) -> None:
-    """Store the answer of :func:`fsdp_modules` for ``root``: a step asks a dozen times, and the walk takes ms."""
+    """Cache the result of :func:`fsdp_modules` for ``root``: a step needs it a dozen times, and the walk takes ms."""
     root.__dict__[_UNITS] = fsdp_modules(root)
 
 
@@ -60,13 +60,13 @@ def fsdp_params(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_units(model: nn.Module) -> list[ShardedModule]:
-    """Return the units of ``model`` whose full parameters are alive, or on their way."""
+    """Return the units of ``model`` whose full parameters are gathered or being gathered."""
     gathered = [m for m, group in _groups(model) if not group.is_sharded or group._all_gather_result is not None]
     return list(dict.fromkeys(gathered))
 
 
 def never_gathered_units(model: nn.Module) -> list[ShardedModule]:
-    """Return the units whose full parameters have not had any memory yet."""
+    """Return the units whose full parameters were never allocated."""
     fresh = [m for m, group in _groups(model) if any(not hasattr(p, "_unsharded_param") for p in group.fsdp_params)]
     return list(dict.fromkeys(fresh))
 
@@ -74,7 +74,7 @@ def never_gathered_units(model: nn.Module) -> list[ShardedModule]:
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter of ``model``.
 
-    A gather that was begun and not waited for is dropped too: its weights would be those from before the next update.
+    A pending gather is dropped too: its weights would miss the next update.
     """
     for module in gathered_units(model):
         for group in param_groups(module):
@@ -84,7 +84,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def clear_unsynced_gradients(model: nn.Module) -> None:
-    """Drop gradients that no reduction has taken yet; neither ``zero_grad`` nor ``reset_iter_state`` does."""
+    """Drop unreduced gradients, which ``zero_grad`` and ``reset_iter_state`` keep."""
     for _, group in _groups(model):
         group._partial_reduce_output = None
     for parameter in fsdp_params(model):
@@ -99,19 +99,19 @@ def _has_unreduced_gradient(parameter: Any) -> bool:
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Return whether any parameter has a gradient: on its shard, or one that no reduction has taken yet."""
+    """Return whether any parameter has a gradient, on its shard or not yet reduced."""
     return any(group._partial_reduce_output is not None for _, group in _groups(model)) or any(
         p.sharded_param.grad is not None or _has_unreduced_gradient(p) for p in fsdp_params(model)
     )
 
 
 def unreduced_units(model: nn.Module) -> list[str]:
-    """Return names of the units that hold a sum over their shards which was not summed over the replicas."""
+    """Return the names of the units whose gradients were reduced over shards but not over replicas."""
     return _names(model, [module for module, group in _groups(model) if group._partial_reduce_output is not None])
 
 
 def partly_reduced_units(model: nn.Module) -> list[str]:
-    """Return names of the units whose sum over their shards lacks one of their trainable parameters."""
+    """Return the names of the units whose gradients reduced over shards lack a trainable parameter."""
     partly = []
     for module, group in _groups(model):
         if group._partial_reduce_output is not None:
@@ -130,7 +130,8 @@ def _names(model: nn.Module, units: list[ShardedModule]) -> list[str]:
 
 
 def is_finished(root: ShardedModule) -> bool:
-    """Return whether FSDP2 closed the last backward: waited for every reduction and reduced what was accumulated."""
+    """Return whether FSDP2 completed the last backward: it waited for all reductions and reduced accumulated
+    gradients."""
     pending = getattr(root._get_fsdp_state()._comm_ctx, "_last_post_reduce_events", {})
     return not pending and not any(map(_has_unreduced_gradient, fsdp_params(root)))
 
@@ -138,16 +139,16 @@ def is_finished(root: ShardedModule) -> bool:
 def gather_in_compute_stream(model: FSDPModule) -> None:
     """Let gathers allocate, copy in and copy out in the compute stream; only their communication overlaps.
 
-    ``FSDPModule._set_unshard_async_op`` (private, recursive). With streams of its own FSDP2 keeps a unit's staging
-    buffer until the next one's has been copied out.
+    It calls ``FSDPModule._set_unshard_async_op`` (private, recursive). With separate streams FSDP2 keeps a unit's
+    staging buffer until the next unit's buffer is copied out.
     """
     model._set_unshard_async_op(True)
 
 
 def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
-    """Return (``FSDPParam``, layer) of the ``weight`` of each of ``layers`` that every rank holds an equal part of.
+    """Return (``FSDPParam``, layer) for the ``weight`` of each of ``layers`` that divides evenly over the ranks.
 
-    FSDP2 pads an uneven part, but not one that gathers itself.
+    FSDP2 does not pad uneven weights that gather themselves.
     """
     wanted = {id(layer) for layer in layers}
     infos = [(p, p._module_info) for p in fsdp_params(model)]
@@ -157,10 +158,10 @@ def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> lis
 
 
 def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let an ``FSDPParam`` be gathered by ``before`` and ``after`` instead of in its dtype of compute.
+    """Gather an ``FSDPParam`` by ``before`` and ``after`` instead of in its compute dtype.
 
-    They are FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for on the shard's tensor when
-    the parameter is made: ``_init_extensions`` (private) looks again.
+    They are FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. FSDP2 looks for them on the shard's tensor
+    when it creates the parameter; ``_init_extensions`` (private) repeats the lookup.
     """
     shard = parameter.sharded_param._local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
@@ -168,15 +169,15 @@ def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., A
 
 
 def set_trainable(model: nn.Module, trainable: bool) -> None:
-    """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
+    """Freeze or unfreeze a network of :func:`fsdp_cp.shard_module`, between two steps.
 
-    ``True`` undoes ``False``: parameters that were frozen before (the base under adapters) stay frozen, however often
-    ``False`` was called. A network without trainable parameters that was never frozen here is unfrozen as a whole. For
-    a stretch of code use :func:`frozen`, which nests.
+    ``True`` undoes any number of ``False`` calls: parameters that were frozen before (the base under adapters) stay
+    frozen. A network without trainable parameters that was never frozen here is unfrozen as a whole. For a block of
+    code use :func:`frozen`, which nests.
 
-    ``requires_grad_`` alone is not enough: FSDP2 settles the dtypes of reductions at the first forward, from the
-    parameters that were trainable then. A network that was frozen would reduce in the compute dtype, and fail to store
-    bf16 gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
+    ``requires_grad_`` alone does not suffice: FSDP2 chooses the dtypes of reductions at the first forward, from the
+    trainable parameters. A network frozen at that time would reduce in the compute dtype, and fail to store bf16
+    gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
     """
     reshard(model)
     parameters = list(model.parameters())
@@ -195,13 +196,13 @@ def set_trainable(model: nn.Module, trainable: bool) -> None:
 
 @contextmanager
 def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[None]:
-    """Freeze ``model``, or its parameters ``names``, inside the context; leaving restores what was before. Nests.
+    """Freeze ``model``, or its parameters ``names``, within this context, and restore the earlier state on exit. Nests.
 
-    For whole steps, as :func:`set_trainable`: a backward must end inside.
+    Use it for whole steps, as :func:`set_trainable`: a backward must end inside.
 
     Args:
-        model: a root that :func:`fsdp_cp.shard_module` made.
-        names: of the parameters that are frozen; ``None`` for all.
+        model: root of :func:`fsdp_cp.shard_module`.
+        names: names of the parameters to freeze; ``None`` for all.
     """
     reshard(model)
     before = {name: (p.requires_grad, _FROZEN_HERE in vars(p)) for name, p in model.named_parameters()}
@@ -215,7 +216,7 @@ def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[No
     try:
         yield
     except BaseException:
-        reset_iteration(model)  # a forward or backward that broke off would leave its units gathered
+        reset_iteration(model)  # a failed forward or backward leaves its units gathered
         raise
     finally:
         reshard(model)
@@ -229,16 +230,16 @@ def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[No
 
 
 def _settle_dtypes(model: nn.Module) -> None:
-    """Let FSDP2 look again which parameters are trainable, and in which dtype to reduce."""
+    """Let FSDP2 read again which parameters are trainable, and choose the dtypes of reductions."""
     for _, group in _groups(model):
         group._init_mp_dtypes()
 
 
 def reset_iteration(root: nn.Module) -> None:
-    """Bring FSDP2's own bookkeeping back to rest after an exception in a forward or backward."""
+    """Reset FSDP2's bookkeeping after an exception in a forward or backward."""
     if not isinstance(root, ShardedModule):
         return
-    if root._get_fsdp_state()._is_root:  # before the first forward there is nothing to reset, and it would fail
+    if root._get_fsdp_state()._is_root:  # fails before the first forward
         reset_iter_state(root, fsdp_modules(root))
         reshard(root)
     if (pool := pool_at(root)) is not None:  # after FSDP2 has dropped its buffers
@@ -247,11 +248,11 @@ def reset_iteration(root: nn.Module) -> None:
 
 @contextmanager
 def unrecorded_forward(model: nn.Module) -> Iterator[None]:
-    """Run forwards that no backward will follow (rollouts, teachers).
+    """Run forwards without a backward (rollouts, teachers).
 
-    FSDP2 notes the order of every forward, to prefetch in reverse order in backward, and forgets it only after a
-    backward: a frozen network's list would grow for ever, and a rollout before a trained forward would make backward
-    gather a block too many. Leaving the context drops what was noted inside.
+    FSDP2 records the order of every forward, to prefetch in reverse order in backward, and clears the record only after
+    a backward. A frozen network's list would grow forever, and after a rollout the backward of a trained forward would
+    gather one block too many. Leaving the context drops its records.
     """
     assert isinstance(model, ShardedModule), "a root of shard_module"
     # The list does not exist before the first forward.
@@ -259,7 +260,7 @@ def unrecorded_forward(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        reset_iteration(model)  # a forward that broke off would leave its units waiting for its end
+        reset_iteration(model)  # a failed forward leaves its units waiting for its end
         raise
     finally:
         for _, group in _groups(model):

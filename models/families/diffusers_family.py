@@ -21,9 +21,9 @@ from models.families.planning import FamilyPlanning
 from models.roles.condition import FIRST_FRAME
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
-"""Least and greatest of these counts: diffusers would build a damaged file's billion layers for hours."""
+"""Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""
 _MOST = 2**20
-"""Greatest of all other integers."""
+"""Maximum of all other integers."""
 
 
 class DiffusersPlanning(FamilyPlanning):
@@ -53,14 +53,14 @@ class DiffusersFamily(Family):
         return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        """Refuse values of another type than the class declares, and sizes that no network has.
+        """Refuse values of a type that the class does not declare, and sizes out of range.
 
         Raises:
-            UserError: with the key.
+            UserError: a value is refused.
         """
         for key, parameter in self._parameters().items():
             value, hint = config.get(key, parameter.default), parameter.annotation
-            if key == "out_channels" and value is None:  # diffusers takes in_channels
+            if key == "out_channels" and value is None:  # diffusers uses in_channels
                 continue
             least, most = _LIMITS.get(key, (0 if parameter.default == 0 else 1, _MOST))
             if hint is not inspect.Parameter.empty and not _fits(value, hint, least, most):
@@ -70,14 +70,14 @@ class DiffusersFamily(Family):
 
     @abstractmethod
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
-        """Return the multiplications of one forward: of tokens with tokens, others that depend on the latents or the
-        time, and those that depend on the condition alone."""
+        """Return the multiplications of one forward: between tokens, others that depend on latents or time, and those
+        that depend only on the condition."""
 
     def build(self, config: Mapping[str, Any], setting: str) -> Any:
         """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
 
         Raises:
-            UserError: a configuration of another class, or of a network that is not supported or cannot be built.
+            UserError: ``config`` is for another class or an unsupported network, or diffusers cannot build it.
         """
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
@@ -100,11 +100,11 @@ class DiffusersFamily(Family):
         """Refuse unknown keys: diffusers would only warn, and build the default instead.
 
         Raises:
-            UserError: a misspelled key.
+            UserError: a key is unknown.
         """
         known = list(self.defaults())
         for key in architecture:
-            if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # diffusers writes these
+            if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # keys that diffusers writes
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
@@ -126,12 +126,12 @@ class DiffusersFamily(Family):
             latent_shape: ``(C, T, H, W)`` of a sample.
             needed: shapes of the tensors that the network takes, by name.
             condition: shapes of the data's tensors, by name.
-            setting: where the network comes from, for messages.
-            open_counts: names of tensors whose first size may be another one.
+            setting: source of the network, for messages.
+            open_counts: names of tensors whose first size may differ.
 
         Raises:
-            UserError: another number of channels, tensors that are missing, of another shape, or of an image that the
-                network does not take; a first frame for a clip of one latent frame.
+            UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
+                a first frame is given for a clip of one latent frame.
         """
         use = "use data.encoders of the pipeline that the checkpoint is from"
         if self.latent_channels(config) != latent_shape[0]:
@@ -211,7 +211,7 @@ def refuse(config: Mapping[str, Any], key: str, wanted: str, setting: str) -> No
     """Refuse the value of ``key``.
 
     Raises:
-        UserError: always, with what the value must be.
+        UserError: always.
     """
     shown = " ".join(repr(config[key]).split())[:80]
     raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")

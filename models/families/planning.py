@@ -1,4 +1,4 @@
-"""Facts about a model family that only a plan of memory and time needs: its released networks and their encoders."""
+"""Facts about a model family that only a plan of memory and time uses: released networks and their encoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FamilyPlanning:
     networks: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Configurations of released networks, by the names that ``planning.model`` takes."""
     boundaries: ClassVar[Mapping[str, float]] = {}
-    """Time from which the first of two experts serves, by the names of those :attr:`networks` that are two experts."""
+    """Time from which the first of two experts serves, by the names of the :attr:`networks` with two experts."""
     text_encoder: ClassVar[Mapping[str, Any]] = {}
     """``config.json`` of the released networks' text encoder."""
     text_encoder_2: ClassVar[Mapping[str, Any]] = {}
@@ -27,11 +27,11 @@ class FamilyPlanning:
     """``config.json`` of their image encoder, CLIP's or SigLIP's vision transformer; empty for none."""
 
     def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any] | None:
-        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan needs all."""
+        """Return ``config`` with another number of blocks; ``None`` if blocks differ, so that a plan must build all."""
         return None
 
     def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
-        """Return the latents ``(C, T, H, W)`` of a clip, for networks of this number of latent channels.
+        """Return the shape ``(C, T, H, W)`` of a clip's latents, for networks with this number of latent channels.
 
         Raises:
             UserError: the clip's sizes do not fit the VAE, or the family has no VAE.
@@ -49,17 +49,17 @@ class FamilyPlanning:
 def encoded_clip(
     vae: str, channels: int, frames: int, pixels: int, *, num_frames: int, height: int, width: int
 ) -> LatentShape:
-    """Return the latents ``(C, T, H, W)`` of a clip.
+    """Return the shape ``(C, T, H, W)`` of a clip's latents.
 
     Args:
         vae: name of the VAE, for messages.
         channels: C.
-        frames: frames of a latent frame; the first frame has one of its own.
+        frames: frames per latent frame; the first frame has its own latent frame.
         pixels: height and width of a latent.
         num_frames, height, width: of the clip.
 
     Raises:
-        UserError: a clip that the VAE does not divide.
+        UserError: the VAE does not divide the clip.
     """
     if (num_frames - 1) % frames or height % pixels or width % pixels:
         raise UserError(

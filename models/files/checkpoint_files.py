@@ -1,4 +1,4 @@
-"""What a diffusers transformer folder holds, read from ``config.json`` and the safetensors headers alone."""
+"""Contents of a diffusers transformer folder, read from ``config.json`` and the safetensors headers only."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fsdp_cp.errors import UserError
 from models.files.shipped import find_shipped
 
 ADDITIONS = "additions.safetensors"
-"""Beside the network's own files: the tensors of its additions (models/additions/), which diffusers does not read."""
+"""File with the tensors of a network's additions (models/additions/), next to its own files. diffusers does not read
+it."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
-"""Of a pipeline of two experts: that for the noisier times, and the other."""
+"""Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
 _SAMPLES, _SAMPLE = 64, 4096
-"""How many samples of how many bytes tell a file from another."""
+"""Number of samples, and bytes of a sample, in the fingerprint of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +33,18 @@ class TransformerFolder:
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of ``additions.safetensors``."""
+    """Shapes of the tensors in ``additions.safetensors``, by name."""
     stored: dict[str, str] = field(default_factory=dict)
-    """Name in the files by name in ``shapes``, where a prefix was taken off."""
+    """Names in the files, by name in ``shapes``, if a prefix was removed."""
 
 
 class Checkpoint(NamedTuple):
     """The networks in a folder."""
 
     folders: tuple[TransformerFolder, ...]
-    """Of one network, or of two experts: that for the noisier times first."""
+    """Folder of one network, or folders of two experts with the expert for the noisier times first."""
     boundaries: tuple[float, ...]
-    """The time in (0, 1) from which on the first one serves, of experts; else none."""
+    """Time in (0, 1) from which the first expert serves; empty for one network."""
 
 
 def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
@@ -54,8 +55,8 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         setting: the setting it came from, for messages ("teacher.checkpoint").
 
     Raises:
-        UserError: no such folder, a pipeline of two experts, no ``config.json``, no or broken safetensors files, an
-            index that names files outside the folder.
+        UserError: the folder or its ``config.json`` is missing, the pipeline has two experts, the safetensors files are
+            missing or broken, or an index names files outside the folder.
     """
     found = inspect_checkpoint(checkpoint, setting, alone=True)
     if found.boundaries:
@@ -67,16 +68,17 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
 
 
 def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
-    """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline as Wan 2.2's A14B.
+    """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline such as Wan 2.2's A14B.
 
     Args:
-        checkpoint: as of :func:`inspect_transformer`; of a pipeline with a ``boundary_ratio``, ``transformer_2/`` too.
-        setting: of :func:`inspect_transformer`.
-        alone: take the folder of the noisier expert for a network by itself.
+        checkpoint: as for :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
+            read too.
+        setting: as for :func:`inspect_transformer`.
+        alone: accept the folder of the noisier expert as a network.
 
     Raises:
-        UserError: as :func:`inspect_transformer`; experts of which one is not there, or whose boundary is not; the
-            folder of the noisier expert by itself, which is no network for other times.
+        UserError: as for :func:`inspect_transformer`; an expert or the boundary is missing; or ``checkpoint`` is the
+            folder of the noisier expert, which does not serve all times.
     """
     where = f"{setting}={checkpoint}"
     root = find_shipped(checkpoint)
@@ -104,7 +106,7 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
 
 
 def _inspect(path: Path, where: str) -> TransformerFolder:
-    """One network's folder, which has a ``config.json``."""
+    """Describe the folder of one network, which has a ``config.json``."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -125,7 +127,7 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
     shapes: dict[str, tuple[int, ...]] = {}
     stored: dict[str, str] = {}
     for name, (in_file, shape, file_name) in zip(_without_prefixes([each[0] for each in found]), found, strict=True):
-        if name in shapes:  # the reader would take either
+        if name in shapes:  # the reader would take either tensor
             raise UserError(
                 f"{where} holds {name} twice, as {stored[name]} and as {in_file} in {file_name}; remove one"
             )
@@ -139,13 +141,13 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(.*)\.safetensors")
 
 
 def _weight_files(path: Path, where: str) -> list[Path]:
-    """Return the files that together hold the network's weights: one, or the parts of one.
+    """Return the files that hold the network's weights: one file, or the parts of one.
 
     An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
 
     Raises:
-        UserError: no file, a part that is missing, or several sets of weights. The reader takes every file of the
-            folder: a variant's tensors would be mixed into the network's.
+        UserError: a file or part is missing, or the folder has several sets of weights. The reader takes every file of
+            the folder, so it would mix a variant's tensors into the network.
     """
     sets = {tuple(indexed_files(index, where)) for index in path.glob("*.safetensors.index*.json")}
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -177,17 +179,17 @@ _PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
 
 
 def _without_prefixes(names: list[str]) -> list[str]:
-    """Remove what wrappers put in front of all names, or of compiled blocks."""
+    """Remove the prefixes that wrappers add to all names, or to those of compiled blocks."""
     while names and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in names)), None)):
         names = [name.removeprefix(prefix) for name in names]
     return [name.replace("._orig_mod.", ".") for name in names]
 
 
 def defining(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a network's configuration tells it from others.
+    """Return the part of a configuration that identifies the network.
 
-    diffusers notes in it which values were not given, as a list made of a set: in another order in every process. A
-    state that held it could not be resumed.
+    diffusers also lists the values that were left at their defaults, in an order that differs between processes. A
+    checkpoint with that list could not be resumed.
     """
     return {
         key: list(value) if isinstance(value, tuple) else value
@@ -197,7 +199,7 @@ def defining(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
-    """Reads a tensor of ``folder`` by its name."""
+    """Return a function that reads a tensor of ``folder`` by name."""
     files: dict[str, Path] = {}
     for path in sorted(folder.path.glob("*.safetensors")):
         with safe_open(path, framework="pt") as opened:
@@ -212,12 +214,12 @@ def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
 
 
 def fingerprint(folder: TransformerFolder) -> str:
-    """Return what tells the weights in ``folder`` from others, wherever they lie: :func:`fingerprint_of` its files."""
+    """Return the :func:`fingerprint_of` the weight files in ``folder``; it does not depend on the folder's location."""
     return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS)
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Hash names, sizes and samples of ``files``, in their order. Every byte of 14B parameters would take minutes."""
+    """Hash names, sizes and samples of ``files``, in order. Hashing all bytes of 14B parameters would take minutes."""
     found = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -230,14 +232,14 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 
 def _boundary(pipeline: Path, where: str) -> float | None:
-    """``boundary_ratio`` of a pipeline of two experts; ``None`` of another.
+    """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network.
 
     Raises:
-        UserError: a boundary without a second expert, one without a boundary, or no number between 0 and 1.
+        UserError: the second expert or the boundary is missing, or the boundary is not a number between 0 and 1.
     """
     try:
         index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # none is needed of a pipeline with one network
+    except (OSError, ValueError, RecursionError):  # a pipeline with one network needs no boundary
         index = {}
     ratio = index.get("boundary_ratio") if isinstance(index, dict) else None
     second = pipeline / EXPERT_FOLDERS[1]
@@ -254,14 +256,14 @@ def _boundary(pipeline: Path, where: str) -> float | None:
 
 
 def indexed_files(index: Path, where: str) -> list[str]:
-    """The files beside ``index`` (``*.safetensors.index*.json``) that it names, sorted.
+    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted.
 
     Args:
         index: the file.
         where: setting and folder, for messages.
 
     Raises:
-        UserError: not an index, a file that is not there, or one that is not in the index's own folder.
+        UserError: ``index`` is not an index, or a file is missing or outside the folder of ``index``.
     """
     try:
         named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -293,7 +295,7 @@ def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
         refuse_pointer(file, where)
         raise UserError(f"{where}: {file.name} is not a readable safetensors file ({one_line(error)})") from error
     for name, dtype in dtypes.items():
-        if dtype not in _FLOATS:  # the reader would convert: quantized integers to the wrong weights
+        if dtype not in _FLOATS:  # the reader would convert quantized integers to wrong weights
             raise UserError(f"{where}: {file.name} holds {name} as {dtype}; give weights in F32, BF16 or F16")
     if sharded:  # the reader would shift tensors by what it says
         raise UserError(f"{where}: {file.name} is one rank's part of a sharded save; give the whole weights")
@@ -301,10 +303,10 @@ def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_pointer(file: Path, where: str) -> None:
-    """Refuse a file that ``git clone`` without git-lfs leaves in the place of weights.
+    """Refuse a pointer file that ``git clone`` without git-lfs leaves instead of weights.
 
     Raises:
-        UserError: ``file`` is such a pointer.
+        UserError: ``file`` is a git-lfs pointer.
     """
     with file.open("rb") as opened:
         if not opened.read(100).startswith(b"version https://git-lfs"):
@@ -316,20 +318,20 @@ def refuse_pointer(file: Path, where: str) -> None:
 
 
 def one_line(error: object) -> str:
-    """An error's message on one line, cut: libraries list every key, or the whole file."""
+    """Return an error's message on one line, shortened, since libraries list every key or the whole file."""
     return " ".join(str(error).split())[:200]
 
 
 def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
-    """Compare the files with what the network needs.
+    """Compare the tensors in the files with those that the network needs.
 
     Args:
-        folder: what the files hold.
+        folder: contents of the files.
         expected: name and shape of every tensor of the network.
         setting: the setting it came from, for messages.
 
     Raises:
-        UserError: missing tensors, unexpected ones, or other shapes, by name.
+        UserError: tensors are missing, unexpected or of another shape.
     """
     found = folder.shapes
     problems = [

@@ -1,6 +1,6 @@
-"""Write a role's weights as a diffusers transformer folder, one file at a time, or its adapters as a file.
+"""Writers of diffusers transformer folders and adapter files.
 
-``python -m models.export RUN OUT`` (models/export.py) does it for a training checkpoint.
+``python -m models.export RUN OUT`` (models/export.py) uses them for a training checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from models.lora.merge import Weights, merged
 
 NAME = "diffusion_pytorch_model"
 MAX_BYTES = 5 * 10**9
-"""Size of a file; so much of a network is in memory at a time."""
+"""Maximum size of a file in bytes, and thus of the weights in memory."""
 _NOTE = (
     "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
     " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
@@ -52,16 +52,16 @@ def export_weights(
     bases: Sequence[Mapping[str, Tensor] | None] | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Write sharded networks as a folder that ``from_pretrained`` loads. Called by all ranks; rank 0 writes.
+    """Write sharded networks as a folder that ``from_pretrained`` loads. All ranks must call it; rank 0 writes.
 
     Args:
-        folder: in a run directory. It replaces an earlier export when it is whole; anything else in its place is kept
-            under another name.
-        networks: DTensors by diffusers name, of each network.
-        config, dtype, boundaries, max_bytes: of :func:`write_folder`.
-        about: what the weights are, for the folder's manifest.
-        bases: for each of ``networks`` that is adapters, the base that they are merged into.
-        scale: of their products.
+        folder: path in a run directory. The complete export replaces an earlier one; any other existing folder is
+            renamed.
+        networks: DTensors by diffusers name, one mapping per network.
+        config, dtype, boundaries, max_bytes: as for :func:`write_folder`.
+        about: description of the weights, for the manifest.
+        bases: for adapters, the base of each of ``networks``, into which they are merged.
+        scale: ``alpha / rank`` of the adapters.
 
     Raises:
         UserError: a folder that cannot be written; on every rank.
@@ -92,12 +92,12 @@ def export_adapters(
     dtype: torch.dtype,
     about: Mapping[str, Any],
 ) -> None:
-    """Write a role's adapters as diffusers reads them, into a run's own folder. Called by all ranks; rank 0 writes.
+    """Write a role's adapters in diffusers' format to a run directory. All ranks must call it; rank 0 writes.
 
     Args:
-        folder, dtype, about: of :func:`export_weights`.
-        weights: adapters alone, DTensors by public name.
-        family: of the base.
+        folder, dtype, about: as for :func:`export_weights`.
+        weights: adapters only, DTensors by public name.
+        family: model family of the base.
         scale: ``alpha / rank``.
 
     Raises:
@@ -111,7 +111,8 @@ def export_adapters(
 
 
 def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
-    """Write what ``from_pretrained`` reads; ``None`` removes what an earlier export left. One rank calls it."""
+    """Write a scheduler folder for ``from_pretrained``; ``None`` removes that of an earlier export. One rank calls
+    it."""
     if scheduler is None:
         withdraw(folder)
         return
@@ -131,22 +132,22 @@ def write_folder(
     writes: bool = True,
     move_aside: bool = False,
 ) -> None:
-    """Write a diffusers folder; additions in a file of their own.
+    """Write a diffusers folder, with additions in a separate file.
 
-    One network is a transformer folder. Two experts are ``transformer/`` and ``transformer_2/`` of a folder that has
-    their boundary in ``model_index.json``, as pipelines have it.
+    One network becomes a transformer folder. Two experts become ``transformer/`` and ``transformer_2/``, with their
+    boundary in ``model_index.json`` as in pipelines.
 
     Args:
-        folder, about, move_aside: of :func:`models.files.published.published`.
-        networks: the weights of each network; a tensor is read once.
-        config: their ``config.json``.
-        dtype: of the files.
-        boundaries: of experts (:class:`models.roles.role.Role`).
-        max_bytes: size of a file.
-        writes: whether this rank writes; others only take part in reading.
+        folder, about, move_aside: as for :func:`models.published.published`.
+        networks: weights of each network; each tensor is read once.
+        config: contents of their ``config.json``.
+        dtype: dtype of the files.
+        boundaries: times between experts (:class:`models.role.Role`).
+        max_bytes: maximum size of a file.
+        writes: whether this rank writes; other ranks only take part in reading.
 
     Raises:
-        UserError: a folder that cannot be written; on the rank that writes, after the last tensor is read.
+        UserError: the folder cannot be written; on the writing rank, after the last tensor is read.
     """
     assert len(networks) == len(boundaries) + 1
     places = EXPERT_FOLDERS if boundaries else ("",)
@@ -165,15 +166,15 @@ def write_folder(
                     index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
                     index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
                     (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-    except SafetensorError as error:  # a full disk, too
+    except SafetensorError as error:  # includes a full disk
         raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
     finally:
-        for _ in files:  # a rank that left the collectives would leave the others waiting in them
+        for _ in files:  # if this rank left the collectives, the others would block in them
             pass
 
 
 def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file of a network; a file has at most ``most`` values."""
+    """Return the names of the tensors in each file of a network; a file has at most ``most`` values."""
     files: list[list[str]] = [[]]
     filled = 0
     for name, shape in own(shapes).items():
@@ -228,7 +229,7 @@ def _write_texts(
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     public = {key: value for key, value in config.items() if not key.startswith("_")}
     header = {
-        "_class_name": config.get("_class_name", "WanTransformer3DModel"),  # a checkpoint from before other families
+        "_class_name": config.get("_class_name", "WanTransformer3DModel"),  # old checkpoints lack it
         "_diffusers_version": diffusers_version,
     }
     (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and in whose place nothing else is ever lost."""
+"""Atomic publication of folders, without loss of other files in their place."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from fsdp_cp.errors import UserError
 log = logging.getLogger(__name__)
 
 MANIFEST = "fsdp_cp_export.json"
-"""In every published folder: what made it, and which files are its own."""
+"""File in every published folder that records its maker and its files."""
 
 
 def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
-    """Refuse a folder that :func:`published` could not write without losing somebody's files; changes nothing.
+    """Refuse a folder that :func:`published` could not write without losing other files. Changes nothing.
 
     Args:
         folder: the folder to be written.
-        setting: what the user calls it, for messages.
-        about: of what is to be written, for the manifest: ``made by`` tells clips from weights, the default.
+        setting: the user's name for it, for messages.
+        about: description of the new export, as in the manifest. Its ``made by`` distinguishes clips from weights, the
+            default.
 
     Raises:
-        UserError: a file, the working directory, a folder that holds anything but an unchanged earlier export, or an
-            export of another package: weights where clips are to be.
+        UserError: ``folder`` is a file or the working directory, or contains anything but an unchanged earlier export
+            of the same kind (clips do not replace weights).
     """
     try:
         if (file := file_above(folder / MANIFEST)) is not None:
@@ -38,7 +39,7 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
         if real == Path.cwd() or real in Path.cwd().parents:
             raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
         foreign = _foreign(real, about or {})
-    except OSError as error:  # a name that is too long, a folder that only others can read
+    except OSError as error:  # the name is too long, or the folder is unreadable
         raise UserError(f"{setting} {folder} cannot be used ({error.strerror}); give another folder") from error
     if foreign is not None:
         raise UserError(
@@ -47,19 +48,19 @@ def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None 
 
 
 def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None:
-    """Refuse to write where something is read from: an earlier export, which would be replaced, may be an input.
+    """Refuse to write over an input: an earlier export, which would be replaced, can be an input.
 
     Args:
         folder: the folder to be written.
-        setting: what the user calls it, for messages.
-        inputs: the folders that are read, by what the user calls them.
+        setting: the user's name for it, for messages.
+        inputs: the folders that are read, by the user's name for them.
 
     Raises:
-        UserError: a folder that is one of them, or holds one, or a file to which a link in one leads.
+        UserError: ``folder`` is an input, or contains an input or the target of a link in an input.
     """
     real = folder.resolve()
     for name, each in inputs.items():
-        # Of a folder of links (a snapshot of a hub's cache, say) it is the files that are read which lie elsewhere.
+        # Follow links: in a folder of links, such as a snapshot in a hub's cache, the files lie elsewhere.
         links = [path for path in each.iterdir() if path.is_symlink()] if each.is_dir() else []
         read = [path.resolve() for path in (each, *links)]
         if any(real in (path, *path.parents) for path in read):
@@ -67,14 +68,14 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
 
 
 def file_above(folder: Path) -> Path | None:
-    """The parent of ``folder`` that is no folder, so that it cannot be made; ``None`` where there is none."""
+    """Return the parent of ``folder`` that is a file and prevents creating it; ``None`` if all are folders."""
     return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
 
 
 def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
-    """What in ``folder`` is no part of an earlier export, or has changed since, in words; ``None`` if nothing is.
+    """Describe content of ``folder`` that an earlier export did not write, or that changed since; else ``None``.
 
-    With ``about`` of what is to take its place, an export of another kind is foreign, too.
+    With ``about``, the description of the new export, an export of another kind is foreign too.
     """
     if not folder.is_dir():
         return None
@@ -85,7 +86,7 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
         own, maker = _read_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"no earlier export: it holds {found[0]} and no readable {MANIFEST}"
-    if not all(map(_is_inside, own)):  # what it names would be deleted
+    if not all(map(_is_inside, own)):  # the files that it names would be deleted
         return f"its {MANIFEST} names files of other folders"
     if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
         return f"it holds what {maker} wrote"
@@ -98,16 +99,16 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
-    """The files that the manifest in ``folder`` names, each with its state, and what made them."""
+    """Return the files that the manifest in ``folder`` names, each with its state, and their maker."""
     manifest = json.loads((folder / MANIFEST).read_text())
     own = {str(name): (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
     return own, _maker(manifest.get("about") or {})
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Names of what lies in ``folder`` and in its folders, one below it; of a folder without anything its own.
+    """Yield the names of files in ``folder`` and its direct subfolders, and of empty subfolders.
 
-    A link to a folder is none: what lies behind it is not ours to name.
+    A link to a folder counts as a file: the files in its target are not ours.
     """
     for path in sorted(folder.iterdir()):
         inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
@@ -115,38 +116,37 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Could :func:`_entries` have given ``name``?"""
+    """Return whether ``name`` is a name that :func:`_entries` can yield."""
     parts = name.split("/")
     return len(parts) <= 2 and not {"", ".", ".."} & set(parts)
 
 
 def _maker(about: Mapping[str, Any]) -> str:
-    """The module that made what a manifest is ``about``."""
+    """Return the module that made an export described by ``about``."""
     return str(about.get("made by", "models.export"))
 
 
 def _state(file: Path) -> tuple[int, int]:
-    """Size in bytes and time of the last change in ns: what tells a file of ours from another in its place."""
+    """Return size in bytes and modification time in ns, which distinguish our file from another in its place."""
     about = file.stat()
     return about.st_size, about.st_mtime_ns
 
 
 @contextmanager
 def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
-    """A new folder to write files into, or folders of files; on success it becomes ``folder``, on failure nothing has
-    changed.
+    """Yield a new folder to write into. On success rename it to ``folder``; on failure change nothing.
 
-    An earlier export stays until the new one is whole. One process writes.
+    An earlier export stays until the new one is complete. One process writes.
 
     Args:
-        folder: where it is to appear.
-        about: JSON-serialisable: what made it, for the manifest.
-        move_aside: for folders in a run directory that this process has locked. A folder that is in the way and not an
-            export is renamed to ``NAME_kept_1`` instead of refused: at the end of a long run nobody can be asked.
-            Unfinished exports are removed: those of a run that is killed again and again would fill the disk.
+        folder: path of the published folder.
+        about: JSON-serializable description for the manifest.
+        move_aside: only for folders in a run directory that this process has locked. Renames an existing folder that is
+            not an export to ``NAME_kept_1`` instead of refusing it, so that a long run does not fail at its end.
+            Removes unfinished exports, since those of a run that is killed repeatedly would fill the disk.
 
     Raises:
-        UserError: see :func:`refuse_occupied`; a folder that cannot be written.
+        UserError: as for :func:`refuse_occupied`; or the folder cannot be written.
     """
     if not move_aside:
         refuse_occupied(folder, "the folder", about)
@@ -159,21 +159,21 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
             _sweep(folder)
         for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
             log.warning("%s is of an export that was killed, or is still being written; remove it if not", left)
-        # A name that nobody else has: OUT.tmp could be a folder of the user's, or another export's at this moment.
+        # Use a unique name: OUT.tmp could be a folder of the user or of another running export.
         unfinished = folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
         unfinished.mkdir()
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
     try:
         yield unfinished
-        for name in _entries(unfinished):  # safetensors (0.8) writes files that a group could not read
+        for name in _entries(unfinished):  # safetensors (0.8) writes files that the group cannot read
             (unfinished / name).chmod(unfinished.stat().st_mode & 0o666)
         files = {name: _state(unfinished / name) for name in _entries(unfinished)}
         (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
         _put_in_place(unfinished, folder, about, move_aside)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        for parent in missing:  # nearest first; none that something else is in by now
+        for parent in missing:  # nearest first; keep a folder that is no longer empty
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError):
@@ -182,7 +182,7 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
 
 
 def withdraw(folder: Path) -> None:
-    """Remove an earlier export; anything else in its place stays, and the log says so."""
+    """Remove an earlier export. Keep and log anything else in its place."""
     if not folder.is_dir():
         return
     foreign = _foreign(folder)
@@ -198,9 +198,9 @@ def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move
         kept = folder.with_name(f"{folder.name}_kept_{number}")
         folder.rename(kept)
         log.warning("%s was not empty, and %s; it is kept as %s", folder, foreign, kept)
-    refuse_occupied(folder, "the folder", about)  # which may have been filled since
+    refuse_occupied(folder, "the folder", about)  # files may have been added since
     if not folder.exists() or not any(folder.iterdir()):
-        unfinished.rename(folder)  # takes the place of an empty folder
+        unfinished.rename(folder)  # replaces an empty folder
         return
     earlier = folder.with_name(unfinished.name.replace(".unfinished_", ".replaced_"))
     folder.rename(earlier)
@@ -209,7 +209,7 @@ def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move
 
 
 def _bring_back(folder: Path) -> None:
-    """Undo the first of the two renames by which an export takes another's place, if it was killed between them."""
+    """Undo the first of the two renames that replace an export, if the process was killed between them."""
     if not folder.exists():
         for earlier in sorted(folder.parent.glob(f".{folder.name}.replaced_*"))[-1:]:
             earlier.rename(folder)
@@ -217,19 +217,19 @@ def _bring_back(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files of exports that were killed while they wrote, or while they removed an earlier export.
+    """Remove the files of exports that were killed while writing, or while removing an earlier export.
 
-    Nobody else writes there: the folder is in a run directory, which the run has locked.
+    No other process writes there: the folder is in a run directory, which the run has locked.
     """
     for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
         shutil.rmtree(unfinished)
     for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
-        if (earlier / MANIFEST).is_file():  # else what is left in it is not ours
+        if (earlier / MANIFEST).is_file():  # otherwise the remaining files are not ours
             _remove_export(earlier)
 
 
 def _remove_export(folder: Path) -> None:
-    """Delete the files that the manifest names, and the folder if that leaves it empty."""
+    """Delete the files that the manifest names, and the folder if it is then empty."""
     own = [name for name in _read_manifest(folder)[0] if _is_inside(name)]
     folders = {folder / name.split("/")[0] for name in own if "/" in name}
     links = {path for path in folders if path.is_symlink()}

@@ -1,12 +1,14 @@
-"""The diffusers scheduler with which a plain pipeline samples a few-step student as it was trained.
+"""Diffusers scheduler that lets a standard pipeline sample a few-step student at its trained times.
 
 A student that denoises and re-noises at the times ``t_1 = 1 > ... > t_n``, ``x <- (1 - t_{k+1}) x0 + t_{k+1} e'``, is
-``FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)`` in diffusers; without that, the same scheduler takes
-Euler's steps ``x <- x + (t_{k+1} - t_k) v``. A saved scheduler keeps no list of times but a ``shift`` and a
-``shift_terminal``, which make one for ``n`` steps: from 1, evenly spaced, shifted, then stretched to end at
-``shift_terminal``. Every evenly spaced list after a shift is such a list; others are near one, or not.
+``FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)`` in diffusers; otherwise the same scheduler takes Euler
+steps ``x <- x + (t_{k+1} - t_k) v``. A saved scheduler does not store a list of times. It stores a ``shift`` and a
+``shift_terminal``, from which it computes the times for ``n`` steps: evenly spaced from 1, shifted, then stretched to
+end at ``shift_terminal``. It represents every shifted evenly spaced list exactly, and other lists approximately or not
+at all.
 
-Some pipelines hand the scheduler times of their own, LTX's 1, 1 - 1/n, ..., 1/n, which it shifts and stretches alike.
+Some pipelines pass their own times to the scheduler, which shifts and stretches them too. LTX passes 1, 1 - 1/n, ...,
+1/n.
 """
 
 from __future__ import annotations
@@ -21,24 +23,25 @@ if TYPE_CHECKING:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
 TOLERANCE = 1e-3
-"""Greatest difference from a trained time: one of the 1000 steps that diffusers counts a time in."""
+"""Maximum difference from a trained time: one of the 1000 steps into which diffusers divides time."""
 
 _SHIFTS = (0.01, 30.0)
-"""Between these each time grows with the shift; far above, diffusers' least time of 1/1000 is shifted up too."""
+"""Range in which each time grows with the shift. Far above it, diffusers' minimum time of 1/1000 is shifted up too."""
 
 
 def few_step_scheduler(
     times: list[float], *, stochastic: bool, given: Callable[[int], list[float] | None] | None = None
 ) -> FlowMatchEulerDiscreteScheduler:
-    """The scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
+    """Return the scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
 
     Args:
         times: rectified-flow times of the student, descending, above 0.
-        stochastic: re-noise between the steps; Euler's steps otherwise.
-        given: the times that the student's pipeline hands the scheduler for a number of steps; ``None`` for none.
+        stochastic: re-noise between the steps; Euler steps otherwise.
+        given: function from a number of steps to the times that the pipeline passes to the scheduler; ``None`` if it
+        passes none.
 
     Raises:
-        UserError: diffusers has no scheduler for these times.
+        UserError: no scheduler of diffusers has these times.
     """
 
     def distance(log_shift: float) -> float:
@@ -64,7 +67,7 @@ def few_step_scheduler(
 def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    # A list of one time would be stretched by 0/0.
+    # Do not stretch a list of one time: the factor would be 0/0.
     terminal = times[-1] if len(times) > 1 else None
     return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=stochastic)
 

@@ -1,4 +1,4 @@
-"""Files that come with the project, from any working directory."""
+"""Lookup of files shipped with the project, from any working directory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def find_shipped(path: str | Path) -> Path:
-    """``path``; or, where it is relative and not there, the same in the project's own folder if it is there.
+    """Return ``path``, or the same path in the project's folder if ``path`` is relative and exists only there.
 
-    So ``assets/quickstart_teacher`` means the shipped folder wherever a command is run, and settings keep the short
-    name. What exists from the working directory comes first.
+    ``assets/quickstart_teacher`` thus means the shipped folder in any working directory. A path that exists in the
+    working directory takes precedence.
     """
     given = Path(path)
-    # An empty setting is the working directory to Path, and would become the project's own folder.
+    # Skip an empty setting: Path reads it as the working directory, so it would become the project's folder.
     if not given.is_absolute() and given.parts and ".." not in given.parts and not given.exists():
         shipped = PROJECT / given
         if shipped.exists():

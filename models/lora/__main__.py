@@ -1,4 +1,4 @@
-"""``python -m models.lora extract FULL BASE OUT --rank 64``: adapters from a fully trained network, by SVD."""
+"""Extract adapters from a fully trained network by SVD: ``python -m models.lora extract FULL BASE OUT --rank 64``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models.lora.settings import LoraSettings
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line for a user's mistake."""
+    """Return exit code 0, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.lora", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("extract", help="adapters that make FULL of BASE, as nearly as their rank can")

@@ -1,4 +1,4 @@
-"""Exponential moving average of a role's fp32 masters, sharded as they are."""
+"""Exponential moving average (EMA) of a role's fp32 masters, with the same sharding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from models.roles.role import Role
 
 
 def ema_decay(update: int, *, decay: float | None, gamma: float) -> float:
-    """The factor of the old average at the ``update``-th update (0-based).
+    """Return the factor of the old average at the ``update``-th update (0-based).
 
     Args:
-        update: how many updates came before.
+        update: number of earlier updates.
         decay: constant factor ``b``; ``None`` for the power schedule.
         gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
     """
@@ -25,16 +25,16 @@ def ema_decay(update: int, *, decay: float | None, gamma: float) -> float:
 
 
 class Ema:
-    """The average of ``role``'s weights: DTensors of the masters' dtype and sharding.
+    """EMA of ``role``'s weights: DTensors with the masters' dtype and sharding.
 
     Args:
         role: the trained role.
         decay: constant factor, or ``None`` for the power schedule.
         gamma: exponent of the power schedule.
-        start: updates before which the average just follows the weights.
+        start: first update that averages; before it the EMA copies the weights.
 
     Raises:
-        ValueError: masters in bf16: an average in bf16 stands still, since it moves by less than bf16 can tell.
+        ValueError: the masters are bf16. EMA updates are smaller than bf16 can represent.
     """
 
     def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):
@@ -49,14 +49,14 @@ class Ema:
 
     @torch.no_grad()
     def update(self, update: int) -> None:
-        """Average in the weights after the role's ``update``-th optimizer step (0-based)."""
+        """Update the EMA after the role's ``update``-th optimizer step (0-based)."""
         b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
         current = self.role.weights()
         lerp_(local_shards(self.weights.values()), local_shards(current[name] for name in self.weights), 1 - b)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the role compute with the average inside the context."""
+        """Run the role with the EMA weights within this context."""
         self._swap()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Build a role: on the meta device, split, sharded, then filled from a diffusers folder or from a seed."""
+"""Construction of roles: build on the meta device, split, shard, then fill from a diffusers folder or a seed."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def build_role(
     condition_shapes: Mapping[str, Shape],
     seed: int = 0,
 ) -> Role:
-    """Build ``plan`` on ``mesh``; every rank reads, or draws, its own shards only.
+    """Build ``plan`` on ``mesh``. Each rank reads or draws only its own shards.
 
     Args:
-        plan: from :func:`plan_role`.
-        mesh: the mesh.
+        plan: plan from :func:`plan_role`.
+        mesh: mesh of all ranks.
         device: this rank's device.
-        trainable: a frozen role holds no gradients and no masters: it is stored as it computes.
-        precision: instead of the plan's; ``"fp64"`` is only to be had so.
+        trainable: ``False`` stores the role in its compute dtype, without gradients or masters.
+        precision: replaces the plan's precision; the only way to use ``"fp64"``.
         latent_shape: ``(C, T, H, W)`` of a sample.
-        condition_shapes: of each tensor of a sample's condition, by name.
-        seed: of the random weights, where there is no checkpoint; the same weights on every mesh.
+        condition_shapes: shape of each tensor of a sample's condition, by name.
+        seed: seed of random weights if there is no checkpoint; weights do not depend on the mesh.
 
     Raises:
-        UserError: data whose shapes the network cannot take; on every rank, files that have become unreadable since,
-            or that hold weights that are not finite.
+        UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
+            has weights that are not finite.
     """
     roles = build_roles(
         [plan],
@@ -80,9 +80,9 @@ def build_roles(
     condition_shapes: Mapping[str, Shape],
     seed: int = 0,
 ) -> dict[str, Role]:
-    """:func:`build_role` for each of ``plans``, by name; those not in ``trained`` are frozen.
+    """Build each of ``plans`` as :func:`build_role` does, by name; roles not in ``trained`` are frozen.
 
-    Those that can share a network do (:func:`sharing`).
+    Roles that can share a network do (:func:`sharing`).
     """
     built: dict[str, Role] = {}
     for group in sharing(plans, trained):
@@ -113,12 +113,12 @@ def build_roles(
 
 
 def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
-    """Which of the ``trained`` roles train this one of their networks."""
+    """Return the ``trained`` roles that train the network at position ``expert``."""
     return {plan.name for plan in plans if plan.name in trained and expert in plan.trained_experts}
 
 
 def seed_of_expert(seed: int, expert: int) -> int:
-    """Of the random weights of a role's networks, which are to differ."""
+    """Return the seed of an expert's random weights; experts must differ."""
     return stream_seed(seed, "expert", expert) if expert else seed
 
 
@@ -133,20 +133,20 @@ def build_network(
     condition_shapes: Mapping[str, Shape],
     allocate: bool = True,
 ) -> Network:
-    """The network of one of the groups of :func:`sharing`, with memory for its weights and nothing in it.
+    """Build the network of one group of :func:`sharing`, with uninitialized memory for its weights.
 
     Args:
-        plans: the group; of experts, of one of them.
+        plans: plans of the group; for experts, those of one expert.
         trained: names of the roles that train.
-        mesh, device, precision, latent_shape, condition_shapes: of :func:`build_role`.
-        allocate: ``False`` leaves it on the meta device, without that memory.
+        mesh, device, precision, latent_shape, condition_shapes: as for :func:`build_role`.
+        allocate: ``False`` leaves the network on the meta device.
 
     Raises:
-        UserError: data whose shapes the network cannot take.
+        UserError: the network cannot take data of these shapes.
     """
     plan, family = plans[0], plans[0].family
     adapted = {role.name: role.lora for role in plans if role.lora is not None}
-    (tokens,) = {role.tokens(latent_shape, condition_shapes) for role in plans}  # they have one base
+    (tokens,) = {role.tokens(latent_shape, condition_shapes) for role in plans}  # the roles share one base
     network = deepcopy(plan.network)
     for name, adapters in adapted.items():
         adapters.inject(network, name)
@@ -159,7 +159,7 @@ def build_network(
     if settings.precision != "bf16" and device.type == "cuda":
         # cuDNN would round fp32 convolutions (the patch embedding) to TF32: losses were .6 % off on an H200.
         torch.backends.cudnn.allow_tf32 = False
-    # Offloaded parameters live in CPU memory, buffers where the network computes.
+    # Offloaded parameters live in CPU memory, but buffers on the compute device.
     if allocate:
         materialise(network, "cpu" if settings.offload == "cpu" else device)
         family.restore_buffers(network, device)
@@ -178,19 +178,19 @@ def build_network(
 
 
 def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
-    """Set the first values of a network: from diffusers folders, or from a seed. A collective.
+    """Initialize a network from diffusers folders or from a seed. A collective.
 
     Args:
-        network: with memory.
-        plans: of its roles; for experts, of the one that ``network`` is.
-        seed: of random weights, and of additions and adapters that the folders do not hold.
+        network: network with allocated weights.
+        plans: plans of its roles; for experts, those of this expert.
+        seed: seed of random weights, and of additions and adapters that the folders do not hold.
 
     Raises:
-        UserError: on every rank, files that cannot be read, or weights that are not finite.
+        UserError: on every rank, if a file is unreadable or a weight is not finite.
     """
     family, module = network.family, network.module
     if not plans[0].folders:
-        # By public names: the base of adapters is the network of the same seed without any.
+        # Draw by public names, so that a base with adapters equals the network of the same seed without them.
         initialise(
             module,
             seed=seed,
@@ -203,7 +203,7 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
         for plan in plans:
             if plan.additions:
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
-            if plan.additions or plan.lora is not None:  # additions that were saved, copies of what is trained whole
+            if plan.additions or plan.lora is not None:  # saved additions, and copies of modules trained whole
                 own = network.named_parameters(plan.name)
                 _load({name: weight for name, weight in own.items() if name not in base}, plan)
     for plan in plans:
@@ -218,7 +218,7 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
     """Load those of ``weights`` that the plan's folder holds. A collective.
 
     Raises:
-        UserError: on every rank, files that cannot be read, or weights that are not finite.
+        UserError: on every rank, if a file is unreadable or a weight is not finite.
     """
     (folder,) = plan.folders
     saved = folder.shapes.keys() | folder.additions.keys()
@@ -228,17 +228,17 @@ def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
         return
     try:
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder.path)))
-    except CheckpointException as error:  # from all ranks, whichever could not read
+    except CheckpointException as error:  # raised on all ranks if any rank cannot read
         reason = one_line(next(iter(error.failures.values()))[0])
         raise UserError(f"{where} cannot be read ({reason}); copy it again") from error
     _require_finite(wanted, where)
 
 
 def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights with NaN or infinity, which training would spread. Called by all ranks; each checks its shards.
+    """Refuse weights with NaN or infinity, which training would spread. All ranks must call it; each checks its shards.
 
     Raises:
-        UserError: on every rank the same, with the first such tensor.
+        UserError: the same on every rank, for the first such tensor.
     """
     mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
     broken = sorted({name for part in on_all_ranks(lambda: mine) for name in part})

@@ -1,4 +1,4 @@
-"""Whose a parameter is, and what it is called in checkpoints, by its name in a module that roles may share."""
+"""Owner and checkpoint name of a parameter, derived from its name in a module that roles can share."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from functools import lru_cache
 
 ADDITIONS = "additions"
 _OF_ROLE = ("lora_A", "lora_B", "modules_to_save")
-"""What peft (0.21) calls its dictionaries of one entry for each adapter; an adapter has its role's name here."""
+"""Names of peft's (0.21) dictionaries with one entry per adapter. An adapter has its role's name."""
 _OF_BASE = ("base_layer", "original_module")
-"""What peft (0.21) calls the wrapped layer, and the wrapped module that a role has a copy of."""
+"""Names that peft (0.21) gives a wrapped layer, and a wrapped module that a role has a copy of."""
 
 
-@lru_cache(maxsize=2**16)  # of the same thousands of names, a dozen times a step
+@lru_cache(maxsize=2**16)  # called for the same thousands of names, a dozen times a step
 def owner(name: str) -> tuple[str | None, str]:
-    """The role that alone has the parameter ``name``, and its public name.
+    """Return the role that owns the parameter ``name``, and the parameter's public name.
 
     Args:
-        name: of a parameter in the module: ``blocks.0.attn1.to_q.lora_A.student.weight``.
+        name: name in the module, e.g. ``blocks.0.attn1.to_q.lora_A.student.weight``.
 
     Returns:
-        ``None`` for a parameter of the network itself, whose public name is diffusers'. What a role trains instead of a
-        module of the base has the base's name; ``lora_A.weight`` and ``additions.gan_head`` are called so for any role.
+        Role (``None`` for a parameter of the network itself, whose public name is diffusers') and public name. A role's
+        copy of a base module has the base's name. Names with ``lora_A.weight`` and ``additions.gan_head`` are the same
+        for every role.
     """
     parts = name.split(".")
     if parts[0] == ADDITIONS:

@@ -1,4 +1,4 @@
-"""A network on the mesh: one sharded module with what its family knows of it, for one role or for several."""
+"""A network on the mesh: one sharded module with facts from its family, used by one or several roles."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from models.roles.names import owner
 
 
 class _Place(NamedTuple):
-    """Where a parameter is: looked up there, it is the one of now, whatever has replaced it since."""
+    """Location of a parameter. A lookup there finds the current parameter even if FSDP2 has replaced it."""
 
     holder: nn.Module
     attribute: str
     name: str
-    """In the module."""
+    """Name in the module."""
     role: str | None
-    """Whose it is alone (:func:`models.roles.names.owner`)."""
+    """Role that owns the parameter (:func:`models.names.owner`)."""
     public: str
 
 
 @dataclass(kw_only=True, eq=False)
 class Network:
-    """Built, split over the mesh, sharded. Roles that share one hold the same object.
+    """A network that is built, split over the mesh and sharded. Roles that share it hold the same object.
 
-    What belongs to a purpose is not here: which of its parameters train is the role's own, which says so for a step.
+    State of a single role is not here: each role decides in each step which of its parameters train.
     """
 
     family: Family
     config: dict[str, Any]
-    """The network's configuration, as its ``config.json``."""
+    """Configuration of the network, as in its ``config.json``."""
     module: nn.Module
-    """The FSDP root."""
+    """FSDP root."""
     precision: Precision
     """``fp32``, ``bf16`` or ``fp64``: dtype of compute."""
     tokens: int
-    """Tokens of one sample."""
+    """Number of tokens of one sample."""
     forward_flops: int
-    """Operations of one forward of one sample."""
+    """Floating-point operations of one forward of one sample."""
     tangent_flops: int = 0
-    """Those of its tangent in forward mode, beside it."""
+    """Additional operations of the forward-mode tangent."""
     attention_flops: int = 0
-    """Of the forward's, attention's own: what selective recomputation does not run again."""
+    """Operations of attention within the forward, which selective recomputation does not repeat."""
     adapters: tuple[str, ...] = ()
-    """Roles that add to a frozen base; without any the network has one role, which has all of it."""
+    """Roles with adapters on this frozen base. If empty, one role owns the whole network."""
     serving: Serving | None = None
-    """Of a network with adapters."""
+    """Selection of a role's adapters; ``None`` without adapters."""
 
     @contextmanager
     def serves(self, role: str) -> Iterator[None]:
-        """Calls of the module inside are ``role``'s."""
+        """Run calls of the module within this context for ``role``."""
         if self.serving is None:
             yield
             return
@@ -66,8 +66,8 @@ class Network:
 
     @cached_property
     def _places(self) -> list[_Place]:
-        """Of every parameter. Modules are settled by now: a step asks several times, and a walk over those of 40 blocks
-        takes the host a millisecond and more."""
+        """Locations of all parameters, cached: a step needs them several times, and a walk over 40 blocks takes the
+        host more than a millisecond."""
         walked = (
             (holder, attribute, f"{path}.{attribute}" if path else attribute)
             for path, holder in self.module.named_modules()
@@ -76,29 +76,29 @@ class Network:
         return [_Place(holder, attribute, name, *owner(name)) for holder, attribute, name in walked]
 
     def _owned(self) -> Iterator[tuple[_Place, nn.Parameter]]:
-        """Each parameter once, as :meth:`torch.nn.Module.named_parameters` gives them."""
-        seen: set[int] = set()  # ids: a tensor's own hash is a call of Python
+        """Yield each parameter once, in the order of :meth:`torch.nn.Module.named_parameters`."""
+        seen: set[int] = set()  # ids, since hashing a tensor is a Python call
         for place in self._places:
-            # As named_parameters itself does: getattr takes three times as long.
+            # Use _parameters as named_parameters does, since getattr takes three times as long.
             parameter = place.holder._parameters[place.attribute]
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield place, parameter
 
     def named_parameters(self, role: str) -> dict[str, nn.Parameter]:
-        """What belongs to ``role``, by public name: its adapters, trained copies and additions; of a role without
-        adapters the network itself, too."""
+        """Return the parameters of ``role`` by public name: its adapters, trained copies and additions. For a role
+        without adapters include the network itself."""
         of_base = None if role not in self.adapters else role
         return {place.public: parameter for place, parameter in self._owned() if place.role in (role, of_base)}
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
-        """The network itself, by diffusers' names, without what roles add to it."""
+        """Return the parameters of the network itself by diffusers name, without those that roles add."""
         return {place.public: parameter for place, parameter in self._owned() if place.role is None}
 
     def owned_names(self, role: str) -> set[str]:
-        """Names in the module of what ``role`` adds to it."""
+        """Return the names in the module of the parameters that ``role`` adds."""
         return {place.name for place, _ in self._owned() if place.role == role}
 
     def trained_elsewhere(self, role: str) -> set[str]:
-        """Names in the module of what other roles train."""
+        """Return the names in the module of the parameters that other roles train."""
         return {place.name for place, _ in self._owned() if place.role not in (None, role)}

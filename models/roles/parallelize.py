@@ -1,4 +1,4 @@
-"""The steps that make a network of the models layer parallel, in the order in which they run."""
+"""Steps that parallelize a network, in execution order."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def parallelize(
 ) -> None:
     """Split the tokens of ``network`` over ``mesh.cp`` and shard its parameters, in place.
 
-    The blocks are FSDP units; under bf16, modules that compute in fp32 are units of their own.
+    The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units.
 
     Args:
-        network: on the meta device, with the adapters and additions of its roles.
+        network: network on the meta device, with the adapters and additions of its roles.
         roles: roles that share the network; for experts, of this expert.
         trained: names of the roles that train it.
-        mesh: the mesh.
-        precision: precision in place of the roles'.
+        mesh: mesh of all ranks.
+        precision: replaces the roles' precision.
 
     Raises:
         UserError: settings that exclude each other.
@@ -54,7 +54,7 @@ def parallelize(
     if settings.precision == "bf16" and _has_adapters(roles):
         _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
 
-    # Convert linear layers first: the wrappers of a block take its forward with the layers that it has then.
+    # Convert linear layers first: the wrappers of a block capture its forward with its current layers.
     fp8_layers = apply_fp8(network, blocks, settings, mesh.device_type, _fp8_excluded(network, family, full_precision))
     for block in blocks:
         apply_checkpointing(block, settings)
@@ -69,11 +69,12 @@ def _has_adapters(roles: Sequence[RolePlan]) -> bool:
 
 
 def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
-    """Return how a network of ``roles`` is sharded; their settings agree (:func:`distill.run.setup.plan_run`)."""
+    """Return the sharding settings of a network of ``roles``. The roles' settings agree
+    (:func:`distill.setup.plan_run`)."""
     adapted = [role for role in roles if role.lora is not None]
     role = (adapted or roles)[0]
     settings = replace(role.sharding, precision=precision or role.sharding.precision)
-    if adapted:  # adapters keep fp32 masters; the base is stored as it computes
+    if adapted:  # adapters keep fp32 masters; the base is stored in its compute dtype
         early = any(role.sharding.gather_early for role in roles)
         return replace(settings, master_dtype="keep", gather_early=early)
     if role.as_it_is:
@@ -82,7 +83,7 @@ def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precisi
 
 
 def _mark_trainable(network: nn.Module, roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Set ``requires_grad`` of every parameter: the base trains with the role that has no adapters on it."""
+    """Set ``requires_grad`` of every parameter. The base trains only with a role that has no adapters on it."""
     never = set(roles[0].family.never_trained(roles[0].network))
     base_role = None if _has_adapters(roles) else roles[0].name
     for name, parameter in network.named_parameters():
@@ -107,6 +108,6 @@ def _store_base_in_compute_dtype(network: nn.Module, full_precision: Sequence[nn
 
 
 def _fp8_excluded(network: nn.Module, family: Family, full_precision: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return modules whose linear layers stay as they are: adapters and trained copies are small and stay exact."""
+    """Return the modules that stay out of fp8. Adapters and trained copies are small and stay exact."""
     added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
     return [*family.fp8_excluded(network), *map(network.get_submodule, added), *full_precision]

@@ -24,9 +24,9 @@ from models.roles.condition import Condition
 from models.roles.network import Network
 
 EXPERTS = ("high", "low")
-"""What two experts are called, by the noise of their times."""
+"""Names of two experts, by the noise level of their times."""
 ROUNDING = 1e-7
-"""By how much a time may be below a boundary and is at it: fp32 has .9 as a little less."""
+"""Distance below a boundary at which a time still counts as the boundary: fp32 rounds .9 down."""
 
 
 def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
@@ -36,29 +36,29 @@ def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]
 
 @dataclass(kw_only=True)
 class Role:
-    """A purpose on the mesh. Callers never see that its networks are sharded, or that their tokens are split.
+    """A purpose on the mesh. Sharding and token splitting are invisible to callers.
 
-    A role has one network, or several experts of one configuration, of which each serves a range of times; another role
-    may hold the same ones. Which expert a forward runs must be the same on every rank, or their collectives never meet.
+    A role has one network, or several experts of one configuration that each serve a range of times. Roles can share
+    networks. All ranks must select the same expert for a forward; otherwise their collectives would not match.
     """
 
     name: str
     """``teacher``, ``student`` or ``fake``."""
     networks: tuple[Network, ...]
-    """The first serves the noisiest times."""
+    """Networks of the role. The first serves the noisiest times."""
     boundaries: tuple[float, ...] = ()
-    """Times in (0, 1), falling, between those that one network serves and the next: from the boundary on the former."""
+    """Decreasing times in (0, 1) between successive networks. A boundary belongs to the earlier network."""
     trainable: bool
     trained_experts: tuple[int, ...] = ()
     """Positions of the experts that train; all of them by default."""
     adapters: dict[str, Any] | None = None
     """Description of the role's adapters (:attr:`models.roles.role_plan.RolePlan.adapters`)."""
     network: nn.Module = field(init=False)
-    """The FSDP root; of experts a list of theirs, whose parameters' names begin with ``0.``, ``1.``, ..."""
+    """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
     beyond: float = field(default=0.0, init=False)
-    """Inside of :meth:`differences`, by how much a time may lie outside of its expert's range."""
+    """Distance by which a time may lie outside its expert's range, within :meth:`differences`."""
     flops: int = 0
-    """Operations since the trainer last set it to 0, over all samples that this rank passed in; backward included."""
+    """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
 
     def __post_init__(self) -> None:
         ends = (1.0, *self.boundaries, 0.0)
@@ -101,22 +101,22 @@ class Role:
         return self.expert_at(time) in self.trained_experts
 
     def network_at(self, t: Tensor, at: float | None) -> Network:
-        """The network that serves the times ``t``.
+        """Return the network that serves the times ``t``.
 
         Args:
             t: ``(B,)`` or ``(B, T)`` in [0, 1].
-            at: of experts, a time in the same range as all of ``t``, known to the host and the same on every rank.
+            at: for experts, a time in the same range as all of ``t``, known to the host and equal on all ranks.
 
         Raises:
-            ValueError: experts without ``at``; times of several experts, where that can be seen without waiting for a
-                device.
+            ValueError: ``at`` is missing for experts, or ``t`` spans several experts. CUDA times are not checked, which
+                would synchronize the device.
         """
         if not self.boundaries:
             return self.networks[0]
         if at is None:
             raise ValueError(f"{self.name}: which of its {len(self.networks)} networks is wanted must be said by at=")
         expert = self.expert_at(at)
-        if t.device.type == "cpu" and type(t) is Tensor:  # in a plan it has no values
+        if t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
             wrong = [
                 time
                 for time in t.detach().flatten().tolist()
@@ -144,22 +144,22 @@ class Role:
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
     ) -> Tensor:
-        """The rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
+        """Return the rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
 
         Args:
             x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
-            t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. A time for each latent frame,
-                ``(B, T)``, where the family takes them.
-            condition: of the B samples.
-            r: ``(B,)`` in [0, 1], for a network with the addition ``second_time`` (the mean velocity from r to t) or
-                ``last_step`` (of samples whose last step was at r), and only for one.
-            at: of :meth:`network_at`.
+            t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. ``(B, T)``, a time per latent
+                frame, if the family supports it.
+            condition: condition of the B samples.
+            r: ``(B,)`` in [0, 1], required by the additions ``second_time`` (mean velocity from r to t) and
+                ``last_step`` (samples whose last step was at r), and refused without them.
+            at: as for :meth:`network_at`.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.
 
         Raises:
-            ValueError: times of another shape, or of several experts.
+            ValueError: times have another shape or span several experts.
         """
         network = self.network_at(t, at)
         with second_time(additions_of(network.module, self.name), t, r):
@@ -171,14 +171,13 @@ class Role:
     def logits(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
     ) -> Tensor:
-        """``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py), above 0 where ``x_t`` looks
-        real.
+        """Return ``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py); positive means real.
 
         Args:
-            x, t, condition, r, at: as of :meth:`velocity`.
+            x, t, condition, r, at: as for :meth:`velocity`.
 
         Returns:
-            ``(B, K)`` of its K blocks, in the dtype of ``x``.
+            Logits ``(B, K)`` of its K blocks, in the dtype of ``x``.
         """
         network = self.network_at(t, at)
         head = gan_head_of(network.module, self.name)
@@ -188,14 +187,15 @@ class Role:
     def _outputs(
         self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
     ) -> tuple[Tensor, ...]:
-        """What ``network`` returns; ``depth`` is the share of it that a backward passes."""
+        """Call ``network`` and return its outputs; ``depth`` is the share of the network that a backward passes."""
         dtype = COMPUTE_DTYPE[network.precision]
         of_frames = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
         if t.shape != x.shape[:1] and not of_frames:
-            # A network that broadcasts would take (B, T) for times of tokens, and split them where T is cp.
+            # A broadcasting network would read (B, T) as times of tokens, and split them if T equals cp.
             raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
         assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
-        # A backward costs a forward for the inputs' gradients and one for the weights', which a base has none of.
+        # A backward costs one forward for input gradients and one for weight gradients. A frozen base has only the
+        # former.
         backward = (1 if network.adapters else 2) if self.trainable else int(x.requires_grad)
         flops = (1 + depth * backward * torch.is_grad_enabled()) * network.forward_flops
         if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
@@ -209,7 +209,7 @@ class Role:
     def differences(self, step: float) -> Iterator[None]:
         """Within this context, allow times up to ``step`` outside the range of the selected expert.
 
-        A finite difference so uses one network on both sides.
+        A finite difference then uses one network on both sides.
         """
         self.beyond = step
         try:
@@ -219,10 +219,10 @@ class Role:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Let gradients pass through to the inputs alone: inside, a trained role gets none and allocates none.
+        """Freeze the role within this context: gradients reach only the inputs, and the role allocates none.
 
-        For whole steps, between two updates: a backward must end inside too. Afterwards what was trainable before is so
-        again, and nothing else. Nests. Roles that share the network train on.
+        Use it for whole steps between two updates; a backward must end inside too. On exit the same parameters are
+        trainable as before. Nests. Other roles of the network keep training.
         """
         before, self.trainable = self.trainable, False
         try:
@@ -236,14 +236,14 @@ class Role:
 
     @contextmanager
     def training(self, experts: Container[int]) -> Iterator[None]:
-        """Inside, of a network that several roles train adapters of, this one's alone are trainable.
+        """Freeze other roles' adapters on shared networks within this context.
 
-        Else FSDP would wait for gradients of the others: a unit's sum over its replicas would lack theirs. Nor are its
-        own in an expert that this step does not train, through which another role's forward may have a gradient: it
-        would leave some there. For whole steps, as :meth:`frozen`.
+        Otherwise FSDP would wait for their gradients: a unit's sum over its replicas would lack them. Adapters of this
+        role in experts that the step does not train are frozen too, since another role's backward through such an
+        expert would leave gradients there. Use it for whole steps, as :meth:`frozen`.
 
         Args:
-            experts: those of its networks that the step trains, by their position.
+            experts: positions of the role's networks that the step trains.
         """
         with ExitStack() as stack:
             for i, network in enumerate(self.networks):
@@ -255,21 +255,22 @@ class Role:
             yield
 
     def gather_early(self) -> None:
-        """Begin to gather what this role's next forward needs first, if its settings ask for it.
+        """Begin to gather the parameters that this role's next forward needs first, if its settings enable it.
 
-        Not of a network that two roles adapt: what is frozen in it changes at a step's begin, which lets go of it.
+        Networks that two roles adapt are skipped: their frozen parameters change at the start of a step, which frees an
+        early gather.
         """
-        if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # which expert comes, nobody knows yet
+        if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # the next expert is not known yet
             return
         if settings_of(self.network).gather_early:
             gather_first_block_early(self.network, self.family.blocks(self.network)[0])
 
     def rest(self) -> None:
-        """Free gathered parameters: where they stay gathered, updates of the shards would be ignored."""
+        """Free gathered parameters. Gathered copies would hide later updates of the shards."""
         reshard(self.network)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What is this role's own, sharded, by public name (:meth:`Network.named_parameters`), in a fixed order."""
+        """Return this role's sharded parameters by public name (:meth:`Network.named_parameters`), in a fixed order."""
         self.rest()
         named = [network.named_parameters(self.name) for network in self.networks]
         if len(named) == 1:

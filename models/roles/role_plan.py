@@ -1,4 +1,4 @@
-"""What a role will be, checked against its files before anything is built."""
+"""Plans of roles, checked against their files before anything is built."""
 
 from __future__ import annotations
 
@@ -45,41 +45,43 @@ def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """What a role will be, checked against its files before anything is built."""
+    """Plan of a role, checked against its files before anything is built."""
 
     name: str
     family: Family
     config: dict[str, Any]
-    """What defines the network, as JSON gives it back: the family's defaults filled in, no notes of diffusers."""
+    """Configuration of the network as loaded from JSON, with the family's defaults and without diffusers' own keys."""
     folders: tuple[TransformerFolder, ...]
-    """Where the weights come from, of each network; none for random ones."""
+    """Folder of each network's weights; empty for random weights."""
     boundaries: tuple[float, ...] = ()
-    """Of experts, of one configuration, the times between them (:class:`models.roles.role.Role`)."""
+    """Times between experts (:class:`models.role.Role`)."""
     trained_experts: tuple[int, ...] = (0,)
-    """Where it trains, which of its networks do."""
+    """Positions of the networks that train, if the role trains."""
     as_it_is: bool = False
-    """An expert beside one that trains, which is exported with it: held as exactly as its checkpoint has it."""
+    """Whether this is a frozen expert that is exported with a trained one, so that it keeps its checkpoint's
+    precision."""
     sharding: ShardSettings
     attention_backend: str = "auto"
     head_groups: int = 1
     additions: Chosen = ()
-    """What is attached to each network; see models/additions/."""
+    """Additions of each network; see models/additions/."""
     base: tuple[str, str]
-    """What tells its weights from others, of family and folder or configuration: roles of equal ones can share them."""
+    """Identity of the weights, from family and folder or configuration. Roles with an equal ``base`` can share
+    networks."""
     added: nn.ModuleDict
-    """These, on the meta device; never changed."""
+    """The additions as modules on the meta device; never changed."""
     lora: LoraPlan | None = None
-    """The role's adapters; without any it has the whole network."""
+    """Adapters of the role; ``None`` for a role that owns the whole network."""
     network: nn.Module
     """One of its networks, on the meta device, without adapters and additions; never changed."""
 
     @property
     def experts(self) -> int:
-        """How many networks it has."""
+        """Number of networks."""
         return len(self.boundaries) + 1
 
     def expert(self, index: int) -> RolePlan:
-        """The same role of one of its networks alone; without its adapters where that one does not train."""
+        """Return the plan with one of its networks only; without adapters if that network does not train."""
         lora = self.lora if index in self.trained_experts else None
         beside = index not in self.trained_experts
         folders = self.folders[index : index + 1]
@@ -87,21 +89,22 @@ class RolePlan:
 
     @property
     def setting(self) -> str:
-        """What its networks come from, as users set it."""
+        """Setting that determines the networks, as users write it."""
         return f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
 
     def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
-        """Tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
+        """Return the number of tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
 
         Raises:
-            UserError: shapes that the network cannot take.
+            UserError: the network cannot take these shapes.
         """
         self.family.check_sample(self.config, latent_shape, condition_shapes, self.setting)
         return self.family.tokens(self.config, latent_shape)
 
     @property
     def adapters(self) -> dict[str, Any] | None:
-        """Of a role with adapters what they are, and on which base, as JSON; a random base is the run's seed's."""
+        """Description of the adapters and their base, as JSON; ``None`` without adapters. The run's seed determines a
+        random base."""
         if self.lora is None:
             return None
         base: dict[str, str | None] = {"path": None, "fingerprint": None}
@@ -112,7 +115,7 @@ class RolePlan:
 
     @property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is the role's own in each network, by public name: its adapters or the network, and its
+        """Return the shapes of the role's parameters in each network, by public name: adapters or the network, and
         additions."""
         if self.lora is not None:
             own = self.lora.shapes(self.network)
@@ -121,8 +124,8 @@ class RolePlan:
         return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
     def of(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
-        """The same role of another network of its family, on the meta device, with its weights in ``folders``; it
-        shares it with the roles that it shares this one with."""
+        """Return the plan for another network of its family, on the meta device, with weights in ``folders``. Roles
+        that share this plan's network share the new one."""
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
@@ -145,24 +148,24 @@ def plan_role(
     saved: Path | None = None,
     experts: str = "both",
 ) -> RolePlan:
-    """Check a role's settings; reads headers, builds nothing but a network on the meta device.
+    """Check a role's settings. Reads headers and builds a network on the meta device only.
 
     Args:
         name: the role.
         checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
-        architecture: the network's configuration where there is no checkpoint.
-        boundary: makes it two experts there, the first of which serves from this time on; a checkpoint has its own.
+        architecture: the network's configuration if there is no checkpoint.
+        boundary: time from which the first of two experts serves, if there is no checkpoint; a checkpoint has its own.
         family: the model family.
-        sharding: how it will be sharded; plain fp32 by default.
+        sharding: sharding settings; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
-        additions: what is attached to the network.
-        lora: the adapters that the role trains, on a frozen network.
-        saved: the file that these begin with.
-        experts: which of two train, where the role does: ``both``, ``high`` or ``low``.
+        additions: additions of the network.
+        lora: settings of the adapters that the role trains on a frozen network.
+        saved: file with the adapters' first values.
+        experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
 
     Raises:
-        UserError: a missing folder, a network that its files do not fit, neither checkpoint nor architecture, adapters
-            that the network cannot have.
+        UserError: a folder is missing, files do not fit the network, checkpoint and architecture are both missing, or
+            the network cannot have these adapters.
     """
     chosen = family_of(family, name)
     setting = f"{name}.checkpoint"
@@ -193,7 +196,7 @@ def plan_role(
             network, *others = (chosen.build(folder.config, setting) for folder in found.folders)
         else:
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
-        extra = build_additions(additions, chosen, config_of(network))  # refuses what does not fit the network
+        extra = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     _check_experts([network, *others], f"{setting}={checkpoint}")
     shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
     for folder in found.folders:
@@ -230,9 +233,10 @@ def plan_role(
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
-    """
+    """Return the positions of the experts that train.
+
     Raises:
-        UserError: one of two where there is one network.
+        UserError: one of two experts is chosen, but the role has one network.
     """
     if chosen == "both":
         return tuple(range(len(boundaries) + 1))
@@ -242,10 +246,10 @@ def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> t
 
 
 def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
-    """Experts must be of one configuration.
+    """Check that all experts have the same configuration.
 
     Raises:
-        UserError: naming what differs.
+        UserError: a key differs.
     """
     first, *others = (defining(config_of(network)) for network in networks)
     for other in others:
@@ -257,7 +261,7 @@ def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
 
 
 def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
-    """Those of the chosen additions that ``folder`` holds must fit; the others begin as a seed draws them."""
+    """Check the additions that ``folder`` holds. A seed initializes chosen additions that it does not hold."""
     saved, chosen = named_additions(folder.additions), named_additions(expected)
     found = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
     wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
@@ -267,14 +271,14 @@ def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, .
 
 
 def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[RolePlan]]:
-    """``plans`` by the network that they will have, in the order of their first.
+    """Group ``plans`` by the network that they use, in the order of each group's first plan.
 
-    Roles with adapters on one base share it, and so does a frozen role that is this base: a teacher is the base without
-    any adapters. A role that trains its whole network has it alone.
+    Roles with adapters on one base share it. So does a frozen role whose network is this base: a teacher is the base
+    without adapters. A role that trains its whole network does not share it.
 
     Args:
-        plans: of the roles.
-        trained: names of those that train.
+        plans: plans of the roles.
+        trained: names of the roles that train.
     """
     adapted = {plan.base for plan in plans if plan.lora is not None}
     groups: dict[object, list[RolePlan]] = {}
