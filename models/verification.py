@@ -78,7 +78,7 @@ class Errors:
 
     output: float
     gradient: float
-    """Maximum of :func:`fsdp_cp.check_parallel.gradient_errors`."""
+    """Maximum of :func:`fsdp_cp.context.check_parallel.gradient_errors`."""
     norm: float
     tangent: float
     weights: float

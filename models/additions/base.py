@@ -75,7 +75,7 @@ def attach_additions(
     Args:
         network: network of ``family`` on ``mesh``.
         role: name of the role.
-        additions: modules by name (:func:`models.role_plan.build_additions`).
+        additions: modules by name (:func:`models.roles.role_plan.build_additions`).
         family, mesh: family and mesh of the network.
         shared: whether other roles call the network too.
     """

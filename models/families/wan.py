@@ -2,7 +2,7 @@
 
 Wan 2.1 does text to video and image to video. Image-to-video networks take channels of a mask and of the encoded first
 image after their latents. A second cross-attention attends to features of an image encoder. Wan 2.2's A14B has two such
-networks for two ranges of times (models/role.py), without those features.
+networks for two ranges of times (models/roles/role.py), without those features.
 
 Wan 2.2's TI2V 5B is a text-to-video network with a different VAE, without image channels or an image encoder. A first
 frame in the data replaces the noisy one (models/families/frames.py), as in ``WanImageToVideoPipeline`` with

@@ -138,11 +138,11 @@ def write_folder(
     boundary in ``model_index.json`` as in pipelines.
 
     Args:
-        folder, about, move_aside: as for :func:`models.published.published`.
+        folder, about, move_aside: as for :func:`models.files.published.published`.
         networks: weights of each network; each tensor is read once.
         config: contents of their ``config.json``.
         dtype: dtype of the files.
-        boundaries: times between experts (:class:`models.role.Role`).
+        boundaries: times between experts (:class:`models.roles.role.Role`).
         max_bytes: maximum size of a file.
         writes: whether this rank writes; other ranks only take part in reading.
 

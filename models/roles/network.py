@@ -24,7 +24,7 @@ class _Place(NamedTuple):
     name: str
     """Name in the module."""
     role: str | None
-    """Role that owns the parameter (:func:`models.names.owner`)."""
+    """Role that owns the parameter (:func:`models.roles.names.owner`)."""
     public: str
 
 

@@ -70,7 +70,7 @@ def _has_adapters(roles: Sequence[RolePlan]) -> bool:
 
 def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
     """Return the sharding settings of a network of ``roles``. The roles' settings agree
-    (:func:`distill.setup.plan_run`)."""
+    (:func:`distill.run.setup.plan_run`)."""
     adapted = [role for role in roles if role.lora is not None]
     role = (adapted or roles)[0]
     settings = replace(role.sharding, precision=precision or role.sharding.precision)

@@ -54,7 +54,7 @@ class RolePlan:
     folders: tuple[TransformerFolder, ...]
     """Folder of each network's weights; empty for random weights."""
     boundaries: tuple[float, ...] = ()
-    """Times between experts (:class:`models.role.Role`)."""
+    """Times between experts (:class:`models.roles.role.Role`)."""
     trained_experts: tuple[int, ...] = (0,)
     """Positions of the networks that train, if the role trains."""
     as_it_is: bool = False
