@@ -86,7 +86,7 @@ class BufferWatch:
         """Number of buffers that overlapped a living buffer; must stay 0."""
         self.in_memory: Callable[[Tensor], bool] = lambda tensor: False
         self.outside = 0
-        """Number of requests outside of :attr:`in_memory`."""
+        """Number of requests whose buffers are not in the memory that :attr:`in_memory` tests."""
         self.outputs_in_memory = 0
         self._alive: dict[Key, tuple[int, int, weakref.ref[Any]]] = {}
         self._stack = ExitStack()
