@@ -16,10 +16,12 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
 
     Args:
         config: the composed settings.
-        arguments: words of the command line that ``config`` is composed of.
+        arguments: words of the command line from which ``config`` is composed.
         stop: the signal that ends the run early.
     """
-    # Imported once the settings are right: FSDP, diffusers and peft take most of a start.
+    # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
+    from distill.dry_run import dry_run
+    from distill.mesh_check import check_meshes
     from distill.methods import build_method
     from distill.planning.command import plan_command
     from distill.planning.suggest import suggest_command
@@ -35,7 +37,7 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
     if config.plan:
         return plan_command(config, command_line(arguments))
     device = open_device(config)
-    plan = plan_run(config)  # whatever can be refused is refused here, before anything is built
+    plan = plan_run(config)  # check as much as possible before anything is built
     refuse_foreign(plan.run_dir)
     if config.dry_run:
         return dry_run(config, plan)
@@ -57,9 +59,9 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
         ).run(run, stop)
 
 
-@recorded  # torchrun's summary ends with the traceback of what is no user's mistake
+@recorded  # torchrun's summary then ends with the traceback, except for a user's mistake
 def main(arguments: list[str]) -> int:
-    """Exit code 0; 2 with one line for a user's mistake; 75 for a run that a signal stopped and that can go on."""
+    """Run the command. Return exit code 0; 2 with one line for a user's mistake; 75 if a signal stopped the run."""
     if {"-m", "--multirun"} & set(arguments):
         from distill.sweep.command import main as sweep
 

@@ -1,4 +1,4 @@
-"""The steps of a run without the run: its trainer, opened on this process group, for benchmarks that step it."""
+"""Trainer of a run, on this process group, for benchmarks that call its steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fsdp_cp.mesh import mesh_of_shape
 def open_trainer(
     overrides: Sequence[str], device: torch.device, shapes: Shapes | None = None, data: ClipDataset | None = None
 ) -> Trainer:
-    """The trainer of the run of ``overrides``, before its first step.
+    """Build the trainer of the run of ``overrides``, before its first step.
 
     Args:
-        overrides: the words of ``train.py``.
-        device: of this rank.
-        shapes: of a sample's latents and condition, where the run's own data are not to be looked at.
-        data: in the place of the run's.
+        overrides: settings, as for ``train.py``.
+        device: this rank's device.
+        shapes: shapes of a sample's latents and condition. If given, the run's data are not read.
+        data: data to use instead of the run's.
 
     Raises:
-        UserError: what the run would refuse.
+        UserError: settings that a run refuses.
     """
     config = compose_config(list(overrides))
     plan = plan_run(config, shapes=shapes)

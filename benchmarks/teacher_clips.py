@@ -1,7 +1,7 @@
-"""The clips that are stored with the quickstart's teacher: ``python -m benchmarks.teacher_clips``.
+"""Sampling of the clips that are stored with the quickstart's teacher: ``python -m benchmarks.teacher_clips``.
 
 Samples the teacher as the quickstart's report does and writes ``assets/quickstart_teacher/clips_50steps.safetensors``.
-Run it again after a change of the teacher, its guidance or its sampler; until then a report samples the teacher.
+Run it again after a change of the teacher, its guidance or its sampler. Until then, reports sample the teacher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_cp.launch import process_group
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0."""
+    """Write the file, and return exit code 0."""
     argparse.ArgumentParser(prog="python -m benchmarks.teacher_clips", description=__doc__.splitlines()[0]).parse_args(
         argv
     )

@@ -2,8 +2,8 @@
 
 ``torchrun --nproc-per-node N -m distill.trajectories experiment=NAME method.trajectories=FOLDER key=value ...``
 
-``method.num_trajectories`` of them; those that are there already stay. Trajectory i starts from the noise of ``seed``
-and i, towards the i-th caption of the data set.
+Makes ``method.num_trajectories`` trajectories and keeps existing ones. Trajectory i uses the i-th caption of the data
+set, and starts from the noise of ``seed`` and i.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class _TeacherAlone(OdeRegression):
-    """As the method itself, with the roles that its trajectories take."""
+    """Method with only the teacher, which makes the trajectories."""
 
     required_roles = ("teacher",)
     trained_roles = ()
@@ -49,7 +49,7 @@ class _TeacherAlone(OdeRegression):
 
     @classmethod
     def check_files(cls, config: Any) -> None:
-        """The files are what is to be made."""
+        """Check nothing: the files do not exist yet."""
 
 
 def _write(folder: TrajectoryFolder, trajectories: Iterable[tuple[int, Tensor, Tensor, str]]) -> None:
@@ -60,18 +60,18 @@ def _write(folder: TrajectoryFolder, trajectories: Iterable[tuple[int, Tensor, T
 def write_trajectories(
     config: Config, *, teacher: Role, data: ClipDataset, mesh: Mesh, device: torch.device, batch: int
 ) -> int:
-    """Write what is missing of ``config.method.num_trajectories``; how many that was. Called by all ranks.
+    """Write the missing trajectories of ``config.method.num_trajectories``, and return their number. A collective.
 
     Args:
-        config: of ``method=ode_regression``.
-        teacher: the network.
+        config: a configuration with ``method=ode_regression``.
+        teacher: the teacher.
         data: captions and their embeddings.
-        mesh: trajectories are spread over ``mesh.dp``.
+        mesh: the mesh, whose ``dp`` ranks share the trajectories.
         device: this rank's device.
-        batch: trajectories at a time on a data-parallel rank.
+        batch: number of trajectories per forward on a data-parallel rank.
 
     Raises:
-        UserError: a folder that holds trajectories of other settings, or cannot be written.
+        UserError: a folder that holds trajectories of other settings, or that cannot be written.
     """
     settings, folder = config.method, TrajectoryFolder(config.method.trajectories)
     about = trajectory_settings(config) | {"teacher.precision": config.teacher.precision, "seed": config.seed}
@@ -79,13 +79,13 @@ def write_trajectories(
         about["data.fingerprint"] = data.fingerprint
     on_all_ranks(lambda: folder.begin(about) if rank() == 0 else None)
     shape = (len(settings.step_list), *data.latent_shape)
-    # One rank's answer: the ranks must run as many forwards, and need not see a new file at the same moment.
+    # Use rank 0's list: all ranks must run the same number of forwards, but may not see a new file at the same moment.
     missing = all_gather_objects(folder.missing(settings.num_trajectories, shape) if rank() == 0 else None)[0]
     chunk = batch * mesh.dp_size
     with progress(len(missing), "trajectories", "trajectory") as advance:
         for start in range(0, len(missing), chunk):
             first = start + mesh.dp_rank * batch
-            # The last ones are filled up by repeating one, which is not written.
+            # Fill the last chunk by repeating its last trajectory, without writing the copies.
             numbers = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
             items = [data[i % len(data)] for i in numbers]
             random = StepRandom(seed=config.seed, step=0, positions=numbers, device=device)
@@ -100,14 +100,14 @@ def write_trajectories(
 
 
 def run(overrides: list[str]) -> None:
-    """Compose the settings, check them, build mesh, data and teacher, and write."""
+    """Compose and check the settings, build mesh, data and teacher, and write the trajectories."""
     config = compose_config(overrides)
     if config.method.name != "ode_regression":
         raise UserError(f"method={config.method.name} takes no trajectories; use method=ode_regression")
     if config.dry_run:
         raise UserError("dry_run=true is train.py's, and nothing here is left out by it; use train.py dry_run=true")
     for other in (config.student, config.fake):
-        other.checkpoint = other.architecture = None  # the plan would say that they are not used
+        other.checkpoint = other.architecture = None  # else the plan warns that they are not used
     device = open_device(config)
     plan = plan_run(config, _TeacherAlone)
     with open_mesh(config, plan, device) as mesh:
@@ -121,7 +121,7 @@ def run(overrides: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line for a user's mistake."""
+    """Run the command. Return exit code 0, or 2 with one line for a user's mistake."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def _logging_begins_anew():
-    """A command that ran inside the tests' process has set the root logger up: the next test must not see it."""
+    """Reset the root logger before each test, since commands in the tests' process set it up."""
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     for handler in [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]:

@@ -11,7 +11,7 @@ TIMEOUT = 240.0
 
 
 class Pools(dict[int, RankPool]):
-    """``pools[size]`` are ``size`` ranks, started when they are first used. Use it as a context manager."""
+    """Context whose ``pools[size]`` are ``size`` ranks, started at their first use."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sample clips during a run, and its report and the student's scheduler at the end."""
+"""Sample clips during a run, and the report and the student's scheduler at its end."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from models.roles.condition import has_image
 log = logging.getLogger(__name__)
 
 SAMPLE_SEED = 12345
-"""Seed of the noise of all sample clips, which so stay comparable between steps, runs and seeds."""
+"""Noise seed of all sample clips. It is fixed, so that clips are comparable across steps, runs and seeds."""
 
 REFERENCE_CLIPS = 512
 """Number of held-out renders that distances are measured against."""
 
 SHOWN_CLIPS = 8
-"""Clips of each row that the report shows; all of them are measured."""
+"""Number of clips per row that the report shows. All clips are measured."""
 
 
 @dataclass(kw_only=True)
@@ -65,16 +65,16 @@ class Evaluator:
     batch: int
     """Number of clips per forward on a rank."""
     teacher_clips: dict[int, np.ndarray | None] = field(default_factory=dict)
-    """The teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
+    """Teacher's sample clips by number of steps. The teacher does not change, so they are sampled once."""
     stored: dict[int, str] = field(default_factory=dict)
-    """Phrases that say where clips of the teacher are stored, by number of steps; they were not sampled in this run."""
+    """Descriptions of the teacher's clips that were read from a file instead of sampled, by number of steps."""
 
     def clips(
         self, role: str, steps: int, captions: list[str], items: Sequence[int] | None = None
     ) -> np.ndarray | None:
-        """Return uint8 ``(n, T, H, W, 3)`` on rank 0 and ``None`` elsewhere.
+        """Sample clips: return uint8 ``(n, T, H, W, 3)`` on rank 0 and ``None`` on the other ranks.
 
-        Where images condition, they are those of the data set's ``items``, if these are given.
+        An image-conditioned network takes the images of the data set's ``items``, if given.
         """
         if role == "teacher" and (stored := self._stored_clips(steps, captions)) is not None:
             return stored if rank() == 0 else None
@@ -100,7 +100,7 @@ class Evaluator:
         return clips
 
     def _stored_clips(self, steps: int, captions: list[str]) -> np.ndarray | None:
-        """Return the teacher's clips that are stored with its weights, on every rank; ``None`` without such clips."""
+        """Return the teacher's clips that are stored with its weights, on every rank, or ``None``."""
         if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
             return None
         how = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
@@ -112,10 +112,10 @@ class Evaluator:
         return clips
 
     def write_samples(self, step: int, metrics: MetricsLog | None) -> None:
-        """Write clips of fixed captions and noise, student and teacher, to ``samples/`` and to the loggers.
+        """Write clips of student and teacher, of fixed captions and noise, to ``samples/`` and to the loggers.
 
-        ``step_00000100_student_4steps_I.mp4`` and, once a run, ``teacher_50steps_I.mp4`` for each clip;
-        ``step_00000100.png`` with all of them.
+        Each clip becomes ``step_00000100_student_4steps_I.mp4`` or, once per run, ``teacher_50steps_I.mp4``.
+        ``step_00000100.png`` shows all clips.
 
         Args:
             step: number of training steps so far.
@@ -172,16 +172,16 @@ class Evaluator:
         return reference_clips(self._heldout)
 
     def write_report(self, facts: dict[str, Any]) -> None:
-        """Write ``report.html``, ``report.json`` and ``report.png``; moving shapes are measured from their pixels.
+        """Write ``report.html``, ``report.json`` and ``report.png``. Moving shapes are measured from their pixels.
 
         Args:
             facts: facts of the run that the page shows; ``steps`` is the number of steps trained.
         """
         heldout = self._heldout
-        # Without measures, more clips than can be looked at would only cost time.
+        # Without measures, clips beyond the shown ones would only cost time.
         count = self.config.sample.report_clips if heldout is not None else min(8, self.config.sample.report_clips)
         captions = sample_captions(self.data, count)
-        # A clip that is made of an image stands in the page below the clip that the image is of.
+        # The page shows a clip made from an image below the real clip that the image comes from.
         items = self._items(captions, self.data) if has_image(self.data.condition_shapes) else None
         rows = []
         for role, n in self._wanted():
@@ -209,7 +209,7 @@ class Evaluator:
             )
             libraries = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, diffusers))
             log.info("writing the report")
-            # Every other clip: neighbours of the list of captions share their motion on moving shapes.
+            # Show every other clip: neighbouring captions of moving shapes share their motion.
             pictured = [replace(row, clips=row.clips[:SHOWN_CLIPS:2]) for row in (reference, *rows)]
             with _written(self.run_dir):
                 report_picture(self.run_dir / "report.png", pictured, captions[:SHOWN_CLIPS:2], clips=4, width=1900)
@@ -243,12 +243,12 @@ class Evaluator:
         return f"{method} on {self.config.data.name}"
 
     def _real_clips(self, captions: list[str], heldout: MovingShapes | None) -> np.ndarray | None:
-        """Return a real clip for each of ``captions``, as :func:`decode` does; few clips may show several times."""
+        """Return a real clip for each of ``captions``, like :func:`decode`. A small data set repeats clips."""
         source: ClipDataset = self.data if heldout is None else heldout
         return decode(source, torch.stack([source[i]["latents"] for i in self._items(captions, source)]))
 
     def _items(self, captions: list[str], source: ClipDataset) -> list[int]:
-        """Return an item of ``source`` for each caption. An item repeats only after all others of its caption."""
+        """Return an item of ``source`` for each caption. Items of the same caption take turns."""
         waiting: dict[str, list[int]] = {}
         for position in reversed(range(len(captions))):
             waiting.setdefault(captions[position], []).append(position)
@@ -269,7 +269,7 @@ class Evaluator:
 
 
 def reference_clips(heldout: MovingShapes) -> np.ndarray:
-    """Return the renders that clips are measured against: 512 held-out ones, uint8 ``(512, T, H, W, 3)``.
+    """Return the 512 held-out renders that clips are measured against, uint8 ``(512, T, H, W, 3)``.
 
     They come from the second half of the stream; the report's row of held-out renders comes from its beginning.
     """
@@ -277,7 +277,7 @@ def reference_clips(heldout: MovingShapes) -> np.ndarray:
 
 
 def write_scheduler(method: Method, folder: Path) -> None:
-    """Write ``method``'s scheduler for a plain diffusers pipeline; where there is none, the log says why."""
+    """Write the scheduler with which a plain diffusers pipeline samples as ``method`` does, or log why none fits."""
     scheduler = None
     if isinstance(method, FewStepMethod):
         try:
@@ -289,7 +289,7 @@ def write_scheduler(method: Method, folder: Path) -> None:
 
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """Turn a failed write after training into one line that says what is safe."""
+    """Turn a failed write into a one-line error that says that the checkpoint is safe."""
     try:
         yield
     except OSError as error:

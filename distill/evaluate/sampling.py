@@ -1,4 +1,4 @@
-"""Sampling of clips with a role: the same captions and noise give the same clips on every mesh."""
+"""Sampling of clips with a role. The same captions and noise give the same clips on every mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from models.roles.role import Role
 def sample_captions(data: ClipDataset, count: int) -> list[str]:
     """Return ``count`` captions of the data set, all equally often if ``count`` is a multiple of their number.
 
-    Neighbours differ: the list is walked in strides near its golden section, so that a few captions show many kinds.
+    The list is walked in strides near its golden section: neighbours differ, so a few captions show many kinds.
     """
     captions = data.captions()
     stride = next(
@@ -46,10 +46,10 @@ def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
 
 
 def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:
-    """Return how many clips each rank samples at a time, by the least memory of a device. A collective.
+    """Return the number of clips per forward on each rank, from the smallest memory of all devices. A collective.
 
-    A forward without gradients, of both branches of guidance, keeps about 32 numbers of 4 bytes for each token and unit
-    of width. The batch fills one 32nd of the device's memory, and is at most 32: on a CPU more are not faster.
+    A forward without gradients, of both branches of guidance, keeps about 32 numbers of 4 bytes per token and unit of
+    width. The batch fills 1/32 of the device's memory, and is at most 32: larger batches are not faster on a CPU.
     """
     of_clip = max(2 * 32 * 4 * role.tokens * role.family.width(role.config) for role in roles)
     if device.type == "cuda":
@@ -79,19 +79,19 @@ def generate(
     """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, the same on every rank. All ranks must call this.
 
     Args:
-        method: knows the sampler that fits the role.
+        method: has the sampler that fits the role.
         role: ``teacher``, ``student`` or ``fake``.
         steps: number of sampling steps.
         captions: one per clip.
         data: embeds the captions.
-        mesh: clips are spread over ``mesh.dp``.
+        mesh: the mesh, whose ``dp`` ranks share the clips.
         device: this rank's device.
         seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
         batch: number of clips per forward on a rank.
-        advance: called with the number of clips, of all ranks, that were finished since the last call.
-        clips: items of ``data`` whose images condition, one for each of ``captions``; see ``ClipDataset.condition``.
+        advance: called with the number of clips, over all ranks, that were finished since the last call.
+        clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
     """
-    # Every rank must run as many forwards as the others: the last positions are filled up by repeating captions.
+    # Every rank must run the same number of forwards: fill the last positions by repeating captions.
     chunk = batch * mesh.dp_size
     padded = -(-len(captions) // chunk) * chunk
     filled = [i % len(captions) for i in range(padded)]

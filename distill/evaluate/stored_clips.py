@@ -1,4 +1,4 @@
-"""Clips of a frozen teacher, stored next to its weights so that a report does not have to sample them again."""
+"""Clips of a frozen teacher, stored next to its weights so that a report does not sample them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def stored_file(config: Config, steps: int) -> Path | None:
-    """Return where the teacher's clips of ``steps`` steps are stored, or would be; ``None`` without a checkpoint."""
+    """Return the path for the teacher's clips of ``steps`` steps, or ``None`` if it has no checkpoint."""
     checkpoint = config.teacher.checkpoint
     return find_shipped(checkpoint) / f"clips_{steps}steps.safetensors" if checkpoint else None
 
@@ -28,15 +28,15 @@ def stored_file(config: Config, steps: int) -> Path | None:
 def read_clips(
     config: Config, data: MovingShapes, *, steps: int, captions: Sequence[str], seed: int
 ) -> tuple[np.ndarray, str] | None:
-    """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that says what they are.
+    """Return the stored clips of ``captions``, uint8 ``(n, T, H, W, 3)``, and a phrase that describes them.
 
-    Return ``None`` if there are none, or if anything that defines the clips differs; the log then says what.
+    Return ``None`` without stored clips. Log and return ``None`` if anything that defines the clips differs.
 
     Args:
         config: settings of the run.
         data: embeds the captions.
         steps: sampling steps of the teacher.
-        captions: one per clip; the first of those that are stored.
+        captions: one per clip; must be the first of the stored captions.
         seed: seed of the noise.
     """
     file = stored_file(config, steps)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(trainer: Trainer) -> None:
-    """Log the size of every role, the mesh, the tokens per rank, the accumulation and the steps, on rank 0."""
+    """Log the size of every role, the mesh, the tokens per rank, the batch and the number of steps, on rank 0."""
     if rank() != 0:
         return
     roles = trainer.method.roles
@@ -46,7 +46,7 @@ def announce(trainer: Trainer) -> None:
 
 
 def batch_in_words(config: Config, micro_batch_size: int, dp_size: int) -> str:
-    """Say how a step's batch is divided over ``dp_size`` data-parallel ranks."""
+    """Describe how a step's batch is divided over ``dp_size`` data-parallel ranks."""
     micro_batches = counted(config.batch_size // dp_size // micro_batch_size, "micro-batch", "micro-batches")
     parts = f", in {config.expert_draws} parts that draw their experts each" if config.expert_draws > 1 else ""
     ranks = counted(dp_size, "data-parallel rank")

@@ -11,11 +11,11 @@ from fsdp_cp.checkpoint.save_load import published_steps
 from fsdp_cp.errors import UserError
 
 _ADAM = 8
-"""Bytes of AdamW's two moments, fp32."""
+"""Bytes per parameter of AdamW's two fp32 moments."""
 
 
 def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
-    """Return the bytes of one checkpoint over all ranks: weights, moments and averages of the roles that train."""
+    """Return the size of one checkpoint in bytes, over all ranks: weights, Adam moments and EMAs of trained roles."""
     total = 0
     for role in plan.roles:
         if role.name in plan.method.trained_roles:
@@ -27,19 +27,19 @@ def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
 
 
 def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
-    """Check that the disk has room for the checkpoints that a run adds: those it keeps, and the one being written.
+    """Check that the disk has room for the checkpoints that a run keeps, and for the one that it is writing.
 
     Args:
         config: configuration of the run.
         plan: plan of the run.
-        steps: number of steps that are left.
-        resume: ``checkpoint.resume``, as this start takes it.
+        steps: number of remaining steps.
+        resume: ``checkpoint.resume`` of this start.
 
     Returns:
         The sizes, as a sentence.
 
     Raises:
-        UserError: the disk has no room for them.
+        UserError: too little free space.
     """
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
     published = len(published_steps(folder)) if resume != "never" else 0
@@ -65,5 +65,5 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
 
 
 def _gigabytes(count: int) -> str:
-    """Return bytes as decimal gigabytes, as disks are sold, with three digits: ``1.5 GB``."""
+    """Format bytes as decimal gigabytes, with three digits: ``1.5 GB``."""
     return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"

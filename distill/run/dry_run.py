@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 def dry_run(config: Config, plan: RunPlan) -> None:
-    """Print what the run of ``config`` would be, after the checks that :func:`distill.run.setup.plan_run` made.
+    """Make the checks that follow :func:`distill.setup.plan_run`, and log a summary of the run.
 
     Raises:
-        UserError: a checkpoint that cannot be resumed, a table of the data that cannot be read, a disk without room.
+        UserError: a checkpoint that cannot be resumed, an unreadable data table, or too little disk space.
     """
     if rank() != 0:
         return
     if config.device == "cuda" and not torch.cuda.is_available():
         log.warning("device=cuda, but torch sees no GPU here; checking as on the CPU, without checks that need a GPU")
-    clips = config.data.table_in_words()  # before the resume, as in a run
+    clips = config.data.table_in_words()  # before the check of the checkpoint, as in a run
     resume_from = find_resume(config.checkpoint.resume, plan.run_dir / "checkpoints")
     sources = find_sources(config, plan.roles)
     if resume_from is not None:

@@ -1,4 +1,4 @@
-"""The run directory: one run at a time, nobody else's files, and the records of every start and of the end."""
+"""Run directory: its lock, its protection of other files, and the records of every start and of the end."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from fsdp_cp.runtime.signals import STOPPED, Stopped
 log = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
-"""A JSON object per start of the run: command line, commit, versions, machine and the whole configuration."""
+"""File with a JSON object per start of the run: command line, commit, versions, machine and whole configuration."""
 LOG = "log.txt"
 STATUS = "status.json"
-"""State of the run, or how it ended: see :func:`recorded_end`."""
+"""File with the state of the run; see :func:`recorded_end`."""
 OUTPUTS = (
     "config.yaml",
     STARTS,
@@ -58,25 +58,25 @@ OUTPUTS = (
     "report.png",
     STATUS,
 )
-"""Names of what a run writes, in addition to ``cache``, which is keyed and stays, ``wandb`` and ``previous``."""
+"""Names of a run's output files. ``cache`` (keyed, so later runs can use it), ``wandb`` and ``previous`` stay."""
 _LOCK = ".lock"
 _HOLDER = re.compile(r"(process \d+ on .*\n)?")
-"""Content of a lock file; empty after a kill in the moment of writing."""
+"""Content of a lock file. A kill during the write leaves it empty."""
 _PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
 
 
 @paths_of_the_user()
 def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
-    """Refuse a directory that cannot be made or written, or in which a run would overwrite what no run wrote.
+    """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
 
-    Changes nothing. Without a process group too, so before anything is built.
+    Changes nothing, and needs no process group.
 
     Args:
         run_dir: the directory of a run or of a sweep.
-        setting: what the user calls it.
+        setting: name of the user's setting, for messages.
 
     Raises:
-        UserError: naming the file.
+        UserError: a refused directory.
     """
     nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -85,7 +85,7 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
         raise UserError(f"{setting}={run_dir} cannot be written (permission denied); choose another {setting}")
     with suppress(OSError, ValueError, LookupError, TypeError), (run_dir / STARTS).open() as file:
         if "started" in json.loads(next(file, "")):
-            return  # a run's own
+            return  # a run made this directory
     for name in OUTPUTS:
         if (run_dir / name).exists():
             raise UserError(
@@ -95,15 +95,15 @@ def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
 
 @contextmanager
 def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
-    """Make the directory, lock it for the length of the context, and check that every rank sees it. On all ranks.
+    """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective.
 
     Args:
         run_dir: the directory of a run or of a sweep.
-        setting: what the user calls it.
+        setting: name of the user's setting, for messages.
 
     Raises:
-        UserError: a directory that cannot be made or written, that another run writes into, or that the nodes do not
-            share: shards would be lost.
+        UserError: a directory that cannot be made or written, that another run uses, or that the nodes do not share
+            (checkpoint shards would be lost).
     """
     with ExitStack() as stack:
 
@@ -131,15 +131,15 @@ def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
 
 def _open_lock(run_dir: Path) -> IO[str]:
     def opener(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link would lead to somebody else's file
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could lead to another user's file
 
     return open(run_dir / _LOCK, "a+", errors="replace", opener=opener)
 
 
 def _lock(stream: IO[str], run_dir: Path, setting: str) -> str:
-    """Lock the file and write this process into it; the kernel unlocks it when the process dies.
+    """Lock the file and write this process into it. The kernel unlocks the file when the process dies.
 
-    Two runs in one directory would overwrite each other's checkpoints.
+    Without a lock, two runs in one directory would overwrite each other's checkpoints.
     """
     stream.seek(0)
     holder = stream.read()
@@ -161,16 +161,16 @@ def _lock(stream: IO[str], run_dir: Path, setting: str) -> str:
 
 
 def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: int, command: Sequence[str]) -> None:
-    """Write the record of this start, ``config.yaml`` and the log so far; called by all ranks, rank 0 writes.
+    """Write the record of this start, ``config.yaml`` and the log so far. All ranks call it; rank 0 writes.
 
-    Call it when nothing can refuse the run any more: a refused run must not change another's files. A run that starts
-    from scratch moves an earlier one's files to ``previous``.
+    Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
+    moves an earlier run's files to ``previous``.
 
     Args:
         config: the checked configuration.
         run_dir: the run directory.
         resume_from: the checkpoint from which the run resumes.
-        step: step of that checkpoint; 0 without.
+        step: step of that checkpoint, or 0.
         command: words of the command line.
 
     Raises:
@@ -184,7 +184,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
             if resume_from is None or resume_from.resolve().parent != (run_dir / "checkpoints").resolve():
                 _move_aside(run_dir)
             record = {"from_step": step, **this_start(command), "config": asdict(config)}
-            with (run_dir / STARTS).open("a") as file:  # first: it marks the directory as a run's
+            with (run_dir / STARTS).open("a") as file:  # write it first: it marks the directory as a run's
                 file.write(json.dumps(record) + "\n")
             with atomic_path(run_dir / "config.yaml") as temporary:
                 OmegaConf.save(OmegaConf.create(asdict(config)), temporary)
@@ -196,7 +196,7 @@ def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: 
 
 
 def this_start(command: Sequence[str]) -> dict[str, Any]:
-    """Return what is needed to run this process again, except the configuration."""
+    """Return all that is needed to run this process again, except the configuration."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -219,7 +219,7 @@ def this_start(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _torchrun() -> str | None:
-    """Return a name of the torchrun that started this process, the same after its restarts: its folder for errors."""
+    """Return an identifier of the torchrun that started this process: its error folder, which restarts keep."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0] or None
 
 
@@ -228,7 +228,7 @@ def _now() -> str:
 
 
 def _commit() -> dict[str, Any]:
-    """Return ``commit`` and whether the tree was ``clean``; both ``None`` outside of a checkout."""
+    """Return ``commit`` and whether the tree was ``clean``. Both are ``None`` outside of a checkout."""
     words = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     command = ["git", "-C", str(Path(__file__).resolve().parents[2]), *words]
     try:
@@ -239,11 +239,11 @@ def _commit() -> dict[str, Any]:
 
 
 def resume_setting(config: Config, run_dir: Path) -> str:
-    """Return ``checkpoint.resume`` for this start. Called by all ranks.
+    """Return ``checkpoint.resume`` for this start. All ranks must call this.
 
-    torchrun's ``--max-restarts`` starts the same command again after a rank has died. ``never`` applies to the first of
-    these starts: applied to each, every death would start the run from scratch. The newest record of a start tells
-    whether this torchrun has begun the run.
+    torchrun's ``--max-restarts`` starts the same command again after a rank has died. ``never`` applies only to the
+    first of these starts: otherwise, every restart would begin from scratch. The newest record of a start tells whether
+    this torchrun has started the run before.
     """
 
     def decide() -> str:
@@ -258,7 +258,7 @@ def resume_setting(config: Config, run_dir: Path) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """Return the words that start this process again, with torchrun's sizes in place of its own words."""
+    """Return the words that start this process again. The torchrun part is rebuilt from the world's sizes."""
     launch = [sys.executable]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local, world = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size()
@@ -268,12 +268,12 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 
 def same_command(config: Config) -> str:
-    """Return the phrase that says how a run is resumed by the command that started it."""
+    """Return a phrase for messages: the command that resumes the run."""
     return "the same command" + ", with checkpoint.resume=auto," * (config.checkpoint.resume == "never")
 
 
 def _move_aside(run_dir: Path) -> None:
-    """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed."""
+    """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed by its inputs."""
     outputs = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
     if not outputs:
         return
@@ -281,7 +281,7 @@ def _move_aside(run_dir: Path) -> None:
     number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
     target = previous / str(number)
     target.mkdir(parents=True)
-    # The record of starts comes last: after a kill it still marks the other files as a run's.
+    # Move the record of starts last: after a kill it still marks the remaining files as a run's.
     for path in sorted(outputs, key=lambda path: path.name == STARTS):
         path.rename(target / path.name)
     log.info("starting from scratch; moved the previous run's files to %s", target)
@@ -289,13 +289,13 @@ def _move_aside(run_dir: Path) -> None:
 
 @contextmanager
 def run_log() -> Iterator[None]:
-    """Log to stdout, and keep the lines until :func:`start_run` knows where ``log.txt`` is.
+    """Log to stdout, and buffer the lines until :func:`start_run` opens ``log.txt``.
 
-    An error that ends the run goes into the file too. Ranks other than 0 log warnings alone, and have no file.
+    An error that ends the run is logged to the file too. Ranks other than 0 log only warnings, and only to stdout.
     """
     log_to_console()
     root = logging.getLogger()
-    root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)  # also where handlers exist
+    root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)  # set it even if handlers exist
     before = list(root.handlers)
     if rank() == 0:
         root.addHandler(MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1))
@@ -316,7 +316,7 @@ def run_log() -> Iterator[None]:
 
 
 def _log_to(file: Path) -> None:
-    """Write the lines that were kept, and every later one, to ``file``, each with its time."""
+    """Write the buffered lines and every later line to ``file``, each with its time."""
     handler = logging.FileHandler(file, encoding="utf-8")
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -324,20 +324,21 @@ def _log_to(file: Path) -> None:
     for kept in [h for h in root.handlers if isinstance(h, MemoryHandler)]:
         root.removeHandler(kept)
         kept.setTarget(handler)
-        kept.close()  # hands over what it kept
+        kept.close()  # writes the buffered lines to the target
     root.addHandler(handler)
 
 
 @contextmanager
 def recorded_end(run_dir: Path) -> Iterator[None]:
-    """Write ``status.json`` on entering and on leaving, on rank 0: torchrun exits with 1 whatever its workers' codes.
+    """Write ``status.json`` on entering and on leaving the context, on rank 0.
 
-    ``state`` is ``running``, ``finished``, ``stopped`` (by a signal: the same command resumes) or ``failed``, with the
-    reason in ``error``; ``exit_code`` is the process's own. After a kill the state stays ``running``. ``checkpoint`` is
-    the newest published step, ``job`` the id of SLURM or torchrun.
+    The file holds this process's ``exit_code``, since torchrun exits with 1 for every failure of a worker. ``state`` is
+    ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
+    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest published step, ``job`` the job id
+    of SLURM or torchrun.
 
     Args:
-        run_dir: the run directory, which this process holds.
+        run_dir: the run directory, which this process has locked.
     """
     started = _now()
 
@@ -353,7 +354,7 @@ def recorded_end(run_dir: Path) -> Iterator[None]:
             "process": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
         }
-        # A full disk has been reported elsewhere; this must not hide it.
+        # Ignore a full disk here: an error of this write would hide the run's own error.
         with suppress(OSError), atomic_path(run_dir / STATUS) as temporary:
             temporary.write_text(json.dumps(about, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line, as a run appends to them: reading them, and cutting them back on resume."""
+"""Files of JSON lines, to which a run appends: read them, and cut them back on resume."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Lines(NamedTuple):
     """Contents of a file of JSON lines."""
 
     records: list[dict[str, Any]]
-    """The objects, in the order of the file."""
+    """Objects in the order of the file."""
     unreadable: int
     """Number of lines that are not JSON objects; empty lines do not count."""
 
 
 def read_objects(path: Path) -> Lines:
-    """Return the JSON objects of a file, whatever else is in it. A missing file and a folder have none."""
+    """Return the JSON objects of a file and skip all else. A missing file and a folder have no objects."""
     parsed = [parse(line) for line in path.open("rb") if line.strip()] if path.is_file() else []
     records = [record for record in parsed if record is not None]
     return Lines(records, len(parsed) - len(records))
@@ -33,20 +33,20 @@ def read_objects(path: Path) -> Lines:
 def parse(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of one line, or ``None``."""
     try:
-        record = json.loads(line.decode("utf-8"))  # not json.loads(bytes), which would guess UTF-16 and UTF-32
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of 4,300 digits; brackets nested too deep
+        record = json.loads(line.decode("utf-8"))  # json.loads(bytes) would guess UTF-16 and UTF-32
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or a number of 4,300 digits; brackets nested too deep
         return None
     return record if isinstance(record, dict) else None
 
 
 def step_of(record: dict[str, Any] | None) -> int | None:
-    """Return the record's ``step``, or ``None`` if that is not an integer from 0 to 2**53, which floats tell apart."""
+    """Return the record's ``step``, or ``None`` unless it is an integer from 0 to 2**53, which a float can hold."""
     step = record.get("step") if record else None
     return step if type(step) is int and 0 <= step < 2**53 else None  # not isinstance: True is an int
 
 
 def finite_number(value: Any) -> float:
-    """Return a number as a float, or NaN for whatever is not a finite number."""
+    """Return a number as a float, or NaN for anything but a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
         return float(value) if is_number and math.isfinite(value) else math.nan
@@ -55,16 +55,16 @@ def finite_number(value: Any) -> float:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop the lines after ``step``, which a resumed run writes again, and lines without a step, as a kill tears one.
+    """Drop the lines after ``step``, which a resumed run writes again, and the lines that a kill tore.
 
-    All other lines stay byte for byte, in their order. The log says how many lines were dropped.
+    All other lines stay byte for byte, in their order.
 
     Args:
-        path: ``metrics.jsonl`` or another file of such lines; may be absent.
+        path: ``metrics.jsonl`` or another file of JSON lines; may be absent.
         step: the checkpoint's step.
 
     Raises:
-        UserError: a full disk or a folder that cannot be written; the file is then as it was.
+        UserError: a full disk or a folder that cannot be written. The file is then unchanged.
     """
     if not path.is_file():
         return

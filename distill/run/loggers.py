@@ -1,6 +1,6 @@
-"""Services that show a run's metrics and clips, in addition to its own files: one small class each.
+"""Logging services that show a run's metrics and clips, one small class each.
 
-A further one is a class here and a line in :func:`open_services`; docs/extending.md shows it.
+To add a service, write a class here and add a line to :func:`open_services`; see docs/extending.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Clips:
 
 
 class Logger(Protocol):
-    """Service that shows a run's numbers. On rank 0 alone; steps are 1-based."""
+    """Service that shows a run's metrics and clips. Exists on rank 0 only; steps are 1-based."""
 
     def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log the metrics of a step; ``None`` where there is no value."""
@@ -61,7 +61,7 @@ def check_services(settings: LogSettings) -> None:
         settings: ``log.*``.
 
     Raises:
-        UserError: in one line, what to install.
+        UserError: a missing package.
     """
     for service in ("wandb", "tensorboard"):
         if getattr(settings, service) and importlib.util.find_spec(service) is None:
@@ -71,7 +71,7 @@ def check_services(settings: LogSettings) -> None:
 def log_in(settings: LogSettings) -> None:
     """Let Weights & Biases find its key on rank 0, or ask for it on a terminal, before anything expensive.
 
-    Nothing is sent: the start of the run shows whether the server can be reached and takes the key.
+    Nothing is sent. Only the start of the run shows whether the server can be reached and accepts the key.
 
     Args:
         settings: ``log.*``.
@@ -93,7 +93,7 @@ def log_in(settings: LogSettings) -> None:
 
 
 def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int) -> list[Logger]:
-    """Open the services that ``settings`` ask for.
+    """Open the services that ``settings`` enable.
 
     Args:
         run_dir: the run directory.
@@ -112,7 +112,8 @@ def open_services(run_dir: Path, settings: LogSettings, config: Mapping[str, Any
 class WeightsAndBiases:
     """Logger to Weights & Biases. Its failures never end a run.
 
-    A run whose server does not answer, or refuses, is logged offline. A run in which it fails later goes on without it.
+    A run whose server does not answer, or refuses, is logged offline. After a later failure the run continues without
+    the service.
 
     Args:
         run_dir: the run directory.
@@ -145,7 +146,7 @@ class WeightsAndBiases:
         if mode:
             wandb.teardown()  # its service still holds the identity of the run that did not start
         run = wandb.init(resume=None if mode else "allow", **mode, **self._start)
-        # By its own `step`: W&B would drop what a resumed run logs again.
+        # Use our `step` as the x axis: by its own counter, W&B drops the steps that a resumed run logs again.
         run.define_metric("*", step_metric="step")
         self._run = run
 
@@ -159,7 +160,7 @@ class WeightsAndBiases:
         """Call ``work``; after a failure warn and return ``False``: it must not end days of training."""
         try:
             work()
-        except Exception as error:  # of a service process of its own, so of any kind
+        except Exception as error:  # errors come from W&B's service process and can be of any kind
             log.warning("Weights & Biases failed (%s); %s", _one_line(error), instead)
             return False
         return True
@@ -176,7 +177,7 @@ def _for_wandb(step: int, clips: Clips) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Logger to TensorBoard: curves and, since it plays no mp4, clips as GIFs.
+    """Logger to TensorBoard. Clips are GIFs, since TensorBoard does not play mp4.
 
     Args:
         run_dir: the run directory.
@@ -208,9 +209,9 @@ class TensorBoard:
 def _add_gif(writer: Any, tag: str, clip: np.ndarray, fps: float, step: int) -> None:
     """Add a looping clip, uint8 ``(T, H, W, 3)``, to TensorBoard's images.
 
-    ``SummaryWriter.add_video`` needs moviepy, and its ``add_image`` makes PNGs alone, so the event is written by hand:
-    with tensorboard's own ``Summary`` and torch's private ``_get_file_writer`` (tensorboard 2.18 to 2.21, torch 2.11 to
-    2.13; a test reads the file back).
+    ``SummaryWriter.add_video`` needs moviepy, and its ``add_image`` makes only PNGs, so this writes the event with
+    tensorboard's ``Summary`` and torch's private ``_get_file_writer`` (tensorboard 2.18 to 2.21, torch 2.11 to 2.13;
+    a test reads the file back).
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 

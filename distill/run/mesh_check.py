@@ -1,4 +1,4 @@
-"""The first steps of a run on its own mesh and on another one: the results must not depend on the mesh."""
+"""Check of a run's first steps on two meshes: the results must not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: ClipDataset) -> dict[str, Any]:
-    """Compute the first step of each trained role on the run's mesh and on another one, before the run. A collective.
+    """Compute the first step of each trained role on the run's mesh and on a second mesh. A collective.
 
-    The other mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` if the run's own mesh is that one. Each mesh
-    gets its own networks, which start as the run's and are freed.
+    The second mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` if the run's mesh has that shape. Each mesh
+    gets its own networks, with the run's initial weights; they are freed afterwards.
 
     Returns:
-        A fact for the report: loss and gradient norm by step, role and mesh, in words. Nothing for a run of one rank,
-        and if its settings do not fit the other mesh.
+        A fact for the report: loss and gradient norm by step, role and mesh, in words. Empty for a run of one rank,
+        and for settings that do not fit the second mesh.
     """
     world = plan.mesh.world
     if world == 1:

@@ -1,4 +1,4 @@
-"""Frame of a run: what ``train.py`` opens before it builds anything, and closes after the training."""
+"""Opening of a run: device, mesh, checkpoint and run directory, before ``train.py`` builds data and networks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fsdp_cp.runtime.hangs import report_hang, watch_for_hangs
 
 
 def open_device(config: Config) -> torch.device:
-    """Return this rank's device, with CUDA's allocator chosen: the checks of a plan may start CUDA.
+    """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA.
 
     Raises:
-        UserError: several tasks of a launcher that is not torchrun; see also :func:`distill.run.setup.device_of`.
+        UserError: several tasks of a launcher other than torchrun; see also :func:`distill.setup.device_of`.
     """
     refuse_separate_worlds()
     device = device_of(config)
@@ -39,7 +39,7 @@ def open_device(config: Config) -> torch.device:
 
 @contextmanager
 def open_mesh(config: Config, plan: RunPlan, device: torch.device) -> Iterator[Mesh]:
-    """Start the process group for the length of the context, and yield the planned mesh."""
+    """Start the process group for the duration of the context, and yield the planned mesh."""
     offloaded = [role.name for role in plan.roles if role.sharding.offload == "cpu"]
     choose_threads(device, host_optimizer=any(name in plan.method.trained_roles for name in offloaded))
     with process_group(device, timeout=timedelta(minutes=config.timeout.start)):
@@ -55,9 +55,9 @@ class Run:
     device: torch.device
     mesh: Mesh
     command: list[str]
-    """Words of the command line that starts the run again."""
+    """Words of the command that starts the run again."""
     resume_from: Path | None
-    """Folder of the checkpoint that the run resumes."""
+    """Folder of the checkpoint that the run resumes, if any."""
     sources: dict[str, Any]
     """Result of :func:`distill.run.resume_checks.check_resume`, for the run's checkpoints."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Run:
 
     @contextmanager
     def started(self, step: Callable[[], int]) -> Iterator[None]:
-        """Record the start, the log and the end of the run. Enter it when nothing can refuse the run any more.
+        """Record the start, the log and the end of the run. Enter this context after all checks.
 
         Args:
             step: number of steps done so far.
@@ -79,7 +79,7 @@ class Run:
     def _reported_hangs(self, step: Callable[[], int]) -> Iterator[None]:
         """Report a collective that timed out, with the step and the command that resumes."""
         on_nccl, run_dir = self.device.type == "cuda", self.plan.run_dir
-        # What the user has set stays, by its older name too.
+        # Keep the user's own setting, also under its older name.
         if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.resolve() / "flight_recorder_"))
         try:
@@ -99,15 +99,15 @@ class Run:
 def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: list[str]) -> Iterator[Run]:
     """Open the run of ``config`` on all ranks.
 
-    In this order, of which each step may refuse the run:
+    Each of these steps may refuse the run:
 
-    1. the loggers' services, the process group, the mesh and the data's table;
-    2. the checkpoint to resume, against the settings and the files that they name;
-    3. room for checkpoints on the disk;
-    4. the run directory and its lock, after which the checkpoint must still be the newest.
+    1. Log in to the logging services, start the process group and the mesh, and read the data's table.
+    2. Compare the checkpoint to resume with the settings and with the files that they name.
+    3. Check the disk space for checkpoints.
+    4. Make and lock the run directory. No other run may have added a checkpoint since step 2.
 
-    The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built: a run
-    that is refused changes no file of an earlier one.
+    The log, the record of the start and the status follow in :meth:`Run.started`, once the networks are built, so that
+    a refused run does not change the files of an earlier one.
 
     Args:
         config: the composed settings.
@@ -116,11 +116,11 @@ def open_run(config: Config, plan: RunPlan, *, device: torch.device, arguments: 
         arguments: words of the command line that ``config`` is composed of.
 
     Raises:
-        UserError: in one line, what refuses the run.
+        UserError: a run that one of the steps refuses.
     """
     log_in(config.log)
     with open_mesh(config, plan, device) as mesh:
-        # Before the resume, which would refuse a faulty table as other data, or as nothing to train.
+        # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
         on_all_ranks(lambda: config.data.table_in_words() if rank() == 0 else None)
         checkpoints = plan.run_dir / "checkpoints"
         resume, existing = resume_setting(config, plan.run_dir), published_steps(checkpoints)

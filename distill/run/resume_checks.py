@@ -1,4 +1,4 @@
-"""Check whether a checkpoint continues with a configuration, before data and networks are built."""
+"""Check whether a run can resume a checkpoint with its settings, before data and networks are built."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BY_CONTENT = (
     "data.encoders",
     "method.trajectories",
 )
-"""Settings that name files: a resumed run needs the same contents, wherever they lie."""
+"""Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
-"""Settings of a start rather than of its run: they are not compared."""
+"""Settings that may differ between starts of a run, and are not compared."""
 _OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
-"""Beginnings of settings that change what the steps of a run compute. ``seed`` and ``steps`` are compared by name."""
+"""Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
 
 
 def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
-    """Return what the settings of :data:`BY_CONTENT` name, by setting: ``value`` and ``fingerprint``, or ``None``.
+    """Return ``value`` and ``fingerprint`` of each setting in :data:`BY_CONTENT`, or ``None`` for an unused one.
 
-    Reads samples of the weights, whole tables, and the sizes of clips.
+    The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
 
     Raises:
         UserError: an entry of ``checkpoint.accept`` that is not a setting of files or data; a table or a folder that
@@ -71,20 +71,20 @@ def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
 def check_resume(
     config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (), sources: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Compare ``state.json`` with the settings before data and networks are built, and log the changes it allows.
+    """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
 
     Args:
         config: configuration of the run.
         checkpoint: a ``step_*`` folder.
-        roles: the run's; those that train must have the checkpoint's networks.
-        sources: from :func:`find_sources`.
+        roles: roles of the run. Trained roles must have the checkpoint's networks.
+        sources: result of :func:`find_sources`.
 
     Returns:
         ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
 
     Raises:
-        UserError: another seed or method, other networks, files or data, or fewer steps than the checkpoint has; or a
-            changed setting of the training after the last step.
+        UserError: another seed or method, other networks, files or data, or fewer steps than the checkpoint has; or,
+            if the checkpoint has all steps of the run, a changed training setting.
     """
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
@@ -139,10 +139,11 @@ def check_resume(
 
 
 def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> set[str]:
-    """Return the settings whose files have other contents in ``sources`` than in those of the checkpoint."""
+    """Return the settings whose files differ in content between ``earlier``, the checkpoint's, and ``sources``."""
     known = sources.keys() & earlier.keys()
     other = {key for key in known if _content(earlier, key) != _content(sources, key)}
-    if "teacher.checkpoint" in other:  # roles that start from the teacher's weights, then and now, follow its setting
+    # A role that starts from the teacher's weights, then and now, changes with the teacher: report only the teacher.
+    if "teacher.checkpoint" in other:
         follow = {key for key in ("student.checkpoint", "fake.checkpoint") if key in known}
         for side in (earlier, sources):
             follow = {key for key in follow if _content(side, key) == _content(side, "teacher.checkpoint")}
@@ -155,14 +156,10 @@ def _content(sources: Mapping[str, Any], key: str) -> str | None:
 
 
 def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> None:
-    """Refuse a checkpoint with other networks of a role that trains: another configuration, experts or adapters.
-
-    Raises:
-        UserError: naming the setting that decides them.
-    """
+    """Refuse a checkpoint in which a trained role has another configuration, other experts or other adapters."""
     name, config, adapters = role.name, defining(role.config), role.adapters or {}
     earlier = state.get("adapters", {}).get(name) or {}
-    named = {"_class_name": role.family.class_name}  # which checkpoints of earlier versions leave out
+    named = {"_class_name": role.family.class_name}  # checkpoints of earlier versions lack it
     compared: dict[str, tuple[Any, Any]] = {
         f"{name}.checkpoint or {name}.architecture": (named | defining(state["configs"].get(name, config)), config),
         f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
@@ -185,7 +182,7 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key. Dictionaries that are one setting's value stay whole."""
+    """Return the settings by dotted key. A setting whose value is a dictionary stays one entry."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         group = isinstance(value, dict) and key not in ("architecture", "lr_scale")

@@ -1,4 +1,4 @@
-"""Plan of a run: every check that needs neither a process group nor data nor a network."""
+"""Plan of a run: all checks that need neither a process group nor data nor networks."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from models.roles.role_plan import RolePlan, plan_role, sharing
 log = logging.getLogger(__name__)
 
 _OF_TRAINING = ("master_dtype", *TRAINED_ONLY)
-"""Sharding settings without effect on a role that does not train."""
+"""Sharding settings that have no effect on a frozen role."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A configuration that fits the world and its checkpoints."""
+    """Configuration that was checked against the world and the checkpoints."""
 
     run_dir: Path
     method: type[Method]
     roles: list[RolePlan]
     heads: int
-    """Greatest common divisor of the query and key/value heads of all roles, which share the mesh."""
+    """Greatest common divisor of the query and key/value head counts of all roles, which share the mesh."""
     mesh: MeshShape
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 
     def build_roles(self, *, mesh: Mesh, device: torch.device, data: ClipDataset, seed: int) -> dict[str, Role]:
-        """Build the planned roles on ``mesh``, for samples of ``data``. A collective.
+        """Build the planned roles on ``mesh``, for the shapes of ``data``. A collective.
 
         Args:
             mesh: mesh of the planned shape.
@@ -79,11 +79,11 @@ def plan_run(
 
     Args:
         config: the checked configuration.
-        method: a method in place of the configuration's own.
-        shapes: shapes of a sample's latents and condition; with these, the data and other files are not read.
+        method: a method to use instead of the configuration's method.
+        shapes: shapes of a sample's latents and condition. If given, the data and the method's files are not read.
 
     Raises:
-        UserError: whatever does not fit, in one line.
+        UserError: a setting that does not fit the world or the files.
     """
     check_services(config.log)
     method = method or METHODS[config.method.name][0]
@@ -99,7 +99,7 @@ def plan_run(
     device = device_of(config)
     check_profile(config, world=world_of(config))
     sharding = {name: _sharding(config, name, method, device) for name in needed}
-    if runs_here and not config.dry_run:  # whose machine need not be the run's
+    if runs_here and not config.dry_run:  # a dry run may be on another machine than the run
         for name in needed:
             if sharding[name].compile:
                 require_compiler(device.type, f"{name}.compile")
@@ -141,7 +141,7 @@ def _plan_role(
         name: the role.
         method: the method.
         sharding: sharding of the role.
-        saved: file of adapters that the role's checkpoint is.
+        saved: the adapter file, if the role's checkpoint is one.
     """
     settings, trained = getattr(config, name), name in method.trained_roles
     base = settings if saved is None else _base_of_adapters(config, name, trained)
@@ -166,10 +166,10 @@ def _plan_role(
 
 
 def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:
-    """Check that the export does not replace a checkpoint of ``role``, and the groups of its optimizer.
+    """Check that the export does not replace a checkpoint of ``role``, and that its optimizer's patterns match.
 
     Raises:
-        UserError: a checkpoint inside of the run's export; a pattern of ``optim.ROLE`` that no parameter matches.
+        UserError: a checkpoint inside the run's export; a pattern of ``optim.ROLE`` that matches no parameter.
     """
     if config.export.at_end:
         folders = [folder.path for folder in role.folders] + ([saved.parent] if saved is not None else [])
@@ -181,10 +181,10 @@ def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained:
 
 
 def device_of(config: Config) -> torch.device:
-    """Return this rank's device; in a dry run the CPU if torch sees no GPU, since its machine need not be the run's.
+    """Return this rank's device. A dry run on a machine without a GPU uses the CPU, since the run may be elsewhere.
 
     Raises:
-        UserError: as :func:`fsdp_cp.launch.choose_device`, except in a dry run.
+        UserError: see :func:`fsdp_cp.launch.choose_device`. Not in a dry run.
     """
     if not config.dry_run or torch.cuda.is_available():
         return choose_device(config.device)
@@ -192,16 +192,16 @@ def device_of(config: Config) -> torch.device:
 
 
 def world_of(config: Config) -> int:
-    """Return the number of ranks of the run, which a dry run and a plan can name."""
+    """Return the number of ranks of the run: ``world`` of a dry run or a plan, or this process's world size."""
     return config.world if config.world is not None else world_size()
 
 
 def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
     """Return the sharding of role ``name``, checked before its files are read."""
     role = getattr(config, name)
-    settings = role if name in method.trained_roles else role.frozen()  # settings of training have no effect
+    settings = role if name in method.trained_roles else role.frozen()  # drop training settings without effect
     settings.check(device.type, f"{name}.")
-    # FSDP2 makes the memory of a whole weight once: the forwards without tangents need it as those with them.
+    # FSDP2 allocates one buffer per gathered weight, so forwards without tangents use the dtype of those with tangents.
     if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
         raise UserError(
             f"{name}.fp8_gather=true: method={config.method.name} takes forward-mode derivatives of the {name}, which"
@@ -223,15 +223,15 @@ def _sharding(config: Config, name: str, method: type[Method], device: torch.dev
 
 
 def has_adapters(role: RoleSettings) -> bool:
-    """Return whether the role trains adapters, fresh ones or those of a file."""
+    """Return whether the role trains adapters, new or loaded from a file."""
     return role.lora.enabled or find_adapters(role.checkpoint) is not None
 
 
 def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
-    """Return the settings of the base of a role whose checkpoint is a folder of adapters: the teacher's.
+    """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's settings.
 
     Raises:
-        UserError: a role that does not train, or a teacher that is not a network.
+        UserError: a role that does not train, or a teacher that is not a whole network.
     """
     folder, teacher = getattr(config, name).checkpoint, config.teacher
     if not trained:
@@ -246,14 +246,14 @@ def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
 
 
 def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
-    """Check that roles on one base, and so on one network, shard and compile it in one way.
+    """Check that roles that share one base network shard and compile it in the same way.
 
     Raises:
-        UserError: settings that differ, by name; modules that one role trains and another adapts.
+        UserError: settings that differ; modules that one role trains and another adapts.
     """
     for group in sharing(roles, trained):
         for first, other in combinations(group, 2):
-            # A frozen role has no settings of training.
+            # A frozen role has no training settings to compare.
             free = {"gather_early"} if {first.name, other.name} <= {*trained} else {"gather_early", *_OF_TRAINING}
             for name in (item.name for item in fields(ShardSettings) if item.name not in free):
                 one, two = (getattr(role.sharding, name) for role in (first, other))
@@ -272,9 +272,10 @@ def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
 
 
 def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
-    """
+    """Check that the method and ``expert_draws`` fit roles with two experts.
+
     Raises:
-        UserError: experts for ranges of times that the method or a setting does not know.
+        UserError: experts that the method does not support, or ``expert_draws`` without experts.
     """
     boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
     method.check_experts(config.method, boundaries, config.student.experts)
@@ -283,13 +284,13 @@ def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePla
 
 
 def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
-    """Check ``attention.*`` against the ``heads`` of a rank and every role's head size.
+    """Check ``attention.*`` against the number of heads per rank and every role's head size.
 
     Args:
         config: the settings.
         roles: all roles.
-        heads: number of attention heads of a rank.
-        device: the run's device; ``None`` if this machine does not have it, so that its kernels are not known.
+        heads: number of attention heads per rank.
+        device: the run's device, or ``None`` if this machine lacks it; its kernels are then not checked.
     """
     if heads % config.attention.head_groups:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

@@ -1,4 +1,4 @@
-"""The batches of a run's steps, on this rank's device."""
+"""Batches of a run's steps, on this rank's device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from models.roles.condition import Condition
 
 
 class StepBatches:
-    """Micro-batches of each step. They are functions of the seed and of the number of samples before them.
+    """Micro-batches of each step. They depend only on the seed and on the number of samples before them.
 
     Args:
         config: the checked configuration.
         mesh: the mesh.
         device: this rank's device.
-        data: the clips, with what guidance subtracts and what a dropped caption is replaced by.
-        training_data: clips that the steps read; see :meth:`distill.methods.Method.training_data`.
+        data: the clips, with the conditions that guidance subtracts and that replace a dropped caption.
+        training_data: the clips that the steps read; see :meth:`distill.methods.Method.training_data`.
         micro_batch_size: samples per data-parallel rank and forward.
     """
 
@@ -47,13 +47,13 @@ class StepBatches:
             dp_size=mesh.dp_size,
             parts=config.expert_draws,
         )
-        # Moved once: with each micro-batch it would be a copy that the GPU waits for.
+        # Move them once: a copy with each micro-batch would stall the GPU.
         self.null, self.empty = (
             {name: value.to(device) for name, value in values.items()} for values in (data.null, data.empty)
         )
 
     def steps(self, count: int, *, first_sample: int) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each of ``count`` steps, which follow on ``first_sample`` samples."""
+        """Yield the micro-batches of each of the next ``count`` steps, after ``first_sample`` samples."""
         sampler = MicroBatchSampler(
             seed=self.seed,
             clips=len(self.training_data),

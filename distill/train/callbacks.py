@@ -1,4 +1,4 @@
-"""Work around the steps of a run, one small class each: norms of parameters, samples, export and report.
+"""Callbacks of a run, one small class each: norms of parameters, samples, export and report.
 
 The trainer lists them (:attr:`distill.train.trainer.Trainer.callbacks`). They read its state and do not change it.
 """
@@ -34,13 +34,13 @@ ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPE
 
 
 class Callback:
-    """Work at some moments of a run. All ranks call each method."""
+    """Base class of callbacks. All ranks call each method."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
     def before_update(self, role: str, trained: Sequence[Trained]) -> None:
-        """Act when the networks ``trained`` of ``role`` have their gradients."""
+        """Act once the networks ``trained`` of ``role`` have their gradients."""
 
     def after_step(self) -> None:
         """Act after a step, once its checkpoint is saved."""
@@ -50,9 +50,10 @@ class Callback:
 
 
 class Norms(Callback):
-    """Norms of parameters and gradients in ``norms.jsonl``, at each role's first update in ``log.norms_every`` steps.
+    """Writer of parameter and gradient norms to ``norms.jsonl``.
 
-    A fixed step of the interval would miss a role that trains every fifth step.
+    Each role's first update in every ``log.norms_every`` steps is written. A fixed step of the interval could miss a
+    role that trains every fifth step.
     """
 
     def before_update(self, role: str, trained: Sequence[Trained]) -> None:
@@ -70,7 +71,7 @@ class Norms(Callback):
 
 
 class Export(Callback):
-    """The student for diffusers: its weights, its adapters and its scheduler, in ``export/``."""
+    """Export of the student for diffusers: weights, adapters and scheduler, in ``export/``."""
 
     def at_end(self) -> None:
         config, step, run_dir = self.trainer.config, self.trainer.step, self.trainer.run_dir
@@ -108,7 +109,7 @@ class Export(Callback):
             if name in adapters:
                 adapter_weights = weights[adapters[name].index]
                 export_adapters(folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about)
-            else:  # an earlier run in this directory may have left one
+            else:  # an earlier run in this directory may have left such a folder
                 on_all_ranks(lambda folder=folder: withdraw(folder) if rank() == 0 else None)
         scheduler = run_dir / "export" / "scheduler"
         on_all_ranks(lambda: write_scheduler(self.trainer.method, scheduler) if rank() == 0 else None)
@@ -122,11 +123,11 @@ class Export(Callback):
 
 
 class Samples(Callback):
-    """Clips of the student as it is, with its average if it has one, every ``sample.every`` steps and at the end."""
+    """Sample clips of the student, or of its EMA if it has one, every ``sample.every`` steps and at the end."""
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """Sampler of clips, made by all ranks together when the first clips are sampled."""
+        """Sampler of clips. All ranks create it together when they sample the first clips."""
         trainer, micro_batch = self.trainer, self.trainer.batches.batching.micro_batch_size
         fitting = sampling_batch(trainer.method.roles.values(), trainer.mesh, trainer.device)
         return Evaluator(
@@ -136,7 +137,7 @@ class Samples(Callback):
             data=trainer.data,
             method=trainer.method,
             run_dir=trainer.run_dir,
-            batch=max(micro_batch, fitting),  # a micro-batch fits in training
+            batch=max(micro_batch, fitting),  # a micro-batch fits, since training runs it
         )
 
     def after_step(self) -> None:
@@ -155,7 +156,7 @@ class Samples(Callback):
 
 
 class Report(Callback):
-    """``report.html``, ``report.json`` and ``report.png``."""
+    """Writer of ``report.html``, ``report.json`` and ``report.png``."""
 
     def __init__(self, trainer: Trainer, samples: Samples):
         super().__init__(trainer)

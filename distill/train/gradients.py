@@ -1,4 +1,4 @@
-"""The backward passes of one step of one role: what training runs, and what the planner runs on fake tensors."""
+"""Backward passes of one step of one role. Training runs them; the planner runs them on fake tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fsdp_cp.sharding.accumulation import microbatch
 
 
 class Losses(NamedTuple):
-    """What a step's losses came to, over this rank's micro-batches; tensors: nothing waits for the device."""
+    """Losses of a step over this rank's micro-batches, as tensors, so that the host does not wait for the device."""
 
     sums: dict[str, Tensor]
     """This rank's share of each loss's mean over the global batch, by name, in fp64."""
     weights: dict[str, float]
-    """By name."""
+    """Weight of each loss, by name."""
     networks: set[int]
-    """Of the role's networks those that were trained."""
+    """Positions of the role's networks that were trained."""
 
 
 def accumulate_gradients(
@@ -34,20 +34,20 @@ def accumulate_gradients(
     share: float,
     random: Callable[[int], StepRandom],
 ) -> Losses:
-    """A backward of every loss of every micro-batch into the gradients of the role that trains at ``step``.
+    """Run the backward of every loss of every micro-batch, for the role that trains at ``step``.
 
     Args:
         method: yields the losses.
-        step: 0-based.
-        micro_batches: of this rank.
-        share: of the global batch that a micro-batch is.
-        random: the streams of a micro-batch, by its position among them.
+        step: 0-based step.
+        micro_batches: this rank's micro-batches.
+        share: weight of one micro-batch in the mean over the global batch.
+        random: returns the random streams of the micro-batch at a position.
     """
     name = method.trained_role(step)
     role = method.roles[name]
     roots = [other.network for other in method.roles.values()]
     streams = [random(i) for i in range(len(micro_batches))]
-    # The closures do the work: listing the losses, to know which backward of a network is its last, runs nothing early.
+    # List all losses first, to know the last backward of each network. Only their closures compute.
     parts = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
     work = list(chain.from_iterable(parts))
     networks = [0 for _ in work]

@@ -1,6 +1,6 @@
-"""Metrics of a step: ``metrics.jsonl``, ``norms.jsonl``, measures of samples, and the log's line.
+"""Metrics of a step: ``metrics.jsonl``, ``norms.jsonl``, measures of samples, and the log line.
 
-Rank 0 alone writes. The services of loggers.py get the same numbers.
+Only rank 0 writes. The services of loggers.py get the same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEASURES = "samples/measures.jsonl"
 
 
 class MetricsLog:
-    """Appends one JSON object per logged step, with its 1-based ``step``; non-finite numbers become null.
+    """Log with one JSON object per logged step, with its 1-based ``step``. Non-finite numbers become null.
 
     Args:
         run_dir: run directory.
@@ -58,7 +58,7 @@ class MetricsLog:
         *,
         fps: float,
     ) -> None:
-        """Log the measures of sample clips, and show the clips where a service can; see :class:`Clips`."""
+        """Log the measures of sample clips, and show the clips in the services; see :class:`Clips`."""
         if measures:
             with _append_to(self._run_dir / MEASURES) as file:
                 _write(file, _line(step, measures))
@@ -82,11 +82,11 @@ def _append_to(path: Path) -> FileIO:
 
 
 def _write(file: FileIO, line: str) -> None:
-    """Append the line. A full disk is a user's error with a message, not a traceback."""
+    """Append the line. A full disk raises a ``UserError``, so that the user sees a message and no traceback."""
     left = line.encode()
     try:
         while left:
-            left = left[file.write(left) :]  # unbuffered: a nearly full disk takes a part
+            left = left[file.write(left) :]  # an unbuffered write to a nearly full disk may write only a part
     except OSError as error:
         raise UserError(
             f"{file.name} cannot be written ({error.strerror}); make room and start the same command again, which"
@@ -100,9 +100,9 @@ def _line(step: int, metrics: Mapping[str, float | None]) -> str:
 
 
 class NormsLog:
-    """``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
+    """Log ``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
 
-    A missing gradient is null; a number that is not finite is ``"inf"`` or ``"nan"``.
+    A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
 
     Args:
         run_dir: run directory.
@@ -131,10 +131,10 @@ def speed(
     flops: float,
     peak: float | None,
 ) -> dict[str, float | None]:
-    """Return the ``perf/*`` metrics of one step: time by phase, throughput and the share of peak arithmetic.
+    """Return the ``perf/*`` metrics of one step: time by phase, throughput and model FLOP utilization.
 
-    A line of metrics holds the latest step of every role, so times by phase carry the role's name. In one line, those
-    under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
+    A line of metrics holds the latest step of every role, so the keys of phase times contain the role's name. In one
+    line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
 
     Args:
         name: role that trained.
@@ -142,8 +142,8 @@ def speed(
         phases: result of :meth:`fsdp_cp.measure.phases.PhaseTimes.seconds`.
         samples: samples of the global batch.
         tokens: video tokens of the global batch.
-        flops: operations of the step, over all ranks.
-        peak: operations per second that all ranks together can do; ``None`` if unknown.
+        flops: floating-point operations of the step, over all ranks.
+        peak: peak operations per second of all ranks together; ``None`` if unknown.
     """
     times = {phase.removeprefix(f"{name}/") or "other": taken for phase, taken in phases.items()}
     return {
@@ -158,11 +158,11 @@ def speed(
 
 
 class StepLine:
-    """Formats logged metrics as log lines of aligned columns, and estimates the remaining time.
+    """Formatter of logged metrics as log lines with aligned columns and an estimate of the remaining time.
 
     Args:
         rates: for each trained role, the names under which its learning rates are logged (two for two experts).
-        step: step that the run starts from.
+        step: step from which the run starts.
         steps: last step of the run.
     """
 
@@ -193,7 +193,7 @@ class StepLine:
         return "  ".join(parts)
 
     def _seconds_left(self, step: int) -> float:
-        """Extrapolate from the wall time since the first line, which leaves out compilation and other first calls."""
+        """Extrapolate from the wall time since the first line, to leave out compilation and other first calls."""
         now = time.perf_counter()
         per_step = (now - self._clock) / (step - self._since)
         if self._first:

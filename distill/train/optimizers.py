@@ -1,4 +1,4 @@
-"""AdamW of one role: its groups of parameters, its learning-rate schedule, and its state as a checkpoint sees it."""
+"""AdamW of one role: parameter groups, learning-rate schedule, and the state that a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from models.roles.role import Role
 
 
 def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> float:
-    """Rate of the ``update``-th (0-based) of ``updates`` updates of a role.
+    """Return the learning rate of the ``update``-th (0-based) of ``updates`` updates of a role.
 
-    Linear warm-up from ``lr / warmup``, then constant, or half a cosine towards ``final_lr * lr``.
+    The rate warms up linearly from ``lr / warmup``, then stays constant or follows half a cosine to ``final_lr * lr``.
     """
     if update < settings.warmup:
         return settings.lr * (update + 1) / settings.warmup
@@ -33,25 +33,25 @@ def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> flo
 
 
 class Group(NamedTuple):
-    """What the parameters of one group share."""
+    """Settings that the parameters of one group share."""
 
     weight_decay: float
     lr_scale: float
 
 
 def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: str) -> dict[Group, list[str]]:
-    """Return the names of the parameters that share weight decay and learning rate.
+    """Group parameters, by name, that share weight decay and learning rate.
 
-    Groups are by name: names are the same before sharding and after it, and in a checkpoint.
+    Names are the same before and after sharding, and in a checkpoint.
 
     Args:
-        names: of the role's parameters.
+        names: names of the role's parameters.
         settings: ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
-            ``additions_lr`` is the rate of those that a method added, before ``lr_scale``.
-        where: the settings' prefix in a message, e.g. ``"optim.student"``.
+            ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``.
+        where: prefix of the settings in a message, e.g. ``"optim.student"``.
 
     Raises:
-        UserError: a pattern that no name matches, or that earlier patterns leave nothing to.
+        UserError: a pattern that matches no name, or only names that earlier patterns match.
     """
     names, scales = list(names), dict(settings.lr_scale or {})
     groups: dict[Group, list[str]] = {}
@@ -75,20 +75,20 @@ def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: s
 
 
 _PIECE = 2**25
-"""Elements that one call of torch's ``foreach`` kernel takes: it makes a temporary of as many."""
+"""Number of elements per call of torch's ``foreach`` kernel, which allocates a temporary of that size."""
 
 
 class RoleOptimizer:
-    """AdamW over a role's sharded masters: torch's own update of each rank's part of them, as plain tensors.
+    """AdamW over a role's sharded masters. Torch's update runs on each rank's local shards, as plain tensors.
 
-    Given the DTensors torch's AdamW propagates placements through lists of all of them, at the first update for twenty
-    seconds of a thousand parameters. The update is of each element alone, so the parts are all it needs.
+    On DTensors, torch's AdamW propagates placements through lists of all parameters; for a thousand parameters the
+    first update takes twenty seconds. The update is elementwise, so local shards suffice.
 
-    Parameters are looked up by name at each update, and their parts with them: FSDP2 replaces those (see
-    :func:`fsdp_cp.sharding.tensor_lists.local_shards`), and loading may replace the parameters too.
+    Each update looks up parameters and their local shards by name, since FSDP2 replaces the shards (see
+    :func:`fsdp_cp.tensor_lists.local_shards`) and loading may replace the parameters.
 
-    Adam's state is made at once, not at the first step: a checkpoint written before this role's first update then
-    has the same entries as any other, and memory does not grow later. It is sharded as the parameters are.
+    Adam's state is allocated here, not at the first step: a checkpoint written before this role's first update then
+    has the same entries as any other, and memory does not grow later. The state is sharded like the parameters.
 
     Raises:
         UserError: see :func:`parameter_groups`.
@@ -101,16 +101,16 @@ class RoleOptimizer:
         self._state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in named.items():
             self._state[name] = {
-                "step": torch.zeros((), dtype=torch.float32),  # on the CPU, as torch's foreach kernel takes it
+                "step": torch.zeros((), dtype=torch.float32),  # on the CPU, where torch's foreach kernel expects it
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update with rate ``lr``, times each group's ``lr_scale``; gradients are cleared afterwards.
+        """Make one update with rate ``lr`` times each group's ``lr_scale``, then clear the gradients.
 
-        A parameter without a gradient stays as it is, and its count of steps does too.
+        A parameter without a gradient keeps its value and its step count.
         """
         named = self.role.named_parameters()
         for group, names in self.groups.items():
@@ -136,7 +136,7 @@ class RoleOptimizer:
                 foreach=True,
                 fused=False,
                 amsgrad=False,
-                # As floats: an integer 0 raises in torch 2.13.
+                # Convert to float: an integer 0 raises in torch 2.13.
                 beta1=float(self.settings.betas[0]),
                 beta2=float(self.settings.betas[1]),
                 lr=lr,
@@ -146,11 +146,11 @@ class RoleOptimizer:
             )
 
     def clear_gradients(self) -> None:
-        """Forget the gradients without an update."""
+        """Clear the gradients without an update."""
         _clear(self.role.parameters())
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Adam's state by parameter name; the tensors are the live ones, so loading into them restores it."""
+        """Return Adam's state by parameter name. The tensors are live, so loading into them restores the state."""
         return {name: dict(state) for name, state in self._state.items()}
 
 

@@ -26,7 +26,7 @@ FOLDER = "profile"
 """Name of the folder of profiles in the run directory."""
 _TRACE, _MEMORY = ".json.gz", "_memory.pickle"
 _ENTRIES = 1_000_000
-"""Number of latest allocations and releases that are kept; each takes about 1 KB of host memory."""
+"""Number of allocations and releases to keep, the latest ones. Each takes about 1 KB of host memory."""
 
 
 def check_profile(config: Config, *, world: int) -> None:
@@ -46,7 +46,7 @@ def check_profile(config: Config, *, world: int) -> None:
 class StepProfiler:
     """Context around the training, on all ranks, that profiles the steps ``profile.steps``.
 
-    A profiled step computes the same numbers. Existing files are never overwritten.
+    A profiled step computes the same numbers. The profiler never overwrites a file.
 
     Args:
         settings: ``profile.*``.
@@ -90,7 +90,7 @@ class StepProfiler:
             return
         if self._chosen and self._profiler is None:
             self._start(number)
-        with record_function(f"ProfilerStep#{number}"):  # the name by which tools that read traces know a step
+        with record_function(f"ProfilerStep#{number}"):  # tools that read traces recognize a step by this name
             yield
         self._latest = number
         if number == self._steps[-1]:
@@ -106,7 +106,7 @@ class StepProfiler:
         self._profiler.start()
 
     def _write(self) -> None:
-        """Write this rank's files. A failure is a warning: a profile must not end a run."""
+        """Write this rank's files. A failure only logs a warning: a profile must not end a run."""
         if self._profiler is None:
             return
         stem = self._free_stem(f"{self._first}_{self._latest}")
@@ -118,7 +118,7 @@ class StepProfiler:
             log.info("profiled steps %d to %d: %s*", self._first, self._latest, self._folder / stem)
 
     def _stop(self, stem: str, *, with_trace: bool) -> None:
-        """End the recording and write it to files that begin with ``stem``."""
+        """Stop recording and write files whose names begin with ``stem``."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         try:
@@ -136,7 +136,7 @@ class StepProfiler:
                 record_allocations(False)
 
     def _free_stem(self, steps: str) -> str:
-        """Return ``steps_STEPS_rankR``, with a number if an earlier start of the run wrote files of that name."""
+        """Return ``steps_STEPS_rankR``, with a number appended if an earlier start of the run wrote such files."""
         stem = name = f"steps_{steps}_rank{rank()}"
         number = 1
         while any((self._folder / f"{name}{end}").exists() for end in (_TRACE, _MEMORY)):
@@ -146,7 +146,7 @@ class StepProfiler:
 
 
 def record_allocations(on: bool) -> None:
-    """Begin or end the history of CUDA's allocator; ``_record_memory_history`` is private (torch 2.11 to 2.13)."""
+    """Start or stop recording CUDA allocations; ``_record_memory_history`` is private (torch 2.11 to 2.13)."""
     if on:
         torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=_ENTRIES, clear_history=True)
     else:

@@ -1,4 +1,4 @@
-"""One trained network: its optimizer, learning rate, average and count of updates."""
+"""Trained network with its optimizer, learning rate, average and count of updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.roles.role import Role
 
 @dataclass(kw_only=True)
 class Trained:
-    """A network that trains, with all that is its own. A role has one; a role of experts has one for each of them."""
+    """Trained network with its training state. A role has one such network, or one per trained expert."""
 
     name: str
     """Name in logs and checkpoints: the role's, or ``ROLE.EXPERT``."""
@@ -30,14 +30,14 @@ class Trained:
     index: int
     """Position among the role's networks."""
     single: Role
-    """The role with this network alone."""
+    """View of the role with only this network."""
     settings: OptimizerSettings
     """``optim.ROLE``."""
     optimizer: RoleOptimizer
     average: Ema | None
     """Exponential moving average of the weights, if the role keeps one."""
     planned: int
-    """Number of updates that the whole run makes."""
+    """Number of updates of this network in the whole run."""
     updates: int = 0
     """Number of updates so far."""
 
@@ -60,7 +60,7 @@ class Trained:
         return learning_rate(self.settings, self.updates, self.planned)
 
     def update(self, scale: float | None = None) -> None:
-        """Update the weights and their average. The gradients, multiplied by ``scale`` before, are cleared."""
+        """Update the weights with the gradients times ``scale``, update the average, and clear the gradients."""
         if scale is not None:
             scale_grads(self.parameters(), scale)
         self.optimizer.step(self.rate())

@@ -1,4 +1,4 @@
-"""The trainer: a run's state, its loop of steps, what it logs and saves, and exact resume."""
+"""Trainer: a run's state and its loop of steps, with logs, checkpoints and exact resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """State of a run between two steps, and its loop: ``config.steps`` updates of the role that the method names.
+    """State of a run between two steps, and its training loop. Each step updates the role that the method names.
 
     Args:
         config: the checked configuration.
@@ -85,22 +85,22 @@ class Trainer:
             training_data=self.training_data,
             micro_batch_size=micro_batch_size,
         )
-        # On the CPU a thread would take the cores of what it runs ahead of.
+        # CUDA only: on the CPU, the thread that draws ahead would take cores from the step itself.
         self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
-        # Saved and restored, as are the networks in ``trained`` and their numbers of updates.
+        # State that checkpoints save and restore, in addition to the networks in ``trained``.
         self.step = 0
         self.samples = 0
         self.skipped = dict.fromkeys(self.roles, 0)
         self.seconds = 0.0
         self.unlogged: dict[str, float | None] = {}
-        """Latest metrics of every role since the last logged step, which may have been another role's."""
+        """Latest metrics of every role since the last logged step, which may have trained another role."""
         self.branch_of = branch_name(config.checkpoint.resume)
         self.sources: dict[str, Any] = {}
-        """From :func:`distill.run.resume_checks.find_sources`, for checkpoints."""
-        # Of this start.
+        """Fingerprints of the run's files, for checkpoints; see :attr:`distill.run.Run.sources`."""
+        # State of this start only.
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.first_skipped: dict[str, str] = {}
-        """Step and parameter of the first of the updates skipped in a row, by role."""
+        """Step and parameter of the first update in the current row of skipped updates, by role."""
         self.last_loss: dict[str, float] = {}
         """Loss of each role's latest update in this process."""
         self.saved_step: int | None = None
@@ -114,11 +114,11 @@ class Trainer:
         self.callbacks = (Norms(self), Export(self), samples, Report(self, samples))
 
     def run(self, run: Run, stop: StopSignal) -> None:
-        """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write what a run ends with.
+        """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
 
         Args:
             run: the opened run.
-            stop: the signal that has come; heeded between two steps.
+            stop: holds a received stop signal, which is checked between two steps.
         """
         self.sources, self.facts = run.sources, run.facts
         if run.resume_from is not None:
@@ -133,12 +133,12 @@ class Trainer:
         """Open the logs and train the remaining steps.
 
         Args:
-            stop: the signal that has come; heeded between two steps.
+            stop: holds a received stop signal, which is checked between two steps.
         """
         on_all_ranks(self._open_log)
         reset_peak(self.device)
         profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
-        # A context closes the bar before an error is printed.
+        # As a context, the bar closes before an error is printed.
         progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
         with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
             self._train(shown.update, stop, profiler)
@@ -148,7 +148,7 @@ class Trainer:
         """Write export, samples and report.
 
         Raises:
-            UserError: a run that ended with a loss that is not finite: its student is not shown as a result.
+            UserError: the last loss of a role is not finite, so its student must not appear as a result.
         """
         for name, loss in self.last_loss.items():
             if not math.isfinite(loss):
@@ -193,7 +193,7 @@ class Trainer:
             log.info("resumed from step %d (%s)", self.step, folder)
 
     def saved_tensors(self) -> dict[str, Any]:
-        """Return everything that trains, by network. The teacher is not part of it, since it does not change."""
+        """Return the trained networks' tensors, by network. The teacher is left out, since it does not change."""
         return {name: network.tensors() for name, network in self.trained.items()}
 
     @property
@@ -206,7 +206,7 @@ class Trainer:
         return [network for network in self.trained.values() if network.role.name == role]
 
     def _saved_state(self) -> dict[str, Any]:
-        """Return the plain state. Random streams are functions of seed, step and position, so it restores them too."""
+        """Return the JSON state. Seed and step also restore the random streams, which depend on nothing else."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -226,10 +226,10 @@ class Trainer:
         }
 
     def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
-        """Train until each role has had a step; return loss and gradient norm by ``step 1 (student)`` and the like.
+        """Train until each role has had a step. Return loss and gradient norm by name, e.g. ``step 1 (student)``.
 
         Args:
-            most: steps after which a role without a step is left out.
+            most: maximum number of steps. A role without a step by then is left out.
         """
         numbers: dict[str, tuple[float, float]] = {}
         data, waiting = self._steps_of_data(), set(self.roles)
@@ -242,14 +242,14 @@ class Trainer:
         return numbers
 
     def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
-        """Train the remaining steps; log, save and sample between them. Call ``advance`` after each."""
+        """Train the remaining steps; log, save and sample between them. Call ``advance`` after each step."""
         rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
         line = StepLine(rates, step=self.step, steps=self.config.steps)
         data = self._steps_of_data()
         while self.step < self.config.steps:
             with profiler.step(self.step + 1):
                 metrics = self._train_step(data)
-            if self.last_loss.keys() == self.roles.keys():  # each role may compile in its first step
+            if self.last_loss.keys() == self.roles.keys():  # all roles have had their first step, which may compile
                 shorten(timedelta(minutes=self.config.timeout.step))
             advance()
             self.unlogged |= metrics
@@ -280,10 +280,10 @@ class Trainer:
         return self.batches.steps(self.config.steps - self.step, first_sample=self.samples)
 
     def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
-        """Update the role whose turn it is and return its metrics, which except for times are equal on all ranks.
+        """Update the role whose turn it is and return its metrics. All except times are equal on all ranks.
 
-        On CUDA too the host's clock measures the step's time: the host waits for the numbers that are reduced at its
-        end, after the optimizer's kernels.
+        The host's clock measures the step's time, on CUDA too: the host waits for the reduced metrics at the end of the
+        step, after the optimizer's kernels.
         """
         started = time.perf_counter()
         name = self.method.trained_role(self.step)
@@ -331,7 +331,6 @@ class Trainer:
 
     def _accumulate_gradients(self, micro_batches: list[Batch]) -> Losses:
         """Run the backward passes of a step, and return this rank's share of its losses."""
-
         batching = self.batches.batching
 
         def random(i: int) -> StepRandom:
@@ -350,11 +349,11 @@ class Trainer:
     def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
         """Return a step's loss and operations, and the means of its losses and observations. A collective.
 
-        It comes after the norm, which would be launched late on CUDA: the host waits for either.
+        Call it after the gradient norm: the host waits for each, and on CUDA the norm's kernels would be launched late.
         """
         values = {name: float(value) for name, value in losses.sums.items()}
         total = sum(losses.weights[name] * value for name, value in values.items())
-        # Sums over data-parallel ranks only: the ranks of a cp group hold the same loss.
+        # Sum over data-parallel ranks only: the ranks of a cp group hold the same loss.
         names = sorted(values)
         flops = float(sum(role.flops for role in self.method.roles.values()))
         observed = self.method.observations.drain()
@@ -368,11 +367,11 @@ class Trainer:
         return loss, flops, means
 
     def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
-        """Clip and step, or skip the update if the norm, which is the same on all ranks, is not finite.
+        """Clip the gradients and update, or skip the update if the norm is not finite.
 
         Args:
             name: the role.
-            norm: gradient norm of all networks that train at this step.
+            norm: gradient norm of all networks that train at this step, the same on all ranks.
             trained: these networks.
         """
         if not math.isfinite(norm):
@@ -384,10 +383,11 @@ class Trainer:
             network.update(clip / norm if clip is not None and norm > clip else None)
 
     def _skip(self, name: str, norm: float) -> None:
-        """Leave the state of role ``name`` as it is, and log where its gradient is not finite.
+        """Skip the update of role ``name``, and log which gradient is not finite.
 
         Raises:
-            UserError: on all ranks, for the last of ``optim.max_skipped`` in a row, after the last good state is saved.
+            UserError: ``optim.max_skipped`` skipped updates in a row. Raised on all ranks, after saving the last good
+                state.
         """
         self.skipped_in_a_row[name] += 1
         where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
@@ -403,8 +403,8 @@ class Trainer:
         if count < self.config.optim.max_skipped:
             self.skipped[name] += 1
             return
-        # Skipped updates changed nothing: this is the last good state. A run that resumes from it repeats and counts
-        # this step.
+        # Skipped updates changed nothing, so this is the last good state. A run that resumes from it repeats this step
+        # and counts it then.
         self._save()
         self.checkpoints.wait()
         raise UserError(
@@ -414,7 +414,7 @@ class Trainer:
         )
 
     def memory(self) -> dict[str, float]:
-        """Return peak and, on CUDA, reserved memory in GiB, the largest over ranks. A collective."""
+        """Return peak memory and, on CUDA, reserved memory in GiB: the maximum over all ranks. A collective."""
         memory = {"memory/peak_gib": peak_gib(self.device)}
         if (reserved := reserved_gib(self.device)) is not None:
             memory["memory/reserved_gib"] = reserved
@@ -426,12 +426,12 @@ class Trainer:
         """Save the state after this step, if it is not saved already.
 
         Raises:
-            UserError: on all ranks, for weights that are not finite: the run would resume from them.
+            UserError: weights that are not finite, from which the run would resume. Raised on all ranks.
         """
         if self.saved_step == self.step:
             return
         started = time.perf_counter()
-        self.checkpoints.wait()  # before what may refuse: the one that is being written would go with the process
+        self.checkpoints.wait()  # first: an error below would end the process in the middle of a write
         for name, role in self.roles.items():
             broken = sum(not local_shard(weight).isfinite().all() for weight in role.weights().values())
             if all_reduce_scalars([float(broken)], self.mesh.world)[0]:
@@ -445,11 +445,11 @@ class Trainer:
         self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
 
     def _heed(self, stop: StopSignal) -> None:
-        """Save and end if a signal came to any rank, or end if the latest checkpoint could not be written.
+        """Save and end if any rank received a signal, or end if the latest checkpoint could not be written.
 
         Raises:
-            Stopped: on all ranks.
-            UserError: on all ranks, for the checkpoint.
+            Stopped: a signal. Raised on all ranks.
+            UserError: a checkpoint that could not be written. Raised on all ranks.
         """
         flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
         number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, also written while training goes on."""
+"""Checkpoints of several ranks, also written while training continues."""
 
 import logging
 import shutil

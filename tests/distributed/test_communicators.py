@@ -1,4 +1,4 @@
-"""Which process groups a step talks over: none of one rank, and ring and Ulysses apart from FSDP."""
+"""Process groups of a step: none has one rank, and ring and Ulysses do not share groups with FSDP."""
 
 from functools import partial
 from types import SimpleNamespace

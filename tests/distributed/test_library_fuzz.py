@@ -38,7 +38,7 @@ def tensors(draw):
 
 
 def call(function, arguments: tuple[str, ...], *args, **kwargs):
-    """What the call returned, or ``None`` after a refusal in one line that names one of ``arguments``."""
+    """Return the call's result, or ``None`` after a refusal in one line that names one of ``arguments``."""
     try:
         return function(*args, **kwargs)
     except ValueError as error:

@@ -101,7 +101,7 @@ def _clips(setup, folder, run_dir, first, last):
 
 
 def test_another_batch_size(pools, checkpoints, straight, tmp_path):
-    """The clips go on where the batches of the first size ended."""
+    """The clips continue after the batches of the first size."""
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     (order,) = pools[1].run(_clips, Setup(), checkpoints, tmp_path / "none", 0, STOP + 1)
     (rest,) = pools[1].run(_clips, Setup(batch_size=2), checkpoints, tmp_path, STOP, STOP + 2)

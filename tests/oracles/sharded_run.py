@@ -1,4 +1,4 @@
-"""The project's trainer on a mesh, which notes what it does: what is compared with :mod:`tests.oracles.plain_run`."""
+"""Recording trainer on a mesh, for comparison with :mod:`tests.oracles.plain_run`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random
 
 
 class RecordingTrainer(Trainer):
-    """The trainer, which notes full gradients as they are before clipping."""
+    """Trainer that records full gradients before clipping."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -35,7 +35,7 @@ class RecordingTrainer(Trainer):
         super()._update(name, norm, trained)
 
     def record(self, save_at: Sequence[int] = ()) -> Trace:
-        """Run all steps; after the steps ``save_at``, and nowhere else, write a checkpoint."""
+        """Run all steps. Write checkpoints only after the steps ``save_at``."""
         data = self._steps_of_data()
         while self.step < self.config.steps:
             name = self.method.trained_role(self.step)
@@ -55,7 +55,7 @@ class RecordingTrainer(Trainer):
 
 
 def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path | None = None) -> RecordingTrainer:
-    """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
+    """Build the trainer on this process group's ranks, from the checkpoints in ``folder``."""
     mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp, setup.architecture["num_attention_heads"])
     device = torch.device("cpu")
     method = METHODS[config.method.name][0]
@@ -97,18 +97,18 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
     return trainer
 
 
-@lru_cache  # each has process groups, with threads of their own
+@lru_cache  # every mesh creates process groups with their threads
 def _mesh(dp_replicate: int, dp_shard: int, cp: int, heads: int) -> Mesh:
     return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, heads=heads)
 
 
 def sharded_trace(setup: Setup, folder: Path) -> Trace:
-    """All steps of ``setup`` on this process group's ranks."""
+    """Run all steps of ``setup`` on this process group's ranks."""
     return make_trainer(setup, folder, make_config(setup, folder)).record()
 
 
 def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> Trace:
-    """:func:`sharded_trace` on as many processes as ``setup`` needs; the ranks' traces must be the same.
+    """Run :func:`sharded_trace` on as many processes as ``setup`` needs, and check that the ranks' traces are equal.
 
     Args:
         setup: the run.

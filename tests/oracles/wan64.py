@@ -1,4 +1,4 @@
-"""A small Wan in fp64: by diffusers in one process, and as a role over ranks; 12 heads, so that most meshes fit."""
+"""Small fp64 Wan, by diffusers in one process and as a role over ranks. Its 12 heads fit most meshes."""
 
 import torch
 from diffusers import WanTransformer3DModel

@@ -1,6 +1,6 @@
-"""A method that the project does not know, of one step of the student for two of the teacher.
+"""External method: one step of the student learns two steps of the teacher.
 
-An entry point names it (``fsdp_cp.methods``); its YAML is in ``configs/`` next to this file.
+An entry point (``fsdp_cp.methods``) registers it; its YAML is in ``configs/`` next to this file.
 """
 
 from dataclasses import dataclass

@@ -207,7 +207,7 @@ def test_outputs_kept_in_cpu_memory_serve_two_backwards():
 
 
 class _Scaled(nn.Module):
-    """Reads ``factor``, which is no argument of its forward."""
+    """Module whose forward reads ``factor``, which is not an argument."""
 
     def forward(self, x):
         return (x * self.factor).sin()

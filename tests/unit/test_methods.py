@@ -1,4 +1,4 @@
-"""What all methods share, and flow_matching, in fp64 against the formulas."""
+"""Shared parts of all methods, and flow_matching, in fp64 against the formulas."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What pip installs, what importing costs, what the pins cover, and who may import whom."""
+"""Packaging: installed files, import cost, pinned versions, and allowed imports between packages."""
 
 from __future__ import annotations
 

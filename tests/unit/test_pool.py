@@ -1,4 +1,4 @@
-"""Where pooled buffers lie, and when their memory is free again: random lifetimes against what must not overlap."""
+"""Places and lifetimes of pooled buffers: with random lifetimes, living buffers must not overlap."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Which of all settings a resume refuses, logs or ignores; and the files that tell a run from others."""
+"""Settings that a resume refuses, logs or ignores, and the files that identify a run."""
 
 import copy
 import json

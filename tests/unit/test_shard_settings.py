@@ -1,4 +1,4 @@
-"""How a network is sharded, as settings: every value and pair that is refused, and every one that is not."""
+"""Sharding settings: every refused value and pair, and every accepted one."""
 
 import itertools
 from dataclasses import fields

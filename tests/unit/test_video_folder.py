@@ -59,7 +59,7 @@ def cached(tmp_path):
 
 @pytest.mark.slow
 def test_another_way_through_the_vae_is_another_latent(make, counts):
-    """What bf16 or tiles made must not pass for what fp32 makes; embeddings do not depend on it."""
+    """Latents made in bf16 or by tiles must not pass for fp32 latents. Embeddings do not depend on these settings."""
     texts = len(make().cache.write_texts([""])), len(counts["captions"])
     fingerprints = {make().fingerprint}
     assert len(counts["clips"]) == 3

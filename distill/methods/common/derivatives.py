@@ -1,4 +1,4 @@
-"""The derivative of a network along a direction: exact, by forward-mode AD, or by a finite difference."""
+"""Directional derivative of a network: exact by forward-mode AD, or approximate by a finite difference."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def directional_derivative(
     mode: str,
     step: float,
 ) -> Tensor:
-    """``d/dh function(primals + h tangents)`` at ``h = 0``, without a graph.
+    """Return ``d/dh function(primals + h tangents)`` at ``h = 0``, without a graph.
 
     Args:
-        function: of as many tensors as there are ``primals``.
-        primals: where.
-        tangents: along what, in the shapes of ``primals``.
-        mode: ``exact`` (one dual forward) or ``finite_difference`` (two plain forwards, central:
-            the error is of order ``step^2``, and of the rounding of the network's output over ``step``).
+        function: takes ``primals`` as its arguments.
+        primals: the point.
+        tangents: the direction, in the shapes of ``primals``.
+        mode: ``exact`` (one dual forward) or ``finite_difference`` (two plain forwards, central difference: its error
+            is of order ``step^2``, plus the rounding error of the output divided by ``step``).
         step: ``h`` of the finite difference.
     """
     if mode == "exact":
@@ -48,17 +48,17 @@ def directional_derivative(
 
 
 def check_exact(config: Any) -> None:
-    """Refuse a ``method.jvp`` that would be wrong, or fail, for how the student computes.
+    """Refuse a ``method.jvp`` that would fail, or be wrong, in the student's precision.
 
     Args:
         config: a :class:`distill.config.Config` whose method has the setting ``jvp``.
 
     Raises:
-        UserError: naming the settings and what works.
+        UserError: a finite difference of a student that computes in bf16 or fp8.
     """
     if config.method.jvp == "finite_difference":
         if config.student.precision != "fp32":
-            # Measured on Wan: the rounding of a bf16 network is larger than the difference, whatever the step.
+            # Measured on Wan: at every step size, rounding in bf16 is larger than the difference.
             raise UserError(
                 f"method.jvp=finite_difference with student.precision={config.student.precision}: the difference"
                 " drowns in rounding; use student.precision=fp32 or method.jvp=exact"

@@ -1,4 +1,4 @@
-"""What a method saw on the way to its losses: means over the samples of a step, for the metrics."""
+"""Intermediate values of a method's losses, averaged over the samples of a step for the metrics."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from torch import Tensor
 
 
 class Observations:
-    """Sums of what was observed since the last :meth:`drain`, as tensors: nothing waits for the device."""
+    """Sums of the values since the last :meth:`drain`, as tensors, so that the host does not wait for the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
-        """Observe one number per sample.
+        """Add one number per sample.
 
-        Which names a step observes must not depend on the values: they are summed over ranks by position.
+        The names in a step must not depend on the values: ranks sum them by position.
 
         Args:
-            name: of the metric, without the role.
+            name: name of the metric, without the role.
             values: ``(B,)``.
-            where: ``(B,)`` booleans: which samples count; all by default.
+            where: ``(B,)`` booleans that select the samples; all by default.
         """
         values = values.detach().double()
         counted = torch.ones_like(values) if where is None else where.double()
-        # A value that does not count may be NaN, which a product with 0 would keep.
+        # An unselected value may be NaN, and NaN times 0 is NaN.
         total = torch.stack([torch.where(counted > 0, values, 0.0).sum(), counted.sum()])
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def drain(self) -> dict[str, tuple[float, float]]:
-        """Sum and count of each name, by name; and forget them."""
+        """Return the sum and count of each name, and reset them."""
         names = sorted(self._sums)
         pairs = torch.stack([self._sums[name] for name in names]).tolist() if names else []
         self._sums = {}
@@ -37,21 +37,21 @@ class Observations:
 
 
 def per_sample_mean(x: Tensor) -> Tensor:
-    """Mean over all but the first dimension, ``(B,)``."""
+    """Return the mean over all but the first dimension, ``(B,)``."""
     return x.flatten(1).mean(1)
 
 
 def per_sample_norm(x: Tensor) -> Tensor:
-    """Root mean square over all but the first dimension, ``(B,)``: a norm that does not grow with the resolution."""
+    """Return the root mean square over all but the first dimension, ``(B,)``. It does not grow with the resolution."""
     return x.flatten(1).square().mean(1).sqrt()
 
 
 def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
-    """Per channel mean and standard deviation of each sample, and how much it moves from frame to frame.
+    """Add each sample's mean and standard deviation per channel, and its mean absolute change between frames.
 
     Args:
-        observations: where to.
-        prefix: of the names: ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL``, ``PREFIX_motion``.
+        observations: receives the values.
+        prefix: prefix of the names ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and ``PREFIX_motion``.
         x: latents ``(B, C, T, H, W)``.
     """
     x = x.detach()
@@ -66,9 +66,9 @@ def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
 
 
 def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor, buckets: int = 4) -> None:
-    """Mean of ``values`` ``(B,)`` within each of ``buckets`` equal parts of [0, 1] of the time ``t`` ``(B,)``.
+    """Add the means of ``values`` ``(B,)`` over ``buckets`` equal intervals of the time ``t`` ``(B,)`` in [0, 1].
 
-    Named ``NAME/t0.00`` by the lower end of each; null in the metrics where no sample fell.
+    The lower end of the interval is in the name: ``NAME/t0.00``. An interval without samples is null in the metrics.
     """
     index = (t.detach() * buckets).long().clamp(0, buckets - 1)
     for bucket in range(buckets):
