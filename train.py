@@ -20,8 +20,6 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
         stop: the signal that ends the run early.
     """
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
-    from distill.dry_run import dry_run
-    from distill.mesh_check import check_meshes
     from distill.methods import build_method
     from distill.planning.command import plan_command
     from distill.planning.suggest import suggest_command

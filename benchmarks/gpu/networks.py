@@ -92,7 +92,7 @@ def shapes_of(words: list[str]) -> Shapes:
 
 @torch.no_grad()
 def fill_on_device(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
-    """Draw random weights on the device, in place of :func:`models.load.set_first_values`.
+    """Draw random weights on the device, in place of :func:`models.roles.load.set_first_values`.
 
     That function draws on the CPU, which takes three minutes for 14B. Matrices are normal and preserve the scale of
     their inputs; biases are 0, other vectors 1. Adapters keep their initial values.

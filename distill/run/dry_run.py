@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def dry_run(config: Config, plan: RunPlan) -> None:
-    """Make the checks that follow :func:`distill.setup.plan_run`, and log a summary of the run.
+    """Make the checks that follow :func:`distill.run.setup.plan_run`, and log a summary of the run.
 
     Raises:
         UserError: a checkpoint that cannot be resumed, an unreadable data table, or too little disk space.

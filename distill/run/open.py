@@ -29,7 +29,7 @@ def open_device(config: Config) -> torch.device:
     """Return this rank's device, and configure CUDA's allocator before the checks of a plan start CUDA.
 
     Raises:
-        UserError: several tasks of a launcher other than torchrun; see also :func:`distill.setup.device_of`.
+        UserError: several tasks of a launcher other than torchrun; see also :func:`distill.run.setup.device_of`.
     """
     refuse_separate_worlds()
     device = device_of(config)
