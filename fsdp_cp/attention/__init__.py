@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.arguments import check_cross_attention, check_self_attention
-from fsdp_cp.attention.duals import may_be_dual, unpack_duals
 from fsdp_cp.attention.kernels.derivative import choose_dual
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import attend_in_ring, make_ring
@@ -28,6 +27,7 @@ from fsdp_cp.attention.ulysses import (
     unpack_heads,
     unpack_tokens,
 )
+from fsdp_cp.context.duals import may_be_dual, unpack_duals
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
 

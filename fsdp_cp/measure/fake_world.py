@@ -86,7 +86,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    # fsdp_cp.attention.duals explains ``_current_level``.
+    # fsdp_cp.context.duals explains ``_current_level``.
     primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
     if tangent is None or weight is None or not is_fake(primal):
         return _LAYER_NORM(input, normalized_shape, weight, bias, eps)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_cp.attention.duals import inside_dual_level
+from fsdp_cp.context.duals import inside_dual_level
 from fsdp_cp.context.sequence_lengths import entered, within
 from fsdp_cp.measure.host_memory import host_buffer
 from fsdp_cp.runtime.torch_versions import compile_options

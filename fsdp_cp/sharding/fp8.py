@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from fsdp_cp.attention.duals import inside_dual_level
+from fsdp_cp.context.duals import inside_dual_level
 from fsdp_cp.errors import UserError
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, evenly_sharded_weights, gather_by

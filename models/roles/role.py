@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fsdp_cp.attention.duals import may_be_dual
+from fsdp_cp.context.duals import may_be_dual
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE
 from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
 from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
