@@ -80,7 +80,7 @@ def _waits_in_vain():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fsdp_cp.runtime.timeouts").addHandler(handler)
+    logging.getLogger("fsdp_cp.runtime.hangs").addHandler(handler)
     mesh = build_mesh(dp_shard=2, cp=2, ulysses=2)
     for _ in range(3):
         dist.all_reduce(torch.ones(3), group=mesh.cp.get_group())
@@ -130,7 +130,7 @@ def _long_in_place():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fsdp_cp.runtime.timeouts").addHandler(handler)
+    logging.getLogger("fsdp_cp.runtime.hangs").addHandler(handler)
     barrier()
     set_timeout(timedelta(seconds=1))
     with hangs.watch_for_hangs():
