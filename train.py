@@ -21,8 +21,6 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
     """
     # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
     from distill.methods import build_method
-    from distill.planning.command import plan_command
-    from distill.planning.suggest import suggest_command
     from distill.run.dry_run import dry_run
     from distill.run.folder import command_line, refuse_foreign
     from distill.run.mesh_check import check_meshes
@@ -31,8 +29,12 @@ def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
     from distill.train.trainer import Trainer
 
     if config.plan == "suggest":
+        from distill.planning.suggest import suggest_command
+
         return suggest_command(config, arguments)
     if config.plan:
+        from distill.planning.command import plan_command
+
         return plan_command(config, command_line(arguments))
     device = open_device(config)
     plan = plan_run(config)  # check as much as possible before anything is built

@@ -14,6 +14,7 @@ def _begins_otherwise(beginning: str, record: logging.LogRecord) -> bool:
 # deprecates one of its calls, and diffusers does not find tensor classes that it has moved.
 for _name, _beginning in {
     "torchao": "Failed to load ",
+    "torchao.kernel.intmm": "Warning: Detected no triton",
     "torch.utils._pytree": "%s is an Enum subclass",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }.items():
