@@ -102,7 +102,14 @@ FACTORS = {"forward": 1.0, "forward + backward": 3.5, "JVP": 3.0}
 
 
 def measure_passes(
-    device: str, attend: Attend, tokens: int, heads: int, titles: Sequence[str], *, limit: float = 4.0
+    device: str,
+    attend: Attend,
+    tokens: int,
+    heads: int,
+    titles: Sequence[str],
+    *,
+    limit: float = 4.0,
+    visible: Tensor | None = None,
 ) -> Iterator[Measured]:
     """Measure error, memory and time of the passes ``titles`` (of :data:`FACTORS`), in bf16 and heads of 128.
 
@@ -112,6 +119,7 @@ def measure_passes(
         tokens, heads: sizes.
         titles: names of the passes.
         limit: seconds of timing per pass. At least three runs are timed.
+        visible: keys that ``attend`` does not mask, ``(tokens,)`` bool; all by default. Operations count all keys.
     """
     flops = 4 * tokens**2 * heads * HEAD_DIM
     tensors = [x.bfloat16() for x in random_inputs(7, tokens, heads, HEAD_DIM, device)]
@@ -124,7 +132,7 @@ def measure_passes(
     for title in titles:
         failure = ""
         try:
-            error = _error(title, attend, primals, grad, tangents)
+            error = _error(title, attend, primals, grad, tangents, visible)
             peak = _peak(passes[title], device)
             seconds = timed(passes[title], device, limit=limit)
         except Exception as raised:  # a failing kernel becomes a row of the table
@@ -188,21 +196,28 @@ def _tangent(attend: Attend, primals: list[Tensor], tangents: list[Tensor]) -> T
         return forward_ad.unpack_dual(attend(*duals)).tangent
 
 
-def _error(title: str, attend: Attend, primals: list[Tensor], grad: Tensor, tangents: list[Tensor]) -> float:
+def _error(
+    title: str,
+    attend: Attend,
+    primals: list[Tensor],
+    grad: Tensor,
+    tangents: list[Tensor],
+    visible: Tensor | None,
+) -> float:
     """Return the largest error against float64, relative by norm, of the first queries and their part of dK and dV."""
-    q, k, v = primals
-    few = slice(0, CHECKED)
+    few, keys = slice(0, CHECKED), slice(None) if visible is None else visible
+    q, k, v = primals[0][:, few], *(x[:, keys] for x in primals[1:])
     if title == "JVP":
         result = [_tangent(attend, primals, tangents)[:, few]]
-        truth = [exact_tangent(q[:, few], k, v, tangents[0][:, few], *tangents[1:])]
+        truth = [exact_tangent(q, k, v, tangents[0][:, few], *(t[:, keys] for t in tangents[1:]))]
     elif title == "forward":
-        result, truth = [attend(q, k, v)[:, few]], exact_attention(q[:, few], k, v, grad[:, few])[:1]
+        result, truth = [attend(*primals)[:, few]], exact_attention(q, k, v, grad[:, few])[:1]
     else:
         only_few = torch.zeros_like(grad)
         only_few[:, few] = grad[:, few]
         out, dq, dk, dv = _gradients(attend, primals, only_few)
-        result = [out[:, few], dq[:, few], dk, dv]
-        truth = exact_attention(q[:, few], k, v, grad[:, few])
+        result = [out[:, few], dq[:, few], dk[:, keys], dv[:, keys]]
+        truth = exact_attention(q, k, v, grad[:, few])
     return max(((x - y).norm() / y.norm()).item() for x, y in zip(result, truth, strict=True))
 
 
