@@ -235,8 +235,8 @@ def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, li
     }
     seconds, results = timed(ways, rounds)
     wanted = torch.tensor(results[PLAIN], dtype=torch.float64)
-    for name, found in results.items():
-        error = float((torch.tensor(found, dtype=torch.float64) / wanted - 1).abs().max())
+    for name, values in results.items():
+        error = float((torch.tensor(values, dtype=torch.float64) / wanted - 1).abs().max())
         if not error < 1e-4:  # rounding differences, which the updates amplify
             raise RuntimeError(f"{name}: losses or norms differ from the plain module's by {error:.1e}")
     return seconds
@@ -248,7 +248,7 @@ def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, li
 def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, dict[str, list[float]]]]:
     """Time the ways as rank 0 of 8. Return seconds by number of blocks."""
     torch.set_flush_denormal(True)  # buffers that nothing was received into may hold denormals, which are slow
-    found = {}
+    seconds = {}
     for blocks in depths:
         with fake_world(WORLD):
             data = data_of(SMALL_LATENTS, SMALL_TEXT)
@@ -263,10 +263,10 @@ def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, 
             }
             ways |= {f"{OURS}, {label}": Ours(network, data, mesh) for label, mesh in meshes.items()}
             ways[f"{OURS}, 8 x 1, torch's attention"] = TorchsAttention(network, data, meshes["8 x 1"])
-            found[blocks], _ = timed(ways, rounds)
+            seconds[blocks], _ = timed(ways, rounds)
             if profiled and blocks == depths[-1]:
                 print(difference(ways[f"{OURS}, 8 x 1"], ways[BY_HAND]))
-    return found
+    return seconds
 
 
 def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
@@ -285,9 +285,9 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
         for where, values in mine.items()
     }
     lines = ["| ms a step more | calls more | with what it calls, ms | function |", "|---|---|---|---|"]
-    for (file, line, name), (own, calls, inside) in sorted(more.items(), key=lambda item: -item[1][0])[:rows]:
+    for (file, line, name), (total, calls, inside) in sorted(more.items(), key=lambda item: -item[1][0])[:rows]:
         where = f"{'/'.join(file.split('/')[-3:])}:{line} {name}" if line else name
-        lines.append(f"| {1e3 * own / steps:.2f} | {calls / steps:.0f} | {1e3 * inside / steps:.2f} | {where} |")
+        lines.append(f"| {1e3 * total / steps:.2f} | {calls / steps:.0f} | {1e3 * inside / steps:.2f} | {where} |")
     return "\n".join(lines)
 
 
@@ -307,22 +307,22 @@ def paired(times: list[float], others: list[float]) -> float:
 
 def table(seconds: dict[str, dict[str, list[float]]]) -> str:
     """Return a Markdown table: ms of each part, and the ratios of the step to the first and the second way's step."""
-    found = {name: medians(parts) for name, parts in seconds.items()}
+    by_name = {name: medians(parts) for name, parts in seconds.items()}
     steps = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
     lines = [
         f"| | {' | '.join(f'{part}, ms' for part in PARTS)} | step, ms | / plain | / by hand |",
         "|" + "---|" * (len(PARTS) + 4),
     ]
-    for name, of in found.items():
-        parts = " | ".join(f"{1e3 * of[part]:.1f}" for part in PARTS)
+    for name, times in by_name.items():
+        parts = " | ".join(f"{1e3 * times[part]:.1f}" for part in PARTS)
         to = [f"{paired(steps[name], steps[other]):.3f}" for other in (PLAIN, BY_HAND)]
-        lines.append(f"| {name} | {parts} | {1e3 * of['step']:.1f} | {' | '.join(to)} |")
+        lines.append(f"| {name} | {parts} | {1e3 * times['step']:.1f} | {' | '.join(to)} |")
     return "\n".join(lines)
 
 
-def per_block(found: dict[int, dict[str, dict[str, list[float]]]]) -> str:
+def per_block(seconds: dict[int, dict[str, dict[str, list[float]]]]) -> str:
     """Return a Markdown table: the time per block, from two depths, and the time that does not depend on depth."""
-    (few, at_few), *_, (many, at_many) = found.items()
+    (few, at_few), *_, (many, at_many) = seconds.items()
     lines = ["| | ms a block | the rest of a step, ms |", "|---|---|---|"]
     for name in at_few:
         first, last = medians(at_few[name])["step"], medians(at_many[name])["step"]
@@ -348,10 +348,10 @@ def main(argv: list[str] | None = None) -> int:
         print(table(seconds))
         step = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
         print(f"\nOurs over ours without FSDP: {paired(step[OURS], step[NOT_SHARDED]):.3f}.")
-    found = host(depths, args.rounds, args.profile)
-    for count, seconds in found.items():
+    by_depth = host(depths, args.rounds, args.profile)
+    for count, seconds in by_depth.items():
         print(f"\n## Host time of rank 0 of {WORLD}, collectives faked: {count} blocks of width 16\n\n{table(seconds)}")
-    print(f"\n{per_block(found)}")
+    print(f"\n{per_block(by_depth)}")
     return 0
 
 

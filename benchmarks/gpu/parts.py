@@ -74,7 +74,8 @@ PARTS = (
         name="memory",
         target="benchmarks.gpu.memory:memory",
         seconds=300,
-        shows="What communicators and the allocator take, and the peak of each phase beside what `plan=true` says.",
+        shows="Memory of communicators and the allocator, and the peak of each phase next to the one that `plan=true`"
+        " predicts.",
     ),
     Part(
         name="wan 14B block",
