@@ -171,7 +171,9 @@ class Dmd2(FewStepMethod):
         if self.settings.rollout == "full":
             return times
         student = self.roles["student"]
-        lengths = [n for n in range(1, len(times) + 1) if student.trains_at(times[n - 1])]
+        lengths = range(1, len(times) + 1)
+        if student.has_experts:
+            lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:

@@ -140,7 +140,7 @@ class Role:
     @property
     def has_experts(self) -> bool:
         """Whether the role has several networks, each for a range of times."""
-        return len(self.networks) > 1
+        return bool(self.boundaries)
 
     @property
     def trained_networks(self) -> dict[str, int]:
