@@ -510,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
         good &= not faults
         ends.append(f"- run {tries}: {'; '.join(faults) or 'the same as the undisturbed one, bit for bit'}")
     good &= not left.total() and all(kill.next is not None and not kill.faults for kill in kills)
-    parts = (f"checkpoint {times.checkpoint:.3f} s", f"export {times.export:.3f} s", f"step {times.step:.2f} s")
+    durations = (f"checkpoint {times.checkpoint:.3f} s", f"export {times.export:.3f} s", f"step {times.step:.2f} s")
     met = ", ".join(f"{phase} {count}" for phase, count in Counter(kill.phase for kill in kills).most_common())
     text = "\n".join(
         [
@@ -519,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
             *ends,
             "",
             f"{len(kills)} kills over {tries} runs of {STEPS} steps in {(time.monotonic() - began) / 60:.1f} minutes"
-            f" ({', '.join(parts)}; met: {met}): {'nothing was lost' if good else '**something is wrong**'}.",
+            f" ({', '.join(durations)}; met: {met}): {'nothing was lost' if good else '**something is wrong**'}.",
         ]
     )
     (out / "chaos.md").write_text(text + "\n")

@@ -61,7 +61,7 @@ WORLD = 8
 CLIP = 1e-3
 """Maximum gradient norm, so low that every step is clipped."""
 SETTINGS = OptimizerSettings(lr=1e-4)
-PARTS = ("forward", "backward", "clip", "optimizer")
+PHASES = ("forward", "backward", "clip", "optimizer")
 PLAIN, BY_HAND, OURS, NOT_SHARDED = "plain module", "fully_shard by hand", "ours", "ours without FSDP"
 
 Data = tuple[Tensor, Tensor, Tensor]
@@ -87,7 +87,7 @@ class Plain:
         )  # fmt: skip
 
     def step(self, clock: Clock) -> tuple[float, float]:
-        """Make one update. Call ``clock`` after each part. Return loss and gradient norm before clipping."""
+        """Make one update. Call ``clock`` after each phase. Return loss and gradient norm before clipping."""
         x, t, text = self.data
         out = self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
         loss = out.square().mean()
@@ -193,21 +193,21 @@ Way = Plain | Ours
 
 
 def timed(ways: dict[str, Way], rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list]]:
-    """Run the ways in turn. Return CPU seconds by way and part, and the results of the steps by way."""
-    seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in ways}
+    """Run the ways in turn. Return CPU seconds by way and phase, and the results of the steps by way."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in ways}
     results: dict[str, list] = {name: [] for name in ways}
     for i in range(rounds + 2):  # the first two steps allocate
         for name in list(ways)[:: 1 if i % 2 else -1]:
             latest = time.process_time()
 
-            def clock(part: str, name: str = name) -> None:
+            def clock(phase: str, name: str = name) -> None:
                 nonlocal latest
                 now = time.process_time()
-                seconds[name][part].append(now - latest)
+                seconds[name][phase].append(now - latest)
                 latest = now
 
             results[name].append(ways[name].step(clock))
-    return {name: {part: times[2:] for part, times in parts.items()} for name, parts in seconds.items()}, results
+    return {name: {phase: times[2:] for phase, times in phases.items()} for name, phases in seconds.items()}, results
 
 
 def network_of(architecture: dict, blocks: int) -> nn.Module:
@@ -276,7 +276,7 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
         profile = cProfile.Profile(time.process_time)
         profile.enable()
         for _ in range(steps):
-            way.step(lambda part: None)
+            way.step(lambda phase: None)
         profile.disable()
         spent.append(pstats.Stats(profile).stats)  # type: ignore[attr-defined]
     mine, theirs = spent
@@ -294,10 +294,10 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
 # --- the report ---
 
 
-def medians(parts: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of each part and of the whole step, in seconds."""
-    whole = [sum(values) for values in zip(*parts.values(), strict=True)]
-    return {part: statistics.median(values) for part, values in parts.items()} | {"step": statistics.median(whole)}
+def medians(phases: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of each phase and of the whole step, in seconds."""
+    whole = [sum(values) for values in zip(*phases.values(), strict=True)]
+    return {phase: statistics.median(values) for phase, values in phases.items()} | {"step": statistics.median(whole)}
 
 
 def paired(times: list[float], others: list[float]) -> float:
@@ -306,17 +306,17 @@ def paired(times: list[float], others: list[float]) -> float:
 
 
 def table(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """Return a Markdown table: ms of each part, and the ratios of the step to the first and the second way's step."""
-    by_name = {name: medians(parts) for name, parts in seconds.items()}
-    steps = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
+    """Return a Markdown table: ms of each phase, and the ratios of the step to the first and the second way's step."""
+    by_name = {name: medians(phases) for name, phases in seconds.items()}
+    steps = {name: [sum(values) for values in zip(*phases.values(), strict=True)] for name, phases in seconds.items()}
     lines = [
-        f"| | {' | '.join(f'{part}, ms' for part in PARTS)} | step, ms | / plain | / by hand |",
-        "|" + "---|" * (len(PARTS) + 4),
+        f"| | {' | '.join(f'{phase}, ms' for phase in PHASES)} | step, ms | / plain | / by hand |",
+        "|" + "---|" * (len(PHASES) + 4),
     ]
     for name, times in by_name.items():
-        parts = " | ".join(f"{1e3 * times[part]:.1f}" for part in PARTS)
+        phases = " | ".join(f"{1e3 * times[phase]:.1f}" for phase in PHASES)
         to = [f"{paired(steps[name], steps[other]):.3f}" for other in (PLAIN, BY_HAND)]
-        lines.append(f"| {name} | {parts} | {1e3 * times['step']:.1f} | {' | '.join(to)} |")
+        lines.append(f"| {name} | {phases} | {1e3 * times['step']:.1f} | {' | '.join(to)} |")
     return "\n".join(lines)
 
 
@@ -346,7 +346,9 @@ def main(argv: list[str] | None = None) -> int:
         seconds = run_ranks(1, one_process, blocks, tokens, args.rounds, timeout=1800, preload=preload)[0]
         print(f"\n## One process: {blocks} blocks of width 256, {tokens} tokens; the same losses and norms\n")
         print(table(seconds))
-        step = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
+        step = {
+            name: [sum(values) for values in zip(*phases.values(), strict=True)] for name, phases in seconds.items()
+        }
         print(f"\nOurs over ours without FSDP: {paired(step[OURS], step[NOT_SHARDED]):.3f}.")
     by_depth = host(depths, args.rounds, args.profile)
     for count, seconds in by_depth.items():

@@ -101,7 +101,7 @@ def _measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[str]:
     if args.device == "cpu" and not args.tiny:
         raise UserError("--device cpu has sizes for a test alone; add --tiny, or use --device cuda")
     if args.minutes > MINUTES:
-        raise UserError(f"--minutes {args.minutes:g} is more than {MINUTES:g}; start the command again to go on")
+        raise UserError(f"--minutes {args.minutes:g} is more than {MINUTES:g}; start the command again to continue")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out {args.out} is a file; give a folder")
     wanted = [part for part in parts if not args.only or part.name in args.only or part.name in args.again]

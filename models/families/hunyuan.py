@@ -391,5 +391,5 @@ def own_rotary_tables(rope: HunyuanVideo15RotaryPosEmbed, mesh: Mesh, hidden_sta
         get_1d_rotary_pos_embed(dim, at.float(), rope.theta, use_real=True)
         for dim, at in zip(rope.rope_dim, positions, strict=True)
     ]
-    cos, sin = (torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
+    cos, sin = (torch.cat(axes, dim=1) for axes in zip(*tables, strict=True))
     return cos, sin, total
