@@ -151,19 +151,19 @@ def _case(device: str, mesh: Mesh, model: str, tokens: int, ceiling: float) -> b
             print(f"| {model} | {tokens} | {name} | | {refusal} | | | | |", flush=True)
             continue
         titles = list(FACTORS) if name == "auto" else list(FACTORS)[:2]
-        for found in measure_passes(device, attend, tokens, heads, titles):
-            start = f"| {model} | {tokens} | {name} | {found.title} |"
-            if found.failure:
-                print(f"{start} {found.failure} | | | | |", flush=True)
+        for result in measure_passes(device, attend, tokens, heads, titles):
+            start = f"| {model} | {tokens} | {name} | {result.title} |"
+            if result.failure:
+                print(f"{start} {result.failure} | | | | |", flush=True)
                 correct &= name not in ("auto", "reference", "cpu_flash")
                 continue
-            bold = "" if found.is_right else "**"
+            bold = "" if result.is_right else "**"
             print(
-                f"{start} {found.seconds * 1e3:.2f} | {found.rate / 1e12:.2f} | {found.rate / ceiling:.0%} |"
-                f" {found.peak / MIB:.0f} | {bold}{found.error:.1e}{bold} |",
+                f"{start} {result.seconds * 1e3:.2f} | {result.rate / 1e12:.2f} | {result.rate / ceiling:.0%} |"
+                f" {result.peak / MIB:.0f} | {bold}{result.error:.1e}{bold} |",
                 flush=True,
             )
-            correct &= found.is_right or name == "torch SDPA"
+            correct &= result.is_right or name == "torch SDPA"
     return correct
 
 
@@ -173,11 +173,11 @@ def contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
     def ours(backend: str) -> Attend:
         return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh, backend=backend)
 
-    found = [("torch SDPA", _sdpa, None), ("auto", ours("auto"), None)]
+    kernels = [("torch SDPA", _sdpa, None), ("auto", ours("auto"), None)]
     for name, kernel in all_kernels().items():
         refusal = kernel.refuses(torch.device(device), torch.bfloat16, HEAD_DIM, False)
-        found.append((name, ours(name), refusal))
-    return found
+        kernels.append((name, ours(name), refusal))
+    return kernels
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

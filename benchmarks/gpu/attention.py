@@ -50,8 +50,8 @@ MATH_TOKENS = 8192
 def attention(context: Context) -> None:
     """Measure the ceiling, each kernel in a separate process, and ratios of derivatives to forwards."""
     context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=60)
-    found = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
-    rate = repr(found[0] * 1e12) if found else "nan"
+    rates = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
+    rate = repr(rates[0] * 1e12) if rates else "nan"
     # Measure the derivatives first: if time runs out, only kernels to compare with may be missing.
     names = [*DERIVATIVES, *(name for name in all_kernels() if name not in DERIVATIVES), "torch SDPA", MATH]
     for i, name in enumerate(names):
@@ -93,15 +93,15 @@ def one_kernel(context: Context, name: str, rate: str) -> None:
             if context.left() < 10:
                 context.row(name, tokens=n, heads=h, error="left out: its time was over")
                 continue
-            for found in measure_passes(device, attend, n, h, titles, limit=TIMED):
-                cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": found.title}
-                if found.failure:
-                    context.row(name, **cells, error=found.failure)
+            for result in measure_passes(device, attend, n, h, titles, limit=TIMED):
+                cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": result.title}
+                if result.failure:
+                    context.row(name, **cells, error=result.failure)
                     context.let_go()
                     continue
-                cells |= {"ms": found.seconds * 1e3, "TFLOP/s": found.rate / 1e12}
-                cells |= {"share": found.rate / float(rate), "peak MiB": found.peak / MIB}
-                context.row(name, **cells, **{"largest error": found.error, "right": found.is_right})
+                cells |= {"ms": result.seconds * 1e3, "TFLOP/s": result.rate / 1e12}
+                cells |= {"share": result.rate / float(rate), "peak MiB": result.peak / MIB}
+                context.row(name, **cells, **{"largest error": result.error, "right": result.is_right})
 
 
 def joint(context: Context) -> None:
@@ -149,16 +149,16 @@ def ratios(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if "ms" in row and "pass" in row:
             times.setdefault((row["tokens"], row["heads"]), {})[row["what"], row["pass"]] = row["ms"]
-    found = []
-    for (tokens, heads), of in times.items():
-        forwards = {name: ms for (name, title), ms in of.items() if title == "forward"}
+    lines = []
+    for (tokens, heads), ms_by_pass in times.items():
+        forwards = {name: ms for (name, title), ms in ms_by_pass.items() if title == "forward"}
         fastest = min(forwards, key=forwards.__getitem__, default=None)
         for derived in DERIVATIVES:
-            if (derived, "JVP") not in of:
+            if (derived, "JVP") not in ms_by_pass:
                 continue
             for name, target in (("reference", OWN_TARGET), (fastest, OTHER_TARGET)):
                 if name in forwards and (name, target) != ("reference", OTHER_TARGET):
-                    ratio = of[derived, "JVP"] / forwards[name]
+                    ratio = ms_by_pass[derived, "JVP"] / forwards[name]
                     cells = {"tokens": tokens, "heads": heads, "ratio": ratio, "target": target, "met": ratio <= target}
-                    found.append({"what": f"JVP of {derived} over the forward of {name}", **cells})
-    return found
+                    lines.append({"what": f"JVP of {derived} over the forward of {name}", **cells})
+    return lines

@@ -88,8 +88,8 @@ PARTS = (
         name="memory",
         target="benchmarks.gpu.memory:memory",
         seconds=300,
-        shows="What communicators and the allocator take, a checkpoint's copy to the host, and the peak of each phase"
-        " next to what `plan=true` says.",
+        shows="Memory of communicators and the allocator, a checkpoint's copy to the host, and the peak of each phase"
+        " next to the one that `plan=true` predicts.",
     ),
     Part(
         name="wan 14B block",

@@ -33,8 +33,8 @@ def plan(context: Context, name: str, size: str, method: str, *more: str) -> Non
     """Write the row of a run's plan. Call it in a process that sees no GPU, as for any plan."""
     words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
     began = time.monotonic()
-    found = planned([*words, "plan=true", "world=1"])["allocated_gib"]
-    context.row(name, seconds=time.monotonic() - began, **{"planned GiB": found})
+    allocated = planned([*words, "plan=true", "world=1"])["allocated_gib"]
+    context.row(name, seconds=time.monotonic() - began, **{"planned GiB": allocated})
 
 
 def adapters(context: Context, name: str, size: str, method: str, *more: str) -> None:
@@ -71,7 +71,7 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
         most, _ = _round(trainer, data, cycle, peak)
         taken = time.monotonic() - began
         context.row(f"{name}: first round", seconds=taken)
-        found: dict[str, list[dict[str, Any]]] = {role: [] for role in cycle}
+        lines: dict[str, list[dict[str, Any]]] = {role: [] for role in cycle}
         for i in range(1 if context.tiny else ROUNDS):
             # Make one round in any case. Skip further rounds if time is short.
             if i and context.left() < 2 * taken + 30:
@@ -81,14 +81,14 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
             taken = time.monotonic() - began
             most = {role: _larger(most[role], of_round[role]) for role in cycle}
             for role, line in metrics.items():
-                found[role].append(line)
+                lines[role].append(line)
         for role in dict.fromkeys(cycle):
-            context.row(f"{name}: {role} step", **_cells(role, found[role], most[role]))
+            context.row(f"{name}: {role} step", **_cells(role, lines[role], most[role]))
         whole = max((size for size in most.values() if size is not None), default=None)
         context.row(f"{name}: whole run", **{"peak GiB": gib(whole), "reserved GiB": _reserved(device)})
         if context.left() > 3 * taken + 30:
             for role, (share, busy) in _attention(trainer, data, cycle).items():
-                idle = 1 - busy / statistics.median(line["perf/seconds_per_step"] for line in found[role])
+                idle = 1 - busy / statistics.median(line["perf/seconds_per_step"] for line in lines[role])
                 cells = {"GPU idle": idle} if device.type == "cuda" else {}
                 context.row(f"{name}: {role} step, profiled", attention=share, **cells)
 
@@ -171,6 +171,6 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
 def plan_of_phases(context: Context, name: str, size: str, method: str, *more: str) -> None:
     """Write the rows of a run's plan, by training phase. Call it like :func:`plan`."""
     words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
-    for phase, found in planned([*words, "plan=true", "world=1"])["phases"].items():
+    for phase, predicted in planned([*words, "plan=true", "world=1"])["phases"].items():
         if not phase.startswith(("encode/", "sample/", "decode")):
-            context.row(name, phase=phase or "between phases", **{"planned GiB": found["gib"]})
+            context.row(name, phase=phase or "between phases", **{"planned GiB": predicted["gib"]})

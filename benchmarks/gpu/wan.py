@@ -81,16 +81,16 @@ def with_plans(
         context.isolated(name, target, name, *words, seconds=context.left() * (SHARE if after else 1.0))
 
     def plan(name: str, words: Sequence[str]) -> None:
-        said = plan_name(name)
-        context.isolated(said, f"{TRAINED}:plan", said, *words, CUDA_VISIBLE_DEVICES="")
+        plan_row = plan_name(name)
+        context.isolated(plan_row, f"{TRAINED}:plan", plan_row, *words, CUDA_VISIBLE_DEVICES="")
 
     lane = [partial(run, name, words, len(runs) - 1 - i) for i, (name, words) in enumerate(runs.items())]
     in_two_lanes(lane, [partial(plan, name, words) for name, words in plans.items()])
     known = {row["what"]: row for row in context.written()}
     for name in plans:
-        said, measured = known.get(plan_name(name), {}), known.get(f"{name}: whole run", {})
-        if said.get("planned GiB") and measured.get("peak GiB"):
-            context.row(f"{name}: plan against peak", **against_plan(said["planned GiB"], measured["peak GiB"]))
+        plan_row, measured = known.get(plan_name(name), {}), known.get(f"{name}: whole run", {})
+        if plan_row.get("planned GiB") and measured.get("peak GiB"):
+            context.row(f"{name}: plan against peak", **against_plan(plan_row["planned GiB"], measured["peak GiB"]))
 
 
 def plan_name(name: str) -> str:
