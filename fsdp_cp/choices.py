@@ -1,14 +1,20 @@
-"""Checks of setting values: one of a few words (fields with a ``Literal`` hint), and numbers in a range."""
+"""Values of settings: words (fields with a ``Literal`` hint), numbers in a range, paths, names of installed parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 import types
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fsdp_cp.errors import UserError, shown
+
+T = TypeVar("T")
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -86,3 +92,44 @@ def check_range(
                 inside[word](number, bound) for word, bound in bounds.items() if bound is not None
             ):
                 raise UserError(f"{where}{name}={shown(value)} must be {words}")
+
+
+def user_path(text: str, setting: str) -> Path:
+    """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``.
+
+    ``setting`` is its name in messages.
+
+    Raises:
+        UserError: the home directory of an unknown user, or a path so long that file calls would raise ``OSError``.
+    """
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{setting}={text}: there is no such user; give the whole path") from error
+    if len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise UserError(f"{setting}={text[:60]}... is longer than a path can be; a name has 255 bytes at most")
+    return path
+
+
+def installed_names(group: str) -> list[str]:
+    """Return the names in an entry-point group, sorted, without importing the packages."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -> T:
+    """Import the object that a package registers as ``name`` in an entry-point group, and make a part of it.
+
+    Args:
+        group, name: entry-point group, and one of its :func:`installed_names`.
+        word: the setting and its value, for messages.
+        make: function that turns the object into a part, and raises if it cannot.
+
+    Raises:
+        UserError: the package's import or ``make`` fails.
+    """
+    (point, *_) = (point for point in entry_points(group=group) if point.name == name)
+    try:
+        return make(point.load())
+    except Exception as error:  # importing the package may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{word}: {point.value} cannot be loaded ({reason})") from error

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from fsdp_cp.errors import NO_ROOM, UserError
 from fsdp_cp.measure.memory import mark_start
 from fsdp_cp.runtime import timeouts
-from fsdp_cp.runtime.agent_store import own_part
-from fsdp_cp.runtime.error_file import write_error
 from fsdp_cp.runtime.signals import STOPPED, Stopped
+from fsdp_cp.runtime.torchrun import own_part, write_error
 
 log = logging.getLogger(__name__)
 

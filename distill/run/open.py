@@ -18,7 +18,7 @@ from distill.run.folder import command_line, held_run_dir, recorded_end, resume_
 from distill.run.loggers import log_in
 from distill.run.resume_checks import check_resume, find_sources
 from distill.run.setup import RunPlan, device_of
-from fsdp_cp.checkpoint.save_load import find_resume, published_steps, read_state, refuse_overtaken, step_folder
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, read_state, refuse_overtaken, step_folder
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks

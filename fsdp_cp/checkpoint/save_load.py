@@ -1,6 +1,6 @@
 """Sharded checkpoints: written during training to a temporary folder, published by a rename, loaded on any mesh.
 
-``checkpoint_folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
+``folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_cp.checkpoint.folder import (
     STATE,
-    branch_name,
-    find_checkpoint,
-    find_resume,
     leave,
-    leave_branch,
     published_steps,
-    read_state,
-    refuse_overtaken,
     step_folder,
     unfinished_folders,
 )
@@ -46,21 +40,6 @@ from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
 from fsdp_cp.runtime.progress import announced
 from fsdp_cp.runtime.timeouts import keep_timeout
-
-__all__ = [
-    "Checkpoints",
-    "branch_name",
-    "find_checkpoint",
-    "find_resume",
-    "leave_branch",
-    "load",
-    "published_steps",
-    "read_state",
-    "readable",
-    "reader",
-    "refuse_overtaken",
-    "step_folder",
-]
 
 log = logging.getLogger(__name__)
 

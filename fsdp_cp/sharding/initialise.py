@@ -1,20 +1,17 @@
-"""Initialization of a network that was built on the meta device and sharded: from a seed, or from rank 0.
+"""Initialization, from a seed, of a network that was built on the meta device and sharded.
 
-No rank holds more than its shards and one module (:func:`initialise`) or one tensor (:func:`broadcast_from_rank0`).
+No rank holds more than its shards and one module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_cp.launch import rank
-from fsdp_cp.reduce import all_gather_objects
 from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.state import reshard
 
@@ -95,15 +92,15 @@ def _full_values(
             special(module, key, full)
         if full.sum().isnan():  # of the sum: an elementwise mask would need a quarter more memory
             raise ValueError(
-                f"{prefix}{key} is initialised by nobody: {type(module).__name__} has no reset_parameters that fills"
-                " it; fill it in `special`"
+                f"no function initializes {prefix}{key}: {type(module).__name__} has no reset_parameters that fills it;"
+                " fill it in `special`"
             )
     return values
 
 
 def _unfilled(parameter: Tensor) -> Tensor:
     if not parameter.is_floating_point():
-        raise ValueError(f"parameters of {parameter.dtype} have no initialisation")
+        raise ValueError(f"only floating-point parameters can be initialized, got {parameter.dtype}")
     return torch.full(tuple(parameter.shape), torch.nan, dtype=torch.float32, device="cpu")
 
 
@@ -122,31 +119,3 @@ def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
     (chunk,) = parameter.__create_chunk_list__()
     own = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     parameter.to_local().copy_(full[own])
-
-
-def broadcast_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load rank 0's full state dict into the shards of every rank, tensor by tensor. All ranks must call it.
-
-    Args:
-        model: sharded model with memory (after :func:`fsdp_cp.materialise`).
-        state_dict: on rank 0 full tensors by name, on any device; ignored on other ranks.
-
-    Raises:
-        ValueError: on all ranks, if a tensor is missing, unexpected or has another shape.
-    """
-    reshard(model)
-    given = all_gather_objects({n: tuple(x.shape) for n, x in state_dict.items()} if rank() == 0 else None)[0]
-    needed = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    problems = [f"lacks {name}" for name in sorted(needed.keys() - given.keys())]
-    problems += [f"has the unexpected {name}" for name in sorted(given.keys() - needed.keys())]
-    problems += [
-        f"has {name} as {given[name]}, not {needed[name]}"
-        for name in sorted(needed.keys() & given.keys())
-        if given[name] != needed[name]
-    ]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ValueError(f"the state dict of rank 0 {problems[0]}{more}")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # Pass a new dict: torch modifies its argument.
-    set_model_state_dict(model, dict(state_dict) if rank() == 0 else {}, options=options)

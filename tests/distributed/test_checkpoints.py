@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_cp.checkpoint import save_load as checkpoint
-from fsdp_cp.checkpoint.save_load import Checkpoints, find_resume, load, published_steps, step_folder
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.runtime.timeouts import set_timeout, timeout_of
 
 SHAPE = (1027, 513)  # rows that neither 3 nor 4 ranks divide
