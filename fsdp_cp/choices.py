@@ -31,9 +31,9 @@ def words(hint: Any) -> tuple[Any, ...]:
 def _choices(settings: type) -> dict[str, Any]:
     """Return by name the hints of the fields that take only words, a boolean or ``None``."""
     hints = get_type_hints(settings)
-    own = {item.name: hints[item.name] for item in dataclasses.fields(settings) if words(hints[item.name])}
-    others = {name: {m for m in members(hint) if get_origin(m) is not Literal} for name, hint in own.items()}
-    return {name: hint for name, hint in own.items() if others[name] <= {bool, types.NoneType}}
+    chosen = {item.name: hints[item.name] for item in dataclasses.fields(settings) if words(hints[item.name])}
+    others = {name: {m for m in members(hint) if get_origin(m) is not Literal} for name, hint in chosen.items()}
+    return {name: hint for name, hint in chosen.items() if others[name] <= {bool, types.NoneType}}
 
 
 def check_choices(settings: Any, where: str = "") -> None:
@@ -57,7 +57,7 @@ def check_choices(settings: Any, where: str = "") -> None:
         if not (nothing and value is None):
             texts = [*allowed, *(("true", "false") if switch else ())]
             none = ", or null for none" if nothing else ""
-            raise UserError(f"{where}{name}={shown(value)} is unknown; use {' or '.join(texts)}{none}")
+            raise UserError(f"{where}{name} must be {' or '.join(texts)}{none}, got {shown(value)}")
 
 
 def check_range(
@@ -91,7 +91,7 @@ def check_range(
             if number not in (None, "???") and not all(
                 inside[word](number, bound) for word, bound in bounds.items() if bound is not None
             ):
-                raise UserError(f"{where}{name}={shown(value)} must be {words}")
+                raise UserError(f"{where}{name} must be {words}, got {shown(value)}")
 
 
 def user_path(text: str, setting: str) -> Path:
@@ -105,9 +105,9 @@ def user_path(text: str, setting: str) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
-        raise UserError(f"{setting}={text}: there is no such user; give the whole path") from error
+        raise UserError(f"{setting}={text}: the user does not exist; give the whole path") from error
     if len(os.fsencode(path)) > 4000 or any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise UserError(f"{setting}={text[:60]}... is longer than a path can be; a name has 255 bytes at most")
+        raise UserError(f"{setting} must be a path below 4000 bytes with names below 256 bytes, got {text[:60]}...")
     return path
 
 

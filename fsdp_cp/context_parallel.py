@@ -60,14 +60,14 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
         raise UserError(f"{type(model).__name__} is sharded already; call parallelize_context before shard_module")
-    found = read_plan(model, plan)
+    entries = read_plan(model, plan)
     if mesh.context.cp_size == 1:
         return
     _refuse_dropout(model)
     forwards = _Forwards(mesh)
     # `begin` runs before and `end` after all other hooks, so that the root's splits and gathers run between them.
     model.register_forward_pre_hook(forwards.begin, prepend=True)
-    for planned in found:
+    for planned in entries:
         if planned.embedding is not None:
             _register_embedding(planned, forwards)
         if planned.inputs or planned.outputs:
@@ -121,15 +121,15 @@ class _Forwards:
 
     def total_of(self, gather: Any, local: int, where: str) -> int:
         """Return the number of tokens in the sequence that ``gather`` gathers from ``local`` on each rank."""
-        of = getattr(gather, "of", "hidden_states")
+        source = getattr(gather, "of", "hidden_states")
         running = self._running()
         records = [running] if running is not None else records_of(self.groups)
-        totals = {t for r in records for t in ([r.totals[of]] if of in r.totals else r.totals.values())}
+        totals = {t for r in records for t in ([r.totals[source]] if source in r.totals else r.totals.values())}
         fitting = [total for total in totals if local_token_count(total, self.groups.cp_size) == local]
         if len(fitting) != 1:
             known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
             raise ValueError(
-                f"the gather of {where!r} is of {of!r}, {local} tokens on each rank, but this forward has split"
+                f"the gather of {where!r} gathers {source!r} of {local} tokens on each rank, but this forward has split"
                 f" {known}; give GatherTokens(of=...)"
             )
         return fitting[0]
@@ -184,12 +184,12 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
                 f"the context-parallel plan splits the argument {key!r} of {name!r}, which must be {wanted} or None,"
                 f" got a {type(value).__name__}"
             )
-        each = splits if isinstance(splits, tuple) else (splits,) * len(value)
-        own = [
+        splits = splits if isinstance(splits, tuple) else (splits,) * len(value)
+        shares = [
             None if x is None else apply_split(x, split, f"{key}[{i}]")
-            for i, (x, split) in enumerate(zip(value, each, strict=True))
+            for i, (x, split) in enumerate(zip(value, splits, strict=True))
         ]
-        return _outputs(value)[1](own)
+        return _outputs(value)[1](shares)
 
     def split_inputs(_module, args, kwargs):
         args, kwargs = list(args), dict(kwargs)
@@ -225,9 +225,9 @@ def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
 
     def embed_own(_module, args):
         (x,) = args
-        own, total = _own_patches(x, kernel, forwards.mesh)
+        patches, total = _own_patches(x, kernel, forwards.mesh)
         forwards.note(name, total, planned.name)
-        return own
+        return patches
 
     planned.module.register_forward_pre_hook(embed_own)
 
@@ -236,7 +236,7 @@ def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor
     """Return the rank's own patches of ``(B, C, T, H, W)``, as ``(B, C, S_local pt, ph, pw)``, and the total number."""
     sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
-        raise ValueError(f"an input of {tuple(sizes)} positions cannot be cut into patches of {kernel}")
+        raise ValueError(f"the patch size {kernel} must divide the input size {tuple(sizes)}")
     for dim in reversed(dims):
         x = x.unflatten(2 + dim, (-1, kernel[dim]))
     # (B, C, t, pt, h, ph, w, pw) to (B, C, t, h, w, pt, ph, pw)
@@ -271,7 +271,7 @@ def _register_gathers(planned: Planned, forwards: _Forwards) -> None:
 def _tensor(x: Any, name: str, index: int) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(
-            f"value {index} of what {name!r} returns is a {type(x).__name__}, not a tensor; name the sub-module whose"
+            f"output {index} of {name!r} must be a tensor, got a {type(x).__name__}; name the sub-module whose"
             " output is the tensor, or call the model with return_dict=False"
         )
     return x

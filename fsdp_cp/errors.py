@@ -35,7 +35,7 @@ def paths_of_the_user() -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith("Symlink loop"):
             raise
-        raise UserError(f"{error}: the links lead to each other; give another path") from error
+        raise UserError(f"{error}: links form a circle; give another path") from error
 
 
 def shown(value: Any) -> str:
@@ -45,6 +45,11 @@ def shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -62,9 +62,9 @@ def gathered(work: Callable[[], T]) -> list[T] | None:
     on_all_ranks(lambda: made.append(work()))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return made
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(made[0], parts)
-    return parts
+    results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(made[0], results)
+    return results
 
 
 def barrier() -> None:
@@ -198,8 +198,8 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
     # On the CPU torch first casts each whole tensor into new memory, which takes three times as long as the rest.
     pieces = [x.reshape(-1).split(_CAST_AT_A_TIME) if x.numel() > _CAST_AT_A_TIME else (x,) for x in tensors]
-    squares = torch.stack(torch._foreach_norm([piece for each in pieces for piece in each], 2, dtype=torch.float64))
-    return torch.stack([x.sum() for x in squares.square().split([len(each) for each in pieces])])
+    squares = torch.stack(torch._foreach_norm([piece for split in pieces for piece in split], 2, dtype=torch.float64))
+    return torch.stack([x.sum() for x in squares.square().split([len(split) for split in pieces])])
 
 
 def multiply_(tensors: Sequence[Tensor], factor: float) -> None:

@@ -33,7 +33,7 @@ from fsdp_cp.checkpoint.folder import (
     step_folder,
     unfinished_folders,
 )
-from fsdp_cp.checkpoint.reader import readable, reader
+from fsdp_cp.checkpoint.reader import first_failure, readable, reader
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.measure.host_memory import available_host_memory
@@ -165,13 +165,11 @@ class Checkpoints:
             raise
         self.wait()
 
-    def is_writing(self) -> bool:
-        """Return whether this rank is still writing."""
-        return self._writing is not None and not self._writing[1].done()
-
     def has_failed(self) -> bool:
         """Return whether this rank failed to write; :meth:`wait` raises the error, on all ranks."""
-        return self._writing is not None and not self.is_writing() and self._writing[1].exception() is not None
+        if self._writing is None or not self._writing[1].done():
+            return False
+        return self._writing[1].exception() is not None
 
     def _publish(self, step: int, state: str) -> None:
         """Write ``state.json``, rename the folder, and delete older checkpoints. Called last, on rank 0."""
@@ -192,15 +190,15 @@ class Checkpoints:
 
     def _fits(self, tensors: Mapping[str, Any]) -> bool:
         """Return whether a copy of its ranks' tensors fits in every host's memory. Called by all ranks."""
-        own = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
-        needed = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
+        needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         hosts = all_gather_objects((needed, available_host_memory()))
         full = [(size, room) for size, room in hosts if room is not None and size + _SPARE > room]
         if full and rank() == 0:
             size, room = full[0]
             log.warning(
-                "a copy of the checkpoint takes %.1f GB of a host's memory, but %.1f GB are free: training waits until"
-                " it is written",
+                "a copy of the checkpoint needs %.1f GB of host memory, but only %.1f GB are free; training waits while"
+                " the checkpoint is written",
                 size / 1e9,
                 room / 1e9,
             )
@@ -213,9 +211,9 @@ class Checkpoints:
         existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
-            f"the checkpoint of step {step} cannot be written to {self.folder} ({_first_line(error)}; {free / 1e9:.1f}"
-            f" GB are free there); the newest complete checkpoint is of step {newest}: make room and start the same"
-            " command again"
+            f"the checkpoint of step {step} cannot be written to {self.folder} ({first_failure(error)};"
+            f" {free / 1e9:.1f} GB free); the newest complete checkpoint is of step {newest}; make room and repeat the"
+            " command"
         )
 
 
@@ -240,14 +238,6 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error; for a failed save or load, that of the first rank that failed."""
-    if isinstance(error, CheckpointException) and error.failures:
-        failed, (cause, _) = sorted(error.failures.items())[0]
-        return f"rank {failed}: {_first_line(cause)}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks.
 
@@ -258,7 +248,7 @@ def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
     assert saved is not None, "rank 0 has answered"
     wanted = _flat(tensors)
     problems = [f"lacks {name}" for name in sorted(wanted.keys() - saved.keys())]
-    problems += [f"has {name} in addition" for name in sorted(saved.keys() - wanted.keys())]
+    problems += [f"has the unexpected {name}" for name in sorted(saved.keys() - wanted.keys())]
     problems += [
         f"has {name} as {_shape(saved[name])}, not {tuple(wanted[name].shape)}"
         for name in sorted(wanted.keys() & saved.keys())

@@ -127,9 +127,9 @@ def _mistake(planned: Planned, problem: str) -> ValueError:
 
 
 def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
-    for key, given in entry.items():
-        several = isinstance(given, (list, tuple))
-        splits = tuple(given) if several else (given,)
+    for key, value in entry.items():
+        several = isinstance(value, (list, tuple))
+        splits = tuple(value) if several else (value,)
         if not splits or not all(_has_dim(split, "split_dim") for split in splits):
             raise _mistake(planned, f"has an entry without an integer split_dim: {key!r}")
         of_output = any(split.split_output for split in splits)
@@ -142,7 +142,7 @@ def _add_splits(planned: Planned, entry: Mapping[str | int, Any]) -> None:
         table: dict[Any, Any] = planned.outputs if of_output else planned.inputs  # by positions, or by names
         if key in table:
             raise _mistake(planned, f"splits {key!r} by two keys; use one")
-        table[key] = splits if several else given
+        table[key] = splits if several else value
 
 
 def arguments(module: nn.Module) -> list[str]:

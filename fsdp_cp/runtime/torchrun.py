@@ -43,11 +43,11 @@ def write_error(message: str, callstack: str | None = None) -> None:
         return
     more = {} if callstack is None else {"py_callstack": callstack}
     about = {"message": {"message": message, "extraInfo": {**more, "timestamp": str(int(time.time()))}}}
-    part = f"{file}.part"  # torchrun removes the worker's folder
+    partial = f"{file}.part"  # torchrun removes the worker's folder
     try:
-        with open(part, "w") as stream:
+        with open(partial, "w") as stream:
             json.dump(about, stream)
-        os.replace(part, file)
+        os.replace(partial, file)
     except OSError as failure:
         print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
 
@@ -103,6 +103,6 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
                     store.set(f"fsdp_cp/welcome/{hello}", name)
                     welcomed.add(hello)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {ranks} ranks came within {timeout.total_seconds():g} s")
+            raise RuntimeError(f"only some of the {ranks} ranks connected within {timeout.total_seconds():g} s")
         time.sleep(0.02)
     return f"fsdp_cp/{name}"

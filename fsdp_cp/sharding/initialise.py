@@ -6,7 +6,7 @@ No rank holds more than its shards and one module.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_cp.rng import stream_seed
 from fsdp_cp.sharding.state import reshard
-
-
-class _Resets(Protocol):
-    def reset_parameters(self) -> object: ...
 
 
 @torch.no_grad()
@@ -69,7 +65,7 @@ def _full_values(
 ) -> dict[str, Tensor]:
     """Return new values of the module's own parameters, by their names in it."""
     # Do not use copy.copy: FSDP2's classes would construct the module again.
-    copied = object.__new__(type(module))
+    copied: Any = object.__new__(type(module))
     vars(copied).update(vars(module))
     # NaN marks parameters that stay unfilled. Without children the copy cannot change other modules' parameters.
     vars(copied)["_modules"] = {}
@@ -80,7 +76,7 @@ def _full_values(
     }
     if hasattr(copied, "reset_parameters"):
         try:
-            cast(_Resets, copied).reset_parameters()
+            copied.reset_parameters()
         except AttributeError as error:
             kind = type(module).__name__
             raise ValueError(
@@ -117,5 +113,5 @@ def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
         return
     # Find the part that this rank holds, by the method that torch.distributed.checkpoint calls.
     (chunk,) = parameter.__create_chunk_list__()
-    own = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    parameter.to_local().copy_(full[own])
+    held = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    parameter.to_local().copy_(full[held])

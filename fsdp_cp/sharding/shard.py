@@ -123,7 +123,9 @@ def checked_settings(settings: ShardSettings, device_type: str, **changes: Any) 
     effective = settings.effective()
     idle = [name for name in known if getattr(settings, name) != getattr(effective, name)]
     if idle and dist.get_rank() == 0:
-        log.warning("no effect with strategy=%s, fp8=%s: %s", settings.strategy, settings.fp8, ", ".join(idle))
+        log.warning(
+            "settings without effect under strategy=%s, fp8=%s: %s", settings.strategy, settings.fp8, ", ".join(idle)
+        )
     return effective
 
 

@@ -58,7 +58,7 @@ def _beside_the_training(folder):
             x = torch.full((257,), float(i * (dist.get_rank() + 1)))
             dist.all_reduce(x)
             sums.append(bool((x == i * 10).all()))
-        during += checkpoints.is_writing()
+        during += not checkpoints._writing[1].done()
     checkpoints.wait()
     return all(sums), published_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during
 
