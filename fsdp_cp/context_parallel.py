@@ -12,7 +12,7 @@ A module may return a tensor, a tuple or list, a mapping or a dataclass (``Model
 counts the values in order; in mappings and dataclasses it skips ``None``.
 
 Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it takes the sequence length
-from the split, in the same forward, of the argument that its ``of`` names. Attention takes the length from there too
+from the split, in the same forward, of the argument that its ``source`` names. So does attention
 (:mod:`fsdp_cp.context.sequence_lengths`).
 
 Once gathered, tokens cannot be split again in the same forward: every rank of the ``cp`` group computes the modules
@@ -121,7 +121,7 @@ class _Forwards:
 
     def total_of(self, gather: Any, local: int, where: str) -> int:
         """Return the number of tokens in the sequence that ``gather`` gathers from ``local`` on each rank."""
-        source = getattr(gather, "of", "hidden_states")
+        source = getattr(gather, "source", "hidden_states")
         running = self._running()
         records = [running] if running is not None else records_of(self.groups)
         totals = {t for r in records for t in ([r.totals[source]] if source in r.totals else r.totals.values())}
@@ -130,7 +130,7 @@ class _Forwards:
             known = "; or ".join(map(str, records)) or "nothing (call the model, not its sub-modules)"
             raise ValueError(
                 f"the gather of {where!r} gathers {source!r} of {local} tokens on each rank, but this forward has split"
-                f" {known}; give GatherTokens(of=...)"
+                f" {known}; give GatherTokens(source=...)"
             )
         return fitting[0]
 
@@ -221,7 +221,7 @@ def _register_splits(planned: Planned, forwards: _Forwards) -> None:
 
 def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
     assert isinstance(planned.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and planned.embedding is not None
-    kernel, name = tuple(planned.module.kernel_size), planned.embedding.of
+    kernel, name = tuple(planned.module.kernel_size), planned.embedding.name
 
     def embed_own(_module, args):
         (x,) = args

@@ -33,13 +33,12 @@ class SplitTokens:
 class GatherTokens:
     """Plan entry that gathers an output along ``gather_dim``: a tensor, or a value of a ModelOutput, dict or dataclass.
 
-    The split of the argument ``of`` determines the number of tokens. If no argument of this name is split, all splits
-    must have the same number of tokens.
+    The split of the argument ``source`` determines the number of tokens. If no argument of this name is split, all
+    splits must have the same number of tokens.
     """
 
     gather_dim: int
-    expected_dims: int | None = None
-    of: str = "hidden_states"
+    source: str = "hidden_states"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class EmbedOwnTokens:
     turns it into ``(B, S_local, dim)``. No rank ever holds ``(B, S, dim)``.
     """
 
-    of: str = "hidden_states"
+    name: str = "hidden_states"
     """Name of these tokens for a gather."""
 
 
