@@ -86,7 +86,7 @@ def _waits_in_vain():
         dist.all_reduce(torch.ones(3), group=mesh.cp.get_group())
     with phase("earlier"):
         barrier()
-    set_timeout(timedelta(seconds=1))
+    set_timeout(timedelta(seconds=5))
     with hangs.watch_for_hangs(lambda: "after 6 of 9 steps"):
         if dist.get_rank() != 2:
             with pytest.raises(RuntimeError), phase("outer"), phase("inner"):
@@ -94,7 +94,7 @@ def _waits_in_vain():
                 all_gather_single(torch.ones(6), torch.ones(3), mesh.dp.get_group())
         else:
             with phase("absent"):
-                time.sleep(3)
+                time.sleep(7)
     dist.barrier = lambda *_, **__: None
     return lines
 
