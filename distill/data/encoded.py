@@ -20,10 +20,9 @@ from distill.data.clips import ClipFormat, first_frame
 from distill.data.encoders import EncoderFolder, VideoCodec, check_text_tokens
 from distill.data.first_frame import ImageInput
 from distill.data.latent_cache import LatentCache
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.words import counted
 from models.roles.condition import Condition
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ import torch
 
 from distill.data.base import ClipDataset
 from fsdp_cp.choices import check_choices
-from fsdp_cp.errors import UserError
-from fsdp_cp.words import counted
+from fsdp_cp.errors import UserError, counted
 
 Shape = tuple[int, ...]
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -31,12 +31,11 @@ from distill.report.media import contact_sheet, write_mp4
 from distill.report.verdict import ReportRow
 from distill.report.write import report_picture, write_report
 from distill.train.metrics import MetricsLog
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, counted, duration
 from fsdp_cp.launch import rank
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import barrier, on_all_ranks
 from fsdp_cp.runtime.progress import progress
-from fsdp_cp.words import counted, duration
 from models.files.export_folder import export_scheduler
 from models.roles.condition import has_image
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from distill.run.setup import RunPlan
 from fsdp_cp.measure.attributed import AttributedStorages
 from fsdp_cp.measure.phases import phase_now
-from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
+from fsdp_cp.measure.sharding_allocations import watch_allocations
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
@@ -67,31 +67,23 @@ class WatchedRole(Role):
             return super()._outputs(network, x, t, condition, depth)
 
 
-class WatchedSharding(ShardingMemory):
-    """Counter of FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
+def watch_sharding(role: WatchedRole, storages: AttributedStorages) -> AbstractContextManager:
+    """Label FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
+    pool = pool_at(role.network)
 
-    def __init__(self, role: WatchedRole, storages: AttributedStorages):
-        super().__init__(role.network)
-        self.role, self.storages = role, storages
-
-    def __enter__(self) -> ShardingMemory:
-        super().__enter__()
-        for output in gathered_outputs(self.networks):
-            self.storages.relabel(output, (self.role.holder, "gathered"))
-        return self
-
-    def _add(self, kind: str, tensor: Tensor | None) -> None:
-        pool = pool_at(self.role.network)
-        if tensor is None or (pool is not None and pool.owns(local_shard(tensor))):
+    def label(kind: str, tensor: Tensor) -> None:
+        if pool is not None and pool.owns(local_shard(tensor)):
             return
         # A DTensor is a shard's final gradient, which FSDP2 has moved to the host. A plain tensor is the output of the
         # reduction, still on the device.
-        moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
-        kind, holder = _SHARDING_KINDS[kind], self.role.holder
-        if self.role.networks[0].adapters and kind != "gathered":
-            assert isinstance(self.storages.label, tuple)
-            holder = self.storages.label[0]
-        self.storages.relabel(tensor, (holder, HOST if moved else kind))
+        moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(role)
+        kind, holder = _SHARDING_KINDS[kind], role.holder
+        if role.networks[0].adapters and kind != "gathered":
+            assert isinstance(storages.label, tuple)
+            holder = storages.label[0]
+        storages.relabel(tensor, (holder, HOST if moved else kind))
+
+    return watch_allocations(role.network, label)
 
 
 def is_offloaded(role: Role) -> bool:

@@ -20,14 +20,14 @@ from torch import Tensor
 from distill.config import Config
 from distill.methods import Batch, Method, build_method
 from distill.methods.common.observations import Observations
-from distill.planning.roles import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
+from distill.planning.roles import HOST, Shapes, build_watched, is_offloaded, watch_sharding
 from distill.run.setup import RunPlan
 from distill.train.gradients import accumulate_gradients
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.phases import phase, phase_now
-from fsdp_cp.measure.sharding_memory import has_run
+from fsdp_cp.measure.sharding_allocations import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.reduce import grad_square, scale_grads
@@ -163,7 +163,7 @@ def run_steps(
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
                     if has_run(role.network):  # FSDP2 has state to watch only after a first forward
-                        stack.enter_context(WatchedSharding(role, storages))
+                        stack.enter_context(watch_sharding(role, storages))
                 storages.reset_peaks()
                 resting = {label: size for label, size in storages.by.items() if size}
                 costs = {name: run.cost(steps, every_micro_batch) for name, steps in chosen.items()}

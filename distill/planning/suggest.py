@@ -34,10 +34,9 @@ from distill.planning.command import (
 from distill.planning.prediction import GIB
 from distill.report.media import atomic_path
 from distill.run.setup import has_adapters, plan_run, world_of
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.runtime.progress import progress
-from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import numpy as np
 from distill.report.charts import values
 from distill.run.folder import LOG, STARTS
 from distill.run.json_lines import finite_number, read_objects
-from fsdp_cp.words import counted
+from fsdp_cp.errors import counted
 
 if TYPE_CHECKING:
     from distill.config import Config

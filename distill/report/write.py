@@ -26,7 +26,7 @@ from distill.report.page import page
 from distill.report.troubles import troubles
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
 from distill.run.folder import STARTS
-from fsdp_cp.words import counted
+from fsdp_cp.errors import counted
 
 log = logging.getLogger(__name__)
 

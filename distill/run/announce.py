@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from distill.config import Config
+from fsdp_cp.errors import counted
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
 from fsdp_cp.sharding.shard import settings_of
-from fsdp_cp.words import counted
 from models.roles.role import EXPERTS, Role
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import shutil
 
 from distill.config import Config
 from distill.run.setup import RunPlan
-from fsdp_cp.checkpoint.save_load import published_steps
+from fsdp_cp.checkpoint.folder import published_steps
 from fsdp_cp.errors import UserError
 
 _ADAM = 8

@@ -11,10 +11,10 @@ from distill.run.announce import batch_in_words
 from distill.run.disk_space import check_disk
 from distill.run.resume_checks import check_resume, find_sources
 from distill.run.setup import RunPlan, world_of
-from fsdp_cp.checkpoint.save_load import find_resume, read_state
+from fsdp_cp.checkpoint.folder import find_resume, read_state
+from fsdp_cp.errors import counted
 from fsdp_cp.launch import rank
 from fsdp_cp.sequence import local_token_count
-from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
 

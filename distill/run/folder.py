@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from distill.config import Config
 from distill.report.media import atomic_path
-from fsdp_cp.checkpoint.save_load import published_steps
+from fsdp_cp.checkpoint.folder import published_steps
 from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.memory import resident_at_start

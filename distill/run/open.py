@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,15 +14,15 @@ import torch
 
 from distill.config import Config
 from distill.run.disk_space import check_disk
-from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, same_command, start_run
+from distill.run.folder import command_line, held_run_dir, recorded_end, resume_setting, start_run
 from distill.run.loggers import log_in
 from distill.run.resume_checks import check_resume, find_sources
 from distill.run.setup import RunPlan, device_of
-from fsdp_cp.checkpoint.save_load import find_resume, published_steps, read_state, refuse_overtaken, step_folder
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, read_state, refuse_overtaken
 from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank, refuse_separate_worlds
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
-from fsdp_cp.runtime.hangs import report_hang, watch_for_hangs
+from fsdp_cp.runtime.hangs import watch_for_hangs
 
 
 def open_device(config: Config) -> torch.device:
@@ -71,28 +71,13 @@ class Run:
             step: number of steps done so far.
         """
         run_dir = self.plan.run_dir
-        start_run(self.config, run_dir, resume_from=self.resume_from, step=step(), command=self.command)
-        with recorded_end(run_dir), self._reported_hangs(step):
-            yield
-
-    @contextmanager
-    def _reported_hangs(self, step: Callable[[], int]) -> Iterator[None]:
-        """Report a collective that timed out, with the step and the command that resumes."""
-        on_nccl, run_dir = self.device.type == "cuda", self.plan.run_dir
         # Keep the user's own setting, also under its older name.
-        if on_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        if self.device.type == "cuda" and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.resolve() / "flight_recorder_"))
-        try:
-            with watch_for_hangs() if on_nccl else nullcontext():
-                yield
-        except Exception as error:
-            done, steps, saved = step(), self.config.steps, published_steps(run_dir / "checkpoints")
-            place = f"in step {done + 1} of {steps}" if done < steps else "after the last step"
-            advice = "there is no checkpoint yet: the same command starts from scratch"
-            if saved:
-                advice = f"{same_command(self.config)} resumes from {step_folder(run_dir, saved[-1]).name}"
-            report_hang(error, step=place, advice=advice)
-            raise
+
+        start_run(self.config, run_dir, resume_from=self.resume_from, step=step(), command=self.command)
+        with recorded_end(run_dir), watch_for_hangs(lambda: f"after {step()} of {self.config.steps} steps"):
+            yield
 
 
 @contextmanager

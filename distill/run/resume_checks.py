@@ -11,7 +11,7 @@ from typing import Any
 
 from distill.config import Config
 from distill.methods import METHODS
-from fsdp_cp.checkpoint.save_load import read_state
+from fsdp_cp.checkpoint.folder import read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from models.files.checkpoint_files import defining, fingerprint, fingerprint_of

@@ -20,11 +20,10 @@ from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
 from distill.sweep.points import check_points, parse_words
 from distill.sweep.results import write_csv, write_picture
-from fsdp_cp.errors import UserError
+from fsdp_cp.choices import user_path
+from fsdp_cp.errors import UserError, counted
 from fsdp_cp.launch import exit_code
-from fsdp_cp.paths import user_path
 from fsdp_cp.runtime.signals import Stopped, StopSignal
-from fsdp_cp.words import counted
 
 USAGE = """\
 python -m distill.sweep [OPTIONS] experiment=NAME [key=value ...] key=A,B ...

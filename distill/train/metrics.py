@@ -18,8 +18,7 @@ from PIL import Image
 
 from distill.config import LogSettings
 from distill.run.loggers import Clips, open_services
-from fsdp_cp.errors import UserError
-from fsdp_cp.words import duration
+from fsdp_cp.errors import UserError, duration
 
 MEASURES = "samples/measures.jsonl"
 """File in the run directory with one line per set of samples."""

@@ -30,7 +30,8 @@ from distill.train.gradients import Losses, accumulate_gradients
 from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
 from distill.train.profiling import StepProfiler
 from distill.train.trained import Trained, averaged, build_trained
-from fsdp_cp.checkpoint.save_load import Checkpoints, branch_name, leave_branch, load, read_state
+from fsdp_cp.checkpoint.folder import branch_name, leave_branch, read_state
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.diagnostics import first_non_finite
@@ -38,7 +39,7 @@ from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_pea
 from fsdp_cp.measure.phases import PhaseTimes, phase
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, local_shard, on_all_ranks
-from fsdp_cp.rng import DrawsAhead, StepRandom
+from fsdp_cp.rng import StepRandom
 from fsdp_cp.runtime.progress import announced, bar
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.runtime.timeouts import long_timeout, shorten
@@ -85,8 +86,6 @@ class Trainer:
             training_data=self.training_data,
             micro_batch_size=micro_batch_size,
         )
-        # CUDA only: on the CPU, the thread that draws ahead would take cores from the step itself.
-        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
         # State that checkpoints save and restore, in addition to the networks in ``trained``.
         self.step = 0
         self.samples = 0
@@ -289,8 +288,6 @@ class Trainer:
         name = self.method.trained_role(self.step)
         for role in self.method.roles.values():
             role.flops = 0
-        if self.draws is not None:
-            self.draws.begin(self.step, name, self.method.trained_role(self.step + 1))
         with PhaseTimes(self.device) as times:
             self.method.roles[self.method.first_role(self.step)].gather_early()
             with phase("data"):
@@ -340,7 +337,6 @@ class Trainer:
                 positions=batching.positions(i),
                 part=batching.part(i),
                 device=self.device,
-                ahead=self.draws,
             )
 
         share = batching.micro_batch_size / self.config.batch_size

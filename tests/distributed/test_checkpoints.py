@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_cp.checkpoint import save_load as checkpoint
-from fsdp_cp.checkpoint.save_load import Checkpoints, find_resume, load, published_steps, step_folder
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.runtime.timeouts import set_timeout, timeout_of
 
 SHAPE = (1027, 513)  # rows that neither 3 nor 4 ranks divide
@@ -65,7 +66,7 @@ def _beside_the_training(folder):
             dist.all_reduce(x)
             sums.append(bool((x == i * 10).all()))
             if i == 25:
-                during += checkpoints.is_writing()
+                during += not checkpoints._writing[1].done()
                 HALFWAY.set()
         checkpoints.wait()
     return all(sums), published_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from fsdp_cp.checkpoint.save_load import step_folder
+from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 from models.lora.settings import LoraSettings

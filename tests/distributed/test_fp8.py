@@ -92,7 +92,7 @@ def test_adapters_on_an_fp8_base(pools, checkpoints):
 def _fp8_layers_with_adapters(folder):
     setup = Setup(lora=LORA, cp=2, precision="bf16", changes={"all": GATHER})
     network = make_trainer(setup, folder, make_config(setup, folder)).roles["student"].network
-    fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Fp8Linear"]
+    fp8 = [name for name, module in network.named_modules() if type(module).__name__ == "Float8Linear"]
     return sum("lora_" in name for name in fp8), len(fp8)
 
 
@@ -175,7 +175,7 @@ def test_weights_are_what_they_are_without(pools, checkpoints, trainable):
 def _gathered_bytes(folder, settings):
     """Return all-gathered and all-reduced bytes of one forward, and elements of fp8 layers' weights."""
     role, inputs = _role(folder, **settings)
-    layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Fp8Linear"]
+    layers = [m for m in role.network.modules() if isinstance(m, nn.Linear) and type(m).__name__ == "Float8Linear"]
     elements = sum(layer.weight.numel() for layer in layers)
     with torch.no_grad():
         role.velocity(*inputs)  # a first forward settles what is gathered ahead

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.sharding_memory import ShardingMemory
 from distill.methods.dmd2 import Dmd2Settings
-from fsdp_cp.measure.sharding_memory import ShardingMemory
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from models.additions.gan_head import gan_head_of
 from models.roles.condition import text_condition

@@ -8,10 +8,10 @@ from torch import nn
 from distill.config import OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, materialise, microbatch, shard_module
-from fsdp_cp.checkpoint.save_load import Checkpoints, load, step_folder
-from fsdp_cp.reduce import full_tensor
+from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
+from fsdp_cp.reduce import full_tensor, local_shards
 from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.sharding.tensor_lists import local_shards
 from models.families.wan import Wan
 from models.roles.ema import Ema
 from models.roles.network import Network

@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from benchmarks.sharding_memory import storage_bytes
 from distill.train.trainer import Trainer
-from fsdp_cp.measure.sharding_memory import storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from models.lora.settings import LoraSettings
 from tests.oracles.runs import Setup, make_config

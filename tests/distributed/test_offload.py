@@ -14,7 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from distill.config import EmaSettings, OptimizerSettings
 from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint.save_load import Checkpoints, load, step_folder
+from fsdp_cp.checkpoint.folder import step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.launch import process_group
 from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings

@@ -166,7 +166,7 @@ def _embed_own(index):
     mesh = build_mesh(cp=4)
     model, x = _conv_and_input(index)
     x.requires_grad_()
-    parallelize_context(model, mesh=mesh, plan={"embed": EmbedOwnTokens(of="x"), "head": GatherTokens(1, of="x")})
+    parallelize_context(model, mesh=mesh, plan={"embed": EmbedOwnTokens(name="x"), "head": GatherTokens(1, source="x")})
     out = model(x)
     out.sin().sum().backward()
     return out.detach(), x.grad, model.embed.weight.grad

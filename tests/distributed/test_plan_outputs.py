@@ -116,7 +116,10 @@ def _refused():
         (lambda x: {"sample": x, "features": x}, 1),
     ):
         model = Odd(output)
-        plan = {"block": {"input": SplitTokens(split_dim=1)}, "": [GatherTokens(gather_dim=1, of="input")] * gathers}
+        plan = {
+            "block": {"input": SplitTokens(split_dim=1)},
+            "": [GatherTokens(gather_dim=1, source="input")] * gathers,
+        }
         parallelize_context(model, mesh=mesh, plan=plan)
         with pytest.raises(ValueError):
             model(torch.zeros(1, TOKENS, 2))

@@ -13,7 +13,7 @@ import torch
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
 from distill.train.profiling import StepProfiler
-from fsdp_cp.checkpoint.save_load import step_folder
+from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.runtime.signals import Stopped, StopSignal
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer

@@ -9,7 +9,7 @@ import torch
 
 from distill.config import EmaSettings
 from distill.run.resume_checks import check_resume
-from fsdp_cp.checkpoint.save_load import published_steps, step_folder
+from fsdp_cp.checkpoint.folder import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.measure.memory import LiveStorages
-from fsdp_cp.measure.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp.sharding.state import reshard
 
 WORLD, BLOCKS, DIM = 4, 5, 46  # 46 is no multiple of 4: shards are padded

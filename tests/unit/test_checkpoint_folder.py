@@ -8,16 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from fsdp_cp.checkpoint.folder import find_checkpoint, find_resume, published_steps, refuse_overtaken, step_folder
 from fsdp_cp.checkpoint.reader import _Unpickler, reader
-from fsdp_cp.checkpoint.save_load import (
-    Checkpoints,
-    find_checkpoint,
-    find_resume,
-    load,
-    published_steps,
-    refuse_overtaken,
-    step_folder,
-)
+from fsdp_cp.checkpoint.save_load import Checkpoints, load
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
 from fsdp_cp.runtime.signals import Stopped

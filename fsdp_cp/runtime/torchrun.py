@@ -1,13 +1,60 @@
-"""Store of torchrun's agent, with a separate part for each start of the ranks."""
+"""Files and stores that torchrun shares with its workers: the error file, and the store through which ranks meet."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
+import traceback
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def recorded(main: Callable[P, T]) -> Callable[P, T | None]:
+    """Wrap ``main`` in torch's ``record``, so that torchrun's summary ends with the exception that ``main`` raises.
+
+    The wrapper returns ``None`` after ``sys.exit(0)``.
+
+    torch's handler writes the file piece by piece. If another worker has died, torchrun may send this one SIGTERM in
+    between. It then reads an incomplete file and fails with JSONDecodeError instead of restarting (``--max-restarts``).
+    """
+    return record(main, _AtomicHandler())
+
+
+def write_error(message: str, callstack: str | None = None) -> None:
+    """Write the error file if torchrun requests one (``TORCHELASTIC_ERROR_FILE``).
+
+    Args:
+        message: one line.
+        callstack: traceback, which torchrun shows instead of the message.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    more = {} if callstack is None else {"py_callstack": callstack}
+    about = {"message": {"message": message, "extraInfo": {**more, "timestamp": str(int(time.time()))}}}
+    partial = f"{file}.part"  # torchrun removes the worker's folder
+    try:
+        with open(partial, "w") as stream:
+            json.dump(about, stream)
+        os.replace(partial, file)
+    except OSError as failure:
+        print(f"torchrun's error file {file} cannot be written ({failure.strerror})", file=sys.stderr)
+
+
+class _AtomicHandler(ErrorHandler):
+    def record_exception(self, e: BaseException) -> None:
+        write_error(f"{type(e).__name__}: {e}", traceback.format_exc())
 
 
 def own_part(timeout: timedelta) -> dist.Store | None:
@@ -56,6 +103,6 @@ def agree(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
                     store.set(f"fsdp_cp/welcome/{hello}", name)
                     welcomed.add(hello)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {ranks} ranks came within {timeout.total_seconds():g} s")
+            raise RuntimeError(f"only some of the {ranks} ranks connected within {timeout.total_seconds():g} s")
         time.sleep(0.02)
     return f"fsdp_cp/{name}"
