@@ -145,7 +145,7 @@ def measure(case: Case, tensors: AbstractContextManager | None = None) -> Measur
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
     made = run_steps(config, plan, shapes, tensors or nullcontext(), every_micro_batch=True)
-    return Measured(made, predict_from(config, plan, made, plan.roles[0].tokens(*shapes), None).flops_per_step)
+    return Measured(made, predict_from(config, plan, made, None).flops_per_step)
 
 
 def parameters_of(case: Case) -> int:

@@ -61,7 +61,7 @@ def planned(world: int, shard: int | None, clip: str, more: Sequence[str] = ()) 
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
     simulation = simulate_any_depth(config, plan, shapes)
-    return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), None)
+    return predict(config, plan, simulation, None)
 
 
 def with_replicas(two: Prediction, replicas: int) -> Prediction:

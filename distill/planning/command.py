@@ -95,7 +95,7 @@ def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: b
     """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
     simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda", at_once=at_once)
-    return predict(config, plan, simulation, plan.roles[0].tokens(*shapes), hardware, encoder_peaks(config, shapes))
+    return predict(config, plan, simulation, hardware, encoder_peaks(config, shapes))
 
 
 def as_planned(config: Config) -> Config:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
 from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, Prediction, hardware_names
 from distill.planning.roles import KINDS
+from distill.report.page import render
 
 _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#7a6a8f")
 """Color of each kind of memory."""
@@ -66,8 +65,9 @@ def page(plan: Prediction, command: str) -> str:
     """
     costs = plan.simulation.steps
     at_peak = sorted(plan.peaks[plan.peak_phase].by.items(), key=lambda item: -item[1])
-    environment = Environment(loader=PackageLoader("distill.planning", ""), autoescape=True)
-    return environment.get_template("plan.html").render(
+    return render(
+        "plan.html.j2",
+        title="Predicted needs of this run",
         plan=plan,
         command=command,
         verdict=verdict(plan),

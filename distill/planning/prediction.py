@@ -207,7 +207,6 @@ def predict(
     config: Config,
     plan: RunPlan,
     simulation: Simulation,
-    tokens: int,
     hardware: Hardware | None,
     encoders: Mapping[str, Peak] | None = None,
 ) -> Prediction:
@@ -217,7 +216,6 @@ def predict(
         config: the checked configuration.
         plan: plan of the same run.
         simulation: simulated steps of the same run.
-        tokens: tokens of a sample.
         hardware: GPU of each rank; ``None`` leaves out time and cost.
         encoders: result of :func:`distill.planning.encoders.encoder_peaks`; ``None`` leaves the encoders out.
     """
@@ -229,7 +227,7 @@ def predict(
         seconds = {name: _seconds(simulation, name, plan, hardware) for name in simulation.steps}
     return Prediction(
         mesh=plan.mesh,
-        tokens=tokens,
+        tokens=plan.tokens,
         simulation=simulation,
         peaks=_all_peaks(simulation, plan.mesh.cp, encoders or {}),
         staging_gib=_staging(config, plan, simulation) / GIB,

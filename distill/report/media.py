@@ -110,23 +110,6 @@ def picture_bytes(picture: np.ndarray, format: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
-def gif_bytes(clip: np.ndarray, fps: float) -> tuple[bytes, tuple[int, int]]:
-    """Return one clip (T, H, W, 3) as a GIF that loops forever, and its size (height, width) in pixels.
-
-    The longer side has at most about 320 pixels: a GIF of 480 x 832 pixels and 81 frames would have tens of MB. Each
-    frame has its own 256 colors. GIF counts time in hundredths of a second, and players replace less than two of them
-    by ten. So a frame lasts at least two, and rounding keeps the total time right.
-    """
-    height, width = clip.shape[1:3]
-    height, width = fitted_size(height, width, target=320 * width // max(height, width))
-    frames = [Image.fromarray(frame).quantize(256) for frame in resize(clip, height, width)]
-    ends = [round(100 * (i + 1) / fps) for i in range(len(frames))]
-    durations = [10 * max(2, end - start) for start, end in zip([0, *ends], ends, strict=False)]
-    buffer, rest = io.BytesIO(), {"append_images": frames[1:], "duration": durations}
-    frames[0].save(buffer, "GIF", save_all=True, loop=0, disposal=1, optimize=False, **rest)
-    return buffer.getvalue(), (height, width)
-
-
 def contact_sheet(
     path: str | os.PathLike[str],
     rows: Sequence[tuple[str, np.ndarray]],

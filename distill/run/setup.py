@@ -48,6 +48,10 @@ class RunPlan:
     heads: int
     """Greatest common divisor of the query and key/value head counts of all roles, which share the mesh."""
     mesh: MeshShape
+    latent_shape: LatentShape
+    """Shape ``(C, T, H, W)`` of a sample's latents."""
+    tokens: int
+    """Number of tokens of a sample."""
     micro_batch_size: int
     """Samples per data-parallel rank and forward."""
 
@@ -113,7 +117,7 @@ def plan_run(
     if len(patches) > 1:
         raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
     shapes = shapes or config.data.sample_shapes()
-    assert len({role.tokens(*shapes) for role in roles}) == 1
+    (tokens,) = {role.tokens(*shapes) for role in roles}
     heads = math.gcd(*(role.family.heads(role.config) for role in roles))
     sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
     shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
@@ -127,6 +131,8 @@ def plan_run(
         roles=roles,
         heads=heads,
         mesh=shape,
+        latent_shape=shapes[0],
+        tokens=tokens,
         micro_batch_size=micro_batch_size(config, shape.dp),
     )
 

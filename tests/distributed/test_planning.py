@@ -131,7 +131,7 @@ def test_one_rank_stages_all_that_trains():
         network = WanTransformer3DModel(**plan.roles[1].config)
     # fp32: the student's weights, two moments and average; the fake score's weights and moments; both's rotary tables.
     weights, tables = (sum(x.nbytes for x in each) for each in (network.parameters(), network.buffers()))
-    staged = predict(config, plan, found, tokens=1, hardware=None).staging_gib * 2**30
+    staged = predict(config, plan, found, hardware=None).staging_gib * 2**30
     assert staged == pytest.approx((4 + 3) * weights + 2 * tables, rel=1e-3)
 
 

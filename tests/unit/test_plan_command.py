@@ -100,7 +100,7 @@ def seconds_of(sent, *words, world=16, copied=0.0):
     config, shapes, run = planned(f"world={world}", *words)
     found = simulation(config, run, shapes)
     found.steps["student"] = StepCost(flops=1.0, sent=sent, copied=copied)
-    return predict(config, run, found, 32760, load_hardware("h20"), {}).seconds["student"]
+    return predict(config, run, found, load_hardware("h20"), {}).seconds["student"]
 
 
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
@@ -146,7 +146,7 @@ def test_samples_after_the_last_step_are_not_the_trainings():
         sampled = replace(config, sample=replace(config.sample, every=every))
         made = simulation(sampled, run, shapes)
         made.peaks["sample/student"] = Peak(50 * GIB, {("student", "activations"): 50 * GIB})
-        found[every] = predict(sampled, run, made, 32760, load_hardware("h20"), ENCODERS)
+        found[every] = predict(sampled, run, made, load_hardware("h20"), ENCODERS)
     assert found[10].allocated_gib == 50 > found[0].allocated_gib
     assert found[0].most_gib == found[10].most_gib == 50, "the device must hold them all the same"
 

@@ -120,7 +120,6 @@ def test_page_has_every_row_with_its_pictures(run):
         assert row["name"] in text
         for caption in CAPTIONS:  # the parser unescapes
             assert f"{row['name']}: {caption}" in alts
-            assert f"frames of {row['name']}: {caption}" in alts
 
 
 def test_numbers_of_page_and_json_agree(run):
