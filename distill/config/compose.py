@@ -135,7 +135,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
     try:
         override = OverridesParser.create().parse_override(in_grammar(key, value, setting))
         if override.is_sweep_override():
-            raise UserError(f"{short(word)} stands for several values; use python -m distill.sweep to run each of them")
+            raise UserError(f"{short(word)} has several values; use python -m distill.sweep to run each of them")
         # An architecture replaces the recipe's instead of merging: keys of another network would be wrong.
         merge = not key.endswith(".architecture")
         OmegaConf.update(composed, key, override.value(), merge=merge, force_add=True)

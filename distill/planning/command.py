@@ -60,9 +60,9 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
         log.info(line)
     content = {"made_by": MADE_BY, **prediction.as_json()}
     for name, text in ((FILE, json.dumps(content, indent=1) + "\n"), (PAGE, page(prediction, shlex.join(command)))):
-        with atomic_path(plan.run_dir / name) as part:
-            part.write_text(text)
-    log.info("written to %s and %s", plan.run_dir / FILE, PAGE)
+        with atomic_path(plan.run_dir / name) as temporary:
+            temporary.write_text(text)
+    log.info("wrote %s and %s", plan.run_dir / FILE, PAGE)
 
 
 def require_plannable(config: Config) -> None:
@@ -73,7 +73,8 @@ def require_plannable(config: Config) -> None:
     """
     if world_size() > 1:
         raise UserError(
-            f"plan={str(config.plan).lower()} is one process; start it without torchrun, with world={world_size()}"
+            f"plan={str(config.plan).lower()} must run in one process; start it without torchrun, with"
+            f" world={world_size()}"
         )
     if config.planning.hardware is not None:
         load_hardware(config.planning.hardware)

@@ -90,14 +90,14 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     encoder's is ``{}`` if the condition has no image features.
     """
     (channels, *_), condition_shapes = shapes
-    parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
+    names = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
     if config.data.encoders is None:
         released = family_of(config.student.family, "student").planning.encoders(channels)
-        found = [dict(settings) for settings in released.values()]
+        configs = [dict(settings) for settings in released.values()]
     else:
         folder = Path(find_shipped(config.data.encoders))
-        found = [json.loads((folder / part / "config.json").read_text()) for part in parts]
-    text, vae, image = [*found[: len(parts)], {}][:3]
+        configs = [json.loads((folder / name / "config.json").read_text()) for name in names]
+    text, vae, image = [*configs[: len(names)], {}][:3]
     return text, vae, image
 
 

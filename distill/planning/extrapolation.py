@@ -56,19 +56,19 @@ def simulate_any_depth(
     def line(a: float, b: float) -> float:
         return a + share * (b - a)
 
-    def each(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
+    def at_depth(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, int]:
         return {key: max(0, round(line(a.get(key, 0), b.get(key, 0)))) for key in {**a, **b}}
 
     def peak(a: Peak, b: Peak) -> Peak:
-        by = each(a.by, b.by)
+        by = at_depth(a.by, b.by)
         return Peak(sum(by.values()), by)
 
     def cost(a: StepCost, b: StepCost) -> StepCost:
         numbers = {f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.name != "sent"}
-        return StepCost(**numbers, sent=Counter(each(a.sent, b.sent)))
+        return StepCost(**numbers, sent=Counter(at_depth(a.sent, b.sent)))
 
     return Simulation(
-        resting=each(few.resting, more.resting),
+        resting=at_depth(few.resting, more.resting),
         peaks={name: peak(few.peaks[name], more.peaks[name]) for name in few.peaks},
         steps={name: cost(few.steps[name], more.steps[name]) for name in few.steps},
         host=peak(few.host, more.host),

@@ -89,8 +89,8 @@ class Prediction:
     @property
     def roles(self) -> list[str]:
         """Names of the roles that hold memory, data and encoders included."""
-        found = {role for peak in self.peaks.values() for role, _ in peak.by}
-        return [role for role in ("teacher", "student", "fake", "data", "encoders") if role in found]
+        holders = {role for peak in self.peaks.values() for role, _ in peak.by}
+        return [role for role in ("teacher", "student", "fake", "data", "encoders") if role in holders]
 
     @property
     def allocated_gib(self) -> float:
@@ -282,7 +282,7 @@ def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardwar
         "mesh_ring": mesh.cp,
         "mesh_cp": mesh.cp,
         "mesh_dp_shard_cp": mesh.dp_shard * mesh.cp,
-        **{f"mesh_shard_{n}": n for n in (each.sharding.shard_ranks for each in plan.roles) if n is not None},
+        **{f"mesh_shard_{n}": n for n in (role_plan.sharding.shard_ranks for role_plan in plan.roles) if n is not None},
     }
     overlapped = exposed = 0.0
     for (kind, group), size in cost.sent.items():

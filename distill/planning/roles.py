@@ -127,16 +127,16 @@ def build_watched(
             for i in order
         )
         # A shared base counts for the role without adapters, if any.
-        holder = next((each.name for each in group if each.lora is None), group[0].name)
-        for each in group:
-            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
+        holder = next((role_plan.name for role_plan in group if role_plan.lora is None), group[0].name)
+        for role_plan in group:
+            role = WatchedRole(name=role_plan.name, networks=(network,), trainable=role_plan.name in trained)
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
-            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
-            roles[each.name] = role
+            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if role_plan.name in trained_of[i])
+            roles[role_plan.name] = role
         with tensors, storages:
             for one in (network, *idle):
                 _allocate(one, holder, group, storages)
-    return {each.name: roles[each.name] for each in plan.roles}
+    return {role_plan.name: roles[role_plan.name] for role_plan in plan.roles}
 
 
 def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:

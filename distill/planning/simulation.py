@@ -179,7 +179,9 @@ def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[boo
     which buffers are alive at the same time. A pool's memory counts for the first role that uses it.
     """
     networks = {name: role.network for name, role in method.roles.items()}
-    pools = {id(pool): (name, pool) for name, each in reversed(networks.items()) if (pool := pool_at(each)) is not None}
+    pools = {
+        id(pool): (name, pool) for name, network in reversed(networks.items()) if (pool := pool_at(network)) is not None
+    }
     for _, pool in pools.values():
         pool.put_off = True
     yield bool(pools)

@@ -83,7 +83,7 @@ class Outcome:
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
 
-    ``suggestions.json`` is written after each candidate, and an interrupted search is resumed from it.
+    ``suggestions.json`` has the same at the end.
 
     Args:
         config: the checked configuration of ``overrides``.
@@ -94,7 +94,9 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     """
     require_plannable(config)
     if config.planning.hardware is None:
-        raise UserError("plan=suggest must know the GPU; use planning.hardware=h20, or another of configs/hardware")
+        raise UserError(
+            "plan=suggest needs planning.hardware; use planning.hardware=h20, or another in configs/hardware"
+        )
     folder = Path(config.run_dir)
     prepare_folder(folder, SUGGESTIONS)
     typed = [word for word in overrides if not word.startswith("plan=")]
@@ -115,9 +117,11 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
     for line in in_words(outcomes, typed):
         log.info(line)
     candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
-    with atomic_path(folder / SUGGESTIONS) as part:
-        part.write_text(json.dumps({"made_by": MADE_BY, "words": typed, "candidates": candidates}, indent=1) + "\n")
-    log.info("written to %s", folder / SUGGESTIONS)
+    with atomic_path(folder / SUGGESTIONS) as temporary:
+        temporary.write_text(
+            json.dumps({"made_by": MADE_BY, "words": typed, "candidates": candidates}, indent=1) + "\n"
+        )
+    log.info("wrote %s", folder / SUGGESTIONS)
 
 
 def plan_all(candidates: Sequence[Words], plan: Callable[[Words], Outcome], pool: Executor) -> list[Outcome]:
@@ -182,7 +186,7 @@ class Axes:
             cp=cp,
             mesh=mesh,
             checkpointing=tuple(
-                dict.fromkeys(words("activation_checkpointing", how) for how in ("none", "selective", "full"))
+                dict.fromkeys(words("activation_checkpointing", kind) for kind in ("none", "selective", "full"))
             ),
             micro_batches=tuple(
                 (f"micro_batch_size={n}",) for n in larger if has_free_batch and config.batch_size % n == 0

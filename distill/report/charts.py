@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +35,7 @@ _STYLE = {
 }
 # Restrict characters and lengths: keys of a damaged file would otherwise appear in the page as titles.
 _CURVE = re.compile(r"[\w.]{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
-_TIME_BIN = re.compile(r"(?P<role>\w+)/\w+/t\d\.\d+", re.ASCII)
+_TIME_BIN = re.compile(r"/t\d\.\d+$", re.ASCII)
 _LARGEST = 1e100
 """Limit to which drawn values are clipped, since matplotlib's margins around 1e308 overflow."""
 _LONGEST_WINDOW = 1000
@@ -76,25 +75,19 @@ def values(records: Sequence[Mapping], key: str) -> list[float]:
 def curves(records: Sequence[Mapping]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return (steps, values) in fp64 of losses, gradient norms, rates and speed, by key ("student/loss"), in order.
 
-    A step without the key (another role trained) is not a point of the curve. An empty time bin (a null
-    "ROLE/loss/t0.25" at a step whose "ROLE/loss" is finite) is not one either. All other non-finite values are NaN.
+    A step without the key (another role trained) is not a point of the curve. Nor is a null of a time bin
+    ("ROLE/loss/t0.25"), into which no sample fell. All other non-finite values are NaN.
     """
     keys = sorted(filter(_CURVE.fullmatch, {key for record in records for key in record}), key=_drawing_order)
     result = {}
     for key in keys:
-        shown = [record for record in records if key in record and not _is_empty_bin(record, key)]
+        shown = [
+            record for record in records if key in record and (record[key] is not None or not _TIME_BIN.search(key))
+        ]
         if shown:
             steps = np.array([record["step"] for record in shown], dtype=float)
             result[key] = steps, np.array(values(shown, key))
     return result
-
-
-def _is_empty_bin(record: Mapping, key: str) -> bool:
-    """Return whether no sample of the step fell into the time bin: it is null although the total loss is finite."""
-    if record[key] is not None:
-        return False
-    time_bin = _TIME_BIN.fullmatch(key)
-    return time_bin is not None and math.isfinite(finite_number(record.get(f"{time_bin['role']}/loss")))
 
 
 def _drawing_order(key: str) -> tuple:

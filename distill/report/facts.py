@@ -1,4 +1,4 @@
-"""Facts of a run for its report: its starts and files, and medians of its metrics."""
+"""Facts of a run for its report: its starts, and medians of its metrics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 
 from distill.report.charts import values
-from distill.run.folder import LOG, STARTS
 from distill.run.json_lines import finite_number, read_objects
-
-FILES = ("export/", "samples/", "checkpoints/", "metrics.jsonl", "norms.jsonl", "config.yaml", STARTS, LOG)
-FILES += ("report.json", "report.png", "tensorboard/", "previous/")
-"""Files and folders of a run directory that a page links to, in order."""
 
 _START = ("started", "command", "directory", "host", "device", "world_size", "commit", "clean", "versions", "from_step")
 """Keys of a start that the report has."""
@@ -43,12 +38,6 @@ def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None}
 
 
-def run_files(run_dir: Path) -> list[str]:
-    """Return the entries of `FILES` that exist, without empty folders."""
-    paths = {name: run_dir / name for name in FILES}
-    return [name for name, path in paths.items() if (any(path.iterdir()) if path.is_dir() else path.is_file())]
-
-
 def measured_facts(records: Sequence[Mapping]) -> dict[str, str]:
     """Return speed, peak memory and the phases of each role's step, from the records of `metrics.jsonl`."""
     result = {}
@@ -63,7 +52,7 @@ def measured_facts(records: Sequence[Mapping]) -> dict[str, str]:
             if (whole := finite_number(record.get(f"perf/seconds/{role}"))) > 0:
                 times.setdefault(role, {}).setdefault(phase, []).append(finite_number(record[key]) / whole)
     for role, phases in times.items():
-        shares = {phase: float(np.median(parts)) for phase, parts in phases.items()}
+        shares = {phase: float(np.median(times)) for phase, times in phases.items()}
         longest = sorted((item for item in shares.items() if item[1] >= 0.01), key=lambda item: -item[1])
         if longest:
             result[f"a step of the {role} (median)"] = ", ".join(f"{phase} {share:.0%}" for phase, share in longest)

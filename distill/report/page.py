@@ -26,7 +26,6 @@ def page(
     rows: Sequence[ReportRow],
     records: Sequence[Mapping],
     fps: float,
-    files: Sequence[str] = (),
 ) -> str:
     """Return the page as text.
 
@@ -35,7 +34,6 @@ def page(
         rows: rows of `data` in the same order, with their clips.
         records: records of `metrics.jsonl`.
         fps: frame rate of the looping clips.
-        files: files next to the page that it links to.
     """
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
@@ -58,7 +56,6 @@ def page(
             "curves": [_chart(f"{key} by step", charts.curve_svg(key, *points)) for key, points in curves.items()],
             "has_losses": any("/loss" in key for key in curves),
             "facts": _facts(data, measured_facts(records)),
-            "files": files,
         },
     )
 

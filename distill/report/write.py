@@ -85,9 +85,8 @@ def write_report(
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)
     # Make the page from the written JSON, so that the two cannot differ.
-    files = facts.run_files(run_dir)
-    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=metrics.records, fps=fps, files=files))
-    log.info("report: %s", run_dir / "report.html")
+    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=metrics.records, fps=fps))
+    log.info("wrote the report to %s", run_dir / "report.html")
 
 
 def _write(path: Path, text: str) -> None:

@@ -132,7 +132,9 @@ def check_resume(
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:
-        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={state['step']} or more")
+        raise UserError(
+            f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more"
+        )
     for setting, value in (("seed", config.seed), ("method", config.method.name)):
         if state[setting] != value:
             raise UserError(
@@ -207,7 +209,7 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
         f"{name}.checkpoint or {name}.architecture": (named | defining(state["configs"].get(name, config)), config),
         f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
         f"{name}.experts": (
-            sorted(part for part in state["updates"] if part.partition(".")[0] == name),
+            sorted(key for key in state["updates"] if key.partition(".")[0] == name),
             sorted(trained_names(name, role.boundaries, role.trained_experts)),
         ),
         f"{name}.lora.rank": (earlier.get("rank", 0), adapters.get("rank", 0)),

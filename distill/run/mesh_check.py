@@ -50,5 +50,5 @@ def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: C
             rows[f"{name}, dp_shard={shape.dp_shard} x cp={shape.cp}"] = f"loss {loss:.7g}, gradient norm {norm:.7g}"
     if rank() == 0:
         for name, values in sorted(rows.items()):
-            log.info("%s: %s", name, values)
+            log.info("check    %-40s  %s", name, values)
     return {"first steps on two meshes": dict(sorted(rows.items()))}

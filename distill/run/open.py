@@ -22,6 +22,7 @@ from fsdp_cp.launch import choose_allocator, choose_threads, process_group, rank
 from fsdp_cp.mesh import Mesh, mesh_of_shape
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.hangs import report_hang, watch_for_hangs
+from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Run:
                 log.info("%s", line)
         with recorded_end(run_dir), self._reported_hangs(step):
             yield
+        if rank() == 0:
+            log.info("finished %s; all output is in %s", counted(step(), "step"), run_dir)
 
     @contextmanager
     def _reported_hangs(self, step: Callable[[], int]) -> Iterator[None]:

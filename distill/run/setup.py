@@ -242,11 +242,11 @@ def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
     folder, teacher = getattr(config, name).checkpoint, config.teacher
     if not trained:
         raise UserError(
-            f"{name}.checkpoint={folder} holds adapters alone, and the {name} does not train; give a whole network"
+            f"{name}.checkpoint={folder} holds only adapters, but the {name} does not train; give a whole network"
         )
     if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
         raise UserError(
-            f"{name}.checkpoint={folder} holds adapters alone; set teacher.checkpoint to the network that they are for"
+            f"{name}.checkpoint={folder} holds only adapters; set teacher.checkpoint to the network that they are for"
         )
     return teacher
 

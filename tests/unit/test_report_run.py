@@ -91,16 +91,6 @@ def test_the_page_tells_how_the_run_was_started(tmp_path):
     assert [s["from_step"] for s in data["starts"]] == [0, 3, 7] and data["starts"][0]["clean"] is True
 
 
-def test_links_are_relative_and_lead_somewhere(tmp_path):
-    for name in ("export/student", "samples/x", "checkpoints", "previous/1"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "config.yaml").touch()
-    page = write(tmp_path, healthy())
-    links = [attributes["href"] for attributes in page.all("a")]
-    assert links == ["export/", "samples/", "metrics.jsonl", "config.yaml", "report.json", "previous/"]
-    assert all((tmp_path / link).exists() for link in links)
-
-
 # ---------------------------------------------------------------- nothing of a stranger's becomes markup
 
 
