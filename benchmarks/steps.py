@@ -8,8 +8,7 @@ import torch
 
 from distill.config import compose_config
 from distill.data import ClipDataset
-from distill.planning.roles import Shapes
-from distill.run.setup import plan_run
+from distill.run.setup import Shapes, plan_run
 from distill.train.trainer import Trainer, build_trainer
 from fsdp_cp.mesh import mesh_of_shape
 

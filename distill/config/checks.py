@@ -57,11 +57,7 @@ def check(config: Config) -> None:
 
 
 def check_images(config: Config) -> None:
-    """Check ``sample.images`` against the data set and ``sample.captions``.
-
-    Raises:
-        UserError: the model takes no images; the images do not match the captions; a file does not exist.
-    """
+    """Check that the model takes ``sample.images``, and that they exist and match ``sample.captions``."""
     images, captions = config.sample.images, config.sample.captions
     if not images:
         return

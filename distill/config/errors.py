@@ -48,11 +48,7 @@ def recipes_of(group: str, name: str) -> list[str]:
 
 
 def check_choice(group: str, name: str) -> None:
-    """Check that ``name`` is a file of ``group``.
-
-    Raises:
-        UserError: it is not; names the nearest file.
-    """
+    """Check that ``name`` is a file of ``group``; the error names the nearest file."""
     names = [path.stem for path in group_files(group)]
     if name in names:
         return

@@ -17,7 +17,7 @@ from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, Hu
 from distill.data.image_encoder import SIGLIP
 from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
-from distill.planning.roles import Shapes
+from distill.run.setup import Shapes
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.registry import family_of

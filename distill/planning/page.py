@@ -21,7 +21,7 @@ def in_words(plan: Prediction) -> list[str]:
         f"  {'':<8}" + "".join(f"{kind:>17}" for kind in KINDS),
     ]
     lines += [f"  {role:<8}" + "".join(f"{x:>17.3f}" for x in plan.role_gib(role).values()) for role in plan.roles]
-    lines.append("GiB a rank at the peak of each phase, and its largest parts:")
+    lines.append("GiB a rank at the peak of each phase, and its largest contents:")
     for name, peak in sorted(plan.peaks.items(), key=lambda item: -item[1].bytes):
         largest = sorted(peak.by.items(), key=lambda item: -item[1])[:3]
         words = ", ".join(f"{role} {kind} {size / GIB:.3f}" for (role, kind), size in largest)
@@ -75,7 +75,7 @@ def page(plan: Prediction, command: str) -> str:
         **_bars(plan),
         roles=[[role, *plan.role_gib(role).values()] for role in plan.roles],
         peak=_label(plan.peak_phase),
-        parts=[[role, kind, size / GIB] for (role, kind), size in at_peak],
+        largest=[[role, kind, size / GIB] for (role, kind), size in at_peak],
         fragmentation=FRAGMENTATION,
         context=CONTEXT_GIB,
         steps=[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,15 +19,12 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
-from models.families.base import LatentShape, Shape
 from models.roles.condition import Condition
 from models.roles.load import build_network, trained_with
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 
-Shapes = tuple[LatentShape, Mapping[str, Shape]]
-"""Shapes of a sample's latents and condition."""
 KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
 """Kinds of device memory, in the order of the tables."""
 HOST = "host"
@@ -100,14 +97,13 @@ def is_offloaded(role: Role) -> bool:
 
 def build_watched(
     plan: RunPlan,
-    shapes: Shapes,
     mesh: Mesh,
     storages: AttributedStorages,
     tensors: AbstractContextManager,
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
     """Build the roles with allocated weights but without values. Their forwards fill ``queries``."""
-    latent_shape, condition_shapes = shapes
+    latent_shape, condition_shapes = plan.shapes
     trained = plan.method.trained_roles
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):

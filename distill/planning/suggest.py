@@ -22,15 +22,14 @@ from distill.config import Config, compose_config
 from distill.methods import METHODS
 from distill.planning.command import (
     MADE_BY,
-    as_planned,
     make_prediction,
-    planned_shapes,
+    plan_without_gpus,
     prepare_folder,
     require_plannable,
 )
 from distill.planning.prediction import GIB
 from distill.report.media import atomic_path
-from distill.run.setup import has_adapters, plan_run, world_of
+from distill.run.setup import has_adapters, world_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.runtime.progress import progress
@@ -63,7 +62,7 @@ class Outcome:
     mfu: float | None = None
     peak_phase: str = ""
     largest: str = ""
-    """Largest part of the peak: role, kind and size."""
+    """Largest share of the peak: role, kind and size."""
     host_gib: float = 0.0
     """Host memory of a rank: offloaded tensors and the copy of a checkpoint."""
 
@@ -74,7 +73,7 @@ class Outcome:
 
     @property
     def why_not(self) -> str:
-        """Reason why the candidate does not fit: the refusal, or the peak with its phase and largest part."""
+        """Reason why the candidate does not fit: the refusal, or the peak with its phase and largest share."""
         if self.refused is not None:
             return self.refused
         return f"{self.device_gib:.1f} GiB in {self.peak_phase or 'between phases'}, most of it {self.largest}"
@@ -257,9 +256,7 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _plan_candidate(typed: Sequence[str], words: Words) -> Outcome:
     try:
-        config = as_planned(compose_config([*typed, *words, "plan=true"]))
-        shapes = planned_shapes(config)
-        prediction = make_prediction(config, plan_run(config, shapes=shapes), shapes)
+        prediction = make_prediction(*plan_without_gpus(compose_config([*typed, *words, "plan=true"])))
     except UserError as error:
         return Outcome(words=words, refused=str(error))
     assert prediction.hardware is not None

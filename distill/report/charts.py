@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,21 +41,13 @@ _LARGEST = 1e100
 _LONGEST_WINDOW = 1000
 
 
-class Metrics(NamedTuple):
-    """Content of a `metrics.jsonl`."""
-
-    records: list[dict[str, Any]]
-    """One record per step, ordered by step."""
-    unreadable: int
-    """Number of lines that are not a JSON object with a step."""
-    repeated: int
-    """Number of records that a later record of the same step replaces."""
-
-
-def read_metrics(path: str | os.PathLike[str]) -> Metrics:
-    """Read the records of a `metrics.jsonl`; count and log the lines that are left out.
+def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int, int]:
+    """Read a `metrics.jsonl`: return one record per step, ordered by step, and count and log what is left out.
 
     A killed run may leave a torn line. The later of two records of one step counts. A missing file has no records.
+
+    Returns:
+        The records, the number of lines that are not a JSON object with a step, and the number of replaced records.
     """
     lines = read_objects(path)
     with_step = [record for record in lines.records if step_of(record) is not None]
@@ -64,7 +56,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Metrics:
     repeated = len(with_step) - len(records)
     if unreadable or repeated:
         log.warning("%s: left out %d unreadable line(s) and %d repeated step(s)", path, unreadable, repeated)
-    return Metrics([records[step] for step in sorted(records)], unreadable, repeated)
+    return [records[step] for step in sorted(records)], unreadable, repeated
 
 
 def values(records: Sequence[Mapping], key: str) -> list[float]:

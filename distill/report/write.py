@@ -59,9 +59,9 @@ def write_report(
     """
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
-    metrics = read_metrics(run_dir / "metrics.jsonl")
+    records, unreadable, repeated = read_metrics(run_dir / "metrics.jsonl")
     starts, unreadable_starts = facts.read_starts(run_dir / STARTS)
-    wrong = troubles(metrics.records, ordered, updates=updates, clip=clip)
+    wrong = troubles(records, ordered, updates=updates, clip=clip)
     for trouble in wrong:
         log.warning("%s", trouble)
     data = {
@@ -77,15 +77,15 @@ def write_report(
         "starts": starts,
         "unreadable_starts": unreadable_starts,
         "metrics": {
-            "records": len(metrics.records),
-            "unreadable_lines": metrics.unreadable,
-            "repeated_steps": metrics.repeated,
+            "records": len(records),
+            "unreadable_lines": unreadable,
+            "repeated_steps": repeated,
         },
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)
     # Make the page from the written JSON, so that the two cannot differ.
-    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=metrics.records, fps=fps))
+    _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=records, fps=fps))
     log.info("wrote the report to %s", run_dir / "report.html")
 
 

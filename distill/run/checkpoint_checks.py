@@ -58,12 +58,7 @@ class Start:
 
 
 def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
-    """Check the data's table, the checkpoint to resume, and the disk space. Changes nothing.
-
-    Args:
-        config: configuration of the run.
-        plan: plan of the run.
-        resume: ``checkpoint.resume`` of this start.
+    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Changes nothing.
 
     Raises:
         UserError: a faulty table, a checkpoint that cannot be resumed, or too little disk space.
@@ -132,9 +127,7 @@ def check_resume(
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:
-        raise UserError(
-            f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more"
-        )
+        raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
     for setting, value in (("seed", config.seed), ("method", config.method.name)):
         if state[setting] != value:
             raise UserError(
@@ -251,36 +244,31 @@ def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
     """Check that the disk has room for the checkpoints that a run keeps, and for the one that it is writing.
 
     Args:
-        config: configuration of the run.
-        plan: plan of the run.
+        config, plan, resume: see :func:`check_start`.
         steps: number of remaining steps.
-        resume: ``checkpoint.resume`` of this start.
 
     Returns:
         The sizes, as a sentence.
-
-    Raises:
-        UserError: too little free space.
     """
     settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
-    published = len(published_steps(folder)) if resume != "never" else 0
+    existing = len(published_steps(folder)) if resume != "never" else 0
     new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
     if settings.keep:
         for_good = 0
         if settings.every and settings.keep_every:
             for_good = steps // math.lcm(settings.every, settings.keep_every)
-        new = min(new, max(1, settings.keep + 1 - published) + for_good)
+        new = min(new, max(1, settings.keep + 1 - existing) + for_good)
     size = checkpoint_bytes(config, plan)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(directory).free
     if size * new > free:
         raise UserError(
             f"run_dir={plan.run_dir}: checkpoints need {_gigabytes(size * new)} but only {_gigabytes(free)} are free;"
             " use another disk or set checkpoint.keep=1"
         )
     return (
-        f"a checkpoint takes {_gigabytes(size)}; the run adds up to {new} to the {published} in {folder}"
-        f" (checkpoint.keep={settings.keep}, every={settings.every}): {_gigabytes(size * new)} of {_gigabytes(free)}"
+        f"{_gigabytes(size)} a checkpoint, up to {new} more (checkpoint.keep={settings.keep},"
+        f" every={settings.every}) next to {existing} in {folder}: {_gigabytes(size * new)} of {_gigabytes(free)}"
         " free"
     )
 

@@ -64,7 +64,7 @@ def summary(config: Config, plan: RunPlan, data: str) -> list[str]:
     return [
         *lines,
         f"mesh     {counted(plan.mesh.world, 'rank')}: {plan.mesh}",
-        f"sample   latents {'x'.join(map(str, plan.latent_shape))}, {plan.tokens:,} tokens, {local:,} on a rank{note}",
+        f"sample   latents {'x'.join(map(str, plan.shapes[0]))}, {plan.tokens:,} tokens, {local:,} on a rank{note}",
         f"batch    {config.batch_size} = {micro_batches} of {plan.micro_batch_size} on {ranks}{draws}",
         f"data     {data}",
         f"run      {counted(config.steps, 'step')} in {plan.run_dir}",

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 
 from distill.config import Config, compose_config
 from distill.methods import METHODS
-from distill.planning.command import as_planned, planned_shapes
+from distill.planning.command import plan_without_gpus
 from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 
@@ -131,17 +131,14 @@ def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned:
                 f" steps={warm_up + period} or more, or leave it out"
             )
         config.world = world
-        config = as_planned(config) if planned else config
-        shapes = planned_shapes(config) if planned else None
-        plan = plan_run(config, shapes=shapes)
-        tokens = plan.roles[0].tokens(*(shapes or config.data.sample_shapes()))
+        plan = plan_without_gpus(config)[1] if planned else plan_run(config)
     except UserError as error:
         return Point(name=name, overrides=overrides, refusal=" ".join(str(error).split()))
     return Point(
         name=name,
         overrides=overrides,
         words=tuple(words),
-        tokens=tokens,
+        tokens=plan.tokens,
         batch_size=config.batch_size,
         warm_up=warm_up,
         measured=(config.steps - warm_up) // period * period,
