@@ -17,7 +17,7 @@ from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, Hu
 from distill.data.image_encoder import SIGLIP
 from distill.data.ltx_encoders import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
-from distill.planning.roles import Shapes
+from distill.run.setup import Shapes
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
 from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.registry import family_of
@@ -90,14 +90,14 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     encoder's is ``{}`` if the condition has no image features.
     """
     (channels, *_), condition_shapes = shapes
-    parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
+    names = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
     if config.data.encoders is None:
         released = family_of(config.student.family, "student").planning.encoders(channels)
-        found = [dict(settings) for settings in released.values()]
+        configs = [dict(settings) for settings in released.values()]
     else:
         folder = Path(find_shipped(config.data.encoders))
-        found = [json.loads((folder / part / "config.json").read_text()) for part in parts]
-    text, vae, image = [*found[: len(parts)], {}][:3]
+        configs = [json.loads((folder / name / "config.json").read_text()) for name in names]
+    text, vae, image = [*configs[: len(names)], {}][:3]
     return text, vae, image
 
 

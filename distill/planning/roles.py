@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,15 +19,12 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
-from models.families.base import LatentShape, Shape
 from models.roles.condition import Condition
 from models.roles.load import build_network, trained_with
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 
-Shapes = tuple[LatentShape, Mapping[str, Shape]]
-"""Shapes of a sample's latents and condition."""
 KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
 """Kinds of device memory, in the order of the tables."""
 HOST = "host"
@@ -92,14 +89,13 @@ def is_offloaded(role: Role) -> bool:
 
 def build_watched(
     plan: RunPlan,
-    shapes: Shapes,
     mesh: Mesh,
     storages: AttributedStorages,
     tensors: AbstractContextManager,
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
     """Build the roles with allocated weights but without values. Their forwards fill ``queries``."""
-    latent_shape, condition_shapes = shapes
+    latent_shape, condition_shapes = plan.shapes
     trained = plan.method.trained_roles
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
@@ -119,16 +115,16 @@ def build_watched(
             for i in order
         )
         # A shared base counts for the role without adapters, if any.
-        holder = next((each.name for each in group if each.lora is None), group[0].name)
-        for each in group:
-            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
+        holder = next((role_plan.name for role_plan in group if role_plan.lora is None), group[0].name)
+        for role_plan in group:
+            role = WatchedRole(name=role_plan.name, networks=(network,), trainable=role_plan.name in trained)
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
-            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
-            roles[each.name] = role
+            role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if role_plan.name in trained_of[i])
+            roles[role_plan.name] = role
         with tensors, storages:
             for one in (network, *idle):
                 _allocate(one, holder, group, storages)
-    return {each.name: roles[each.name] for each in plan.roles}
+    return {role_plan.name: roles[role_plan.name] for role_plan in plan.roles}
 
 
 def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from distill.config import Config
 from distill.data import ClipDataset
-from distill.methods import Batch, Method
-from distill.run.announce import announce
+from distill.methods import Batch, Method, build_method
 from distill.run.folder import same_command
 from distill.run.json_lines import cut_back
 from distill.run.open import Run
+from distill.run.setup import RunPlan
 from distill.train.batches import StepBatches
 from distill.train.callbacks import Export, Norms, Report, Samples
 from distill.train.gradients import Losses, accumulate_gradients
@@ -95,7 +95,7 @@ class Trainer:
         """Latest metrics of every role since the last logged step, which may have trained another role."""
         self.branch_of = branch_name(config.checkpoint.resume)
         self.sources: dict[str, Any] = {}
-        """Fingerprints of the run's files, for checkpoints; see :attr:`distill.run.Run.sources`."""
+        """Fingerprints of the run's files, for checkpoints; see :func:`distill.run.checkpoint_checks.check_resume`."""
         # State of this start only.
         self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
         self.first_skipped: dict[str, str] = {}
@@ -119,11 +119,10 @@ class Trainer:
             run: the opened run.
             stop: holds a received stop signal, which is checked between two steps.
         """
-        self.sources, self.facts = run.sources, run.facts
-        if run.resume_from is not None:
-            self.resume(run.resume_from)
+        self.sources, self.facts = run.start.sources, run.facts
+        if run.start.resume_from is not None:
+            self.resume(run.start.resume_from)
         with run.started(lambda: self.step):
-            announce(self)
             self.train(stop)
             self.finish()
             self.close()
@@ -459,3 +458,17 @@ class Trainer:
             f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
             f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
         )
+
+
+def build_trainer(config: Config, plan: RunPlan, *, mesh: Mesh, device: torch.device, data: ClipDataset) -> Trainer:
+    """Build the roles and the method of a planned run on ``mesh``, and their trainer. A collective."""
+    roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro_batch_size=plan.micro_batch_size,
+        run_dir=plan.run_dir,
+    )

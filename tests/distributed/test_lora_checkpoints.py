@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from safetensors.torch import load_file
 
 from distill.config import EmaSettings
-from distill.run.resume_checks import check_resume
+from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import step_folder
 from fsdp_cp.checkpoint.reader import reader
 from fsdp_cp.errors import UserError

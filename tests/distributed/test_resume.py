@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from distill.run.resume_checks import check_resume
+from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.difference import compare

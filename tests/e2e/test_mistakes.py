@@ -32,7 +32,7 @@ MISTAKES = {
         ("method.mid_times=[1.5]", "method=rcm"),
         ("student.ema=0.99", "student.ema."),
         ("experiment=quikstart", "quickstart"),
-        ("experiment=wan2_1_t2v_14b_720p_dmd2", "data=video_folder_720p"),
+        ("experiment=wan2_1_t2v_14b_720p_dmd2", "wan2_1_t2v_14b_dmd2"),
         ("~steps", "steps"),
         ("--steps 5", "steps="),
         ("steps", "steps"),

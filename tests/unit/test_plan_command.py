@@ -9,7 +9,7 @@ import torch
 
 from distill.config import compose_config
 from distill.planning import command, encoders, extrapolation
-from distill.planning.command import as_planned, planned_shapes
+from distill.planning.command import as_planned, plan_without_gpus, planned_shapes
 from distill.planning.prediction import hardware_names, load_hardware, predict
 from distill.planning.simulation import Simulation, StepCost
 from distill.run.setup import plan_run
@@ -22,7 +22,7 @@ from train import main
 GIB = 2**30
 
 
-def simulation(config, plan, shapes, **arguments):
+def simulation(config, plan, **arguments):
     """What a simulation would have found."""
     resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 7 * GIB, ("fake", "optimizer"): 2 * GIB,
                ("student", "ema"): GIB}  # fmt: skip
@@ -89,18 +89,16 @@ def test_what_plan_json_holds(plan, tmp_path):
 
 @cache
 def planned(*words):
-    """Return configuration, shapes and plan of the 14B recipe."""
-    config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", *words]))
-    shapes = planned_shapes(config)
-    return config, shapes, plan_run(config, shapes=shapes)
+    """Return configuration and plan of the 14B recipe."""
+    return plan_without_gpus(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", *words]))
 
 
 def seconds_of(sent, *words, world=16, copied=0.0):
     """Return the seconds of a student's step that computes next to nothing, but sends and copies bytes."""
-    config, shapes, run = planned(f"world={world}", *words)
-    found = simulation(config, run, shapes)
+    config, run = planned(f"world={world}", *words)
+    found = simulation(config, run)
     found.steps["student"] = StepCost(flops=1.0, sent=sent, copied=copied)
-    return predict(config, run, found, 32760, load_hardware("h20"), {}).seconds["student"]
+    return predict(config, run, found, load_hardware("h20"), {}).seconds["student"]
 
 
 def test_activations_go_to_the_host_and_back_beside_the_gathers():
@@ -140,13 +138,13 @@ def test_fp8_is_planned_as_without_it(plan, tmp_path):
 
 def test_samples_after_the_last_step_are_not_the_trainings():
     """``allocated_gib`` stands next to what is measured when training ends."""
-    config, shapes, run = planned("world=8")
+    config, run = planned("world=8")
     found = {}
     for every in (0, 10):
         sampled = replace(config, sample=replace(config.sample, every=every))
-        made = simulation(sampled, run, shapes)
+        made = simulation(sampled, run)
         made.peaks["sample/student"] = Peak(50 * GIB, {("student", "activations"): 50 * GIB})
-        found[every] = predict(sampled, run, made, 32760, load_hardware("h20"), ENCODERS)
+        found[every] = predict(sampled, run, made, load_hardware("h20"), ENCODERS)
     assert found[10].allocated_gib == 50 > found[0].allocated_gib
     assert found[0].most_gib == found[10].most_gib == 50, "the device must hold them all the same"
 
@@ -168,14 +166,14 @@ def test_where_weights_are_gathered_is_planned_as_it_is_set():
     ],
 )
 def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
-    (config, shapes, plan), seen = planned("world=8", *words), []
+    (config, plan), seen = planned("world=8", *words), []
 
-    def recorded(config, plan, shapes, stands_for):
+    def recorded(config, plan, stands_for):
         seen.append(tuple(role.config["num_layers"] for role in plan.roles))
-        return simulation(config, plan, shapes)
+        return simulation(config, plan)
 
     monkeypatch.setattr(extrapolation, "simulate", recorded)
-    told = extrapolation.simulate_any_depth(config, plan, shapes)
+    told = extrapolation.simulate_any_depth(config, plan)
     assert seen == layers and told.peak.bytes == 31 * GIB, "a line through two equal values is flat"
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from distill.config import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
-from distill.run.resume_checks import BY_CONTENT, check_resume, find_sources
+from distill.run.checkpoint_checks import BY_CONTENT, check_resume, find_sources
 from fsdp_cp.errors import UserError
 from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings

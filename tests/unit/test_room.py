@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from distill.config import compose_config
-from distill.run import disk_space as room
-from distill.run.disk_space import check_disk, checkpoint_bytes
+from distill.run import checkpoint_checks as room
+from distill.run.checkpoint_checks import check_disk, checkpoint_bytes
 from distill.run.setup import plan_run
 from tests.unit.refused import refused
 

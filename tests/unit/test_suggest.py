@@ -67,7 +67,7 @@ def test_all_kinds_of_worlds_were_met():
 def test_what_the_words_set_stays():
     words = ["experiment=wan2_1_t2v_14b_dmd2", "world=8"]
     config = compose_config([*words, "plan=suggest"])
-    free = Axes.of(config, words)
+    free = Axes.from_config(config, words)
     assert free == axes()
     for word, axis, left in (
         ("mesh.cp=8", "cp", (8,)),
@@ -77,15 +77,15 @@ def test_what_the_words_set_stays():
         ("student.offload=none", "offloaded", ()),
     ):
         given = [*words, word]
-        assert getattr(Axes.of(compose_config([*given, "plan=suggest"]), given), axis) == left
-    fixed = Axes.of(compose_config([*words, "mesh.cp=8", "plan=suggest"]), [*words, "mesh.cp=8"])
+        assert getattr(Axes.from_config(compose_config([*given, "plan=suggest"]), given), axis) == left
+    fixed = Axes.from_config(compose_config([*words, "mesh.cp=8", "plan=suggest"]), [*words, "mesh.cp=8"])
     assert not any(word.startswith("mesh.") for outcome in search(fixed, _all_fit) for word in outcome.words)
 
 
 def test_one_sample_a_forward_comes_before_the_hosts_memory():
     """Eight samples a forward where nobody said how many: nothing fits until it is one."""
     words = ["experiment=quickstart", "world=2", "batch_size=16"]
-    varied = Axes.of(compose_config([*words, "plan=suggest"]), words)
+    varied = Axes.from_config(compose_config([*words, "plan=suggest"]), words)
     assert varied.cp == (1, 2) and varied.crowded == (1, 2)
 
     def evaluate(candidates):
@@ -98,7 +98,7 @@ def test_one_sample_a_forward_comes_before_the_hosts_memory():
     assert {outcome.words[-1] for outcome in found if outcome.fits} == {"micro_batch_size=1"}
     assert not any("offload" in word for outcome in found for word in outcome.words)
     given = [*words, "micro_batch_size=8"]
-    assert Axes.of(compose_config([*given, "plan=suggest"]), given).crowded == ()
+    assert Axes.from_config(compose_config([*given, "plan=suggest"]), given).crowded == ()
 
 
 def _all_fit(candidates):

@@ -1,17 +1,20 @@
-"""Check whether a run can resume a checkpoint with its settings, before data and networks are built."""
+"""Checks of a run's checkpoints before data and networks are built: what it resumes, and the disk space it needs."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.config import Config
 from distill.methods import METHODS
-from fsdp_cp.checkpoint.folder import read_state
+from distill.run.setup import RunPlan
+from fsdp_cp.checkpoint.folder import find_resume, published_steps, read_state
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from models.files.checkpoint_files import defining, fingerprint, fingerprint_of
@@ -19,6 +22,9 @@ from models.roles.role import trained_names
 from models.roles.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
+
+_ADAM = 8
+"""Bytes per parameter of AdamW's two fp32 moments."""
 
 BY_CONTENT = (
     "teacher.checkpoint",
@@ -33,6 +39,38 @@ _OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 """Settings that may differ between starts of a run, and are not compared."""
 _OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
 """Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Checked start of a run."""
+
+    resume_from: Path | None
+    """Folder of the checkpoint that the run resumes, if any."""
+    step: int
+    """Step of that checkpoint, or 0."""
+    sources: dict[str, Any]
+    """Result of :func:`check_resume`, for the run's checkpoints."""
+    data: str
+    """Number of items of the data set, and where they are."""
+    space: str
+    """Disk space for checkpoints."""
+
+
+def check_start(config: Config, plan: RunPlan, resume: str) -> Start:
+    """Check the data's table, the checkpoint to resume (``resume``), and the disk space. Changes nothing.
+
+    Raises:
+        UserError: a faulty table, a checkpoint that cannot be resumed, or too little disk space.
+    """
+    # Check the table before the checkpoint: check_resume would report a faulty table as changed data.
+    data = config.data.table_in_words()
+    resume_from, step = find_resume(resume, plan.run_dir / "checkpoints"), 0
+    sources = find_sources(config, plan.roles)
+    if resume_from is not None:
+        sources, step = check_resume(config, resume_from, plan.roles, sources), read_state(resume_from)["step"]
+    space = check_disk(config, plan, config.steps - step, resume)
+    return Start(resume_from=resume_from, step=step, sources=sources, data=data, space=space)
 
 
 def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
@@ -89,7 +127,7 @@ def check_resume(
     state = read_state(checkpoint)
     made = f"checkpoint.resume: {checkpoint} was made with"
     if state["step"] > config.steps:
-        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={state['step']} or more")
+        raise UserError(f"steps={config.steps} is below the step of {checkpoint}; use steps={state['step']} or more")
     for setting, value in (("seed", config.seed), ("method", config.method.name)):
         if state[setting] != value:
             raise UserError(
@@ -164,7 +202,7 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
         f"{name}.checkpoint or {name}.architecture": (named | defining(state["configs"].get(name, config)), config),
         f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
         f"{name}.experts": (
-            sorted(part for part in state["updates"] if part.partition(".")[0] == name),
+            sorted(key for key in state["updates"] if key.partition(".")[0] == name),
             sorted(trained_names(name, role.boundaries, role.trained_experts)),
         ),
         f"{name}.lora.rank": (earlier.get("rank", 0), adapters.get("rank", 0)),
@@ -188,3 +226,53 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         group = isinstance(value, dict) and key not in ("architecture", "lr_scale")
         flat |= _flat(value, f"{prefix}{key}.") if group else {f"{prefix}{key}": value}
     return flat
+
+
+def checkpoint_bytes(config: Config, plan: RunPlan) -> int:
+    """Return the size of one checkpoint in bytes, over all ranks: weights, Adam moments and EMAs of trained roles."""
+    total = 0
+    for role in plan.roles:
+        if role.name in plan.method.trained_roles:
+            count = len(role.trained_experts) * sum(math.prod(shape) for shape in role.own_shapes.values())
+            stored = 2 if role.sharding.master_dtype == "bf16" else 4
+            copies = 2 if getattr(config, role.name).ema.enabled else 1
+            total += count * (copies * stored + _ADAM)
+    return total
+
+
+def check_disk(config: Config, plan: RunPlan, steps: int, resume: str) -> str:
+    """Check that the disk has room for the checkpoints that a run keeps, and for the one that it is writing.
+
+    Args:
+        config, plan, resume: see :func:`check_start`.
+        steps: number of remaining steps.
+
+    Returns:
+        The sizes, as a sentence.
+    """
+    settings, folder = config.checkpoint, plan.run_dir.absolute() / "checkpoints"
+    existing = len(published_steps(folder)) if resume != "never" else 0
+    new = (steps // settings.every if settings.every else 0) + int(settings.at_end and steps > 0)
+    if settings.keep:
+        for_good = 0
+        if settings.every and settings.keep_every:
+            for_good = steps // math.lcm(settings.every, settings.keep_every)
+        new = min(new, max(1, settings.keep + 1 - existing) + for_good)
+    size = checkpoint_bytes(config, plan)
+    directory = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(directory).free
+    if size * new > free:
+        raise UserError(
+            f"run_dir={plan.run_dir}: checkpoints need {_gigabytes(size * new)} but only {_gigabytes(free)} are free;"
+            " use another disk or set checkpoint.keep=1"
+        )
+    return (
+        f"{_gigabytes(size)} a checkpoint, up to {new} more (checkpoint.keep={settings.keep},"
+        f" every={settings.every}) next to {existing} in {folder}: {_gigabytes(size * new)} of {_gigabytes(free)}"
+        " free"
+    )
+
+
+def _gigabytes(count: int) -> str:
+    """Format bytes as decimal gigabytes, with three digits: ``1.5 GB``."""
+    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"
