@@ -1,4 +1,4 @@
-"""A test-sized Wan pipeline folder with random weights, and small clips of our own.
+"""A test-sized Wan pipeline folder with random weights, and small clips.
 
     python -m tests.tiny_pipeline FOLDER [--seed 0] [--image | --frame] [--boundary 0.875]
 
@@ -150,7 +150,7 @@ def render_clips(
     short: bool = False,
     missing: bool = False,
 ) -> Path:
-    """Write ``n`` good clips of a bright square that drifts over a grey ramp, and metadata.csv. Return the folder.
+    """Write ``n`` clips of a bright square that drifts over a gray ramp, and metadata.csv. Return the folder.
 
     ``broken`` adds a row for broken.mp4 (a truncated mp4), ``short`` for short.mp4 (3 frames), ``missing`` for a file
     that does not exist. These rows come first, in this order, so that skipping them shifts every good clip.

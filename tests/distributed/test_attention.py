@@ -82,7 +82,7 @@ def test_any_shape(pools, cases):
 
 
 def test_the_comparison_sees_a_missing_hop(pools):
-    """A gradient without one rank's part does not pass, nor does a NaN."""
+    """The comparison rejects a gradient without one rank's part, and a NaN."""
     case = Case(ring=3, tokens=(12,))
     ours, truth = pools[3].run(on_ranks, case)[0], oracle(case)
     for index in range(len(ours)):

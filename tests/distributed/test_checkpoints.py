@@ -37,7 +37,7 @@ def holds(folder, step: int) -> bool:
 
 
 def _slowly(self, path, mode):
-    """Open a file after another time on each rank, so that their collectives do not come in step."""
+    """Open a file at a different time on each rank, so that their collectives are out of step."""
     time.sleep(0.1 * (1 + dist.get_rank()))
     return path.open(mode)
 
@@ -63,7 +63,7 @@ def _beside_the_training(folder):
 
 
 def _without_room(folder):
-    """Save with a rank that has no memory for a copy; return the steps, the warnings, and the files at the renaming."""
+    """Save with a rank that lacks memory for a copy. Return the steps, the warnings, and the files at the renaming."""
     one_is_full = 0 if dist.get_rank() == 2 else 2**40
     checkpoint.available_host_memory = lambda: one_is_full
     records, renamed = [], []

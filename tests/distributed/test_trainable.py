@@ -69,7 +69,7 @@ def _same(model, fresh, precision):
 
 
 def _given_back(strategy, precision):
-    """Freeze and unfreeze repeatedly, nested, and across exceptions; compare with a network that never was frozen."""
+    """Freeze and unfreeze repeatedly, nested, and across exceptions. Compare with a network that was never frozen."""
     model, fresh = _adapted(strategy, precision), _adapted(strategy, precision)
     adapters = _trained(fresh)
     assert (len(adapters), len(list(model.parameters()))) == (6, 46)
@@ -129,7 +129,7 @@ def test_what_was_frozen_before_stays_frozen(pools, strategy, precision):
 
 
 def _whole():
-    """Unfreeze a network that was built frozen as a whole, and again after ``materialise``."""
+    """Unfreeze a network that was frozen when it was sharded, and once more after ``materialise``."""
     with torch.device("meta"):
         model = Transformer().requires_grad_(False)
     shard_module(model, mesh=_mesh(), units=model.blocks)

@@ -19,7 +19,7 @@ LARGER_THAN_ANY_MEMORY = (
     "fake.architecture={num_layers: 1, num_attention_heads: 4096, attention_head_dim: 256, in_channels: 3,"
     " out_channels: 3, text_dim: 32, freq_dim: 64, ffn_dim: 1048576, patch_size: [1, 4, 4], rope_max_seq_len: 64}"
 )
-"""A fake score of 10^13 parameters."""
+"""Fake score of 10^13 parameters."""
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ class Fault:
 
     name: str
     room: str
-    """Part of the product that it is in."""
+    """Part of the product that contains the fault."""
     harm: str
     """Consequence for a user."""
     old: str

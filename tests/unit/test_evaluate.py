@@ -19,7 +19,7 @@ from models.roles.condition import Condition
 
 
 class Painter:
-    """A method whose clips have one brightness: by its steps for the teacher, by its updates for the student."""
+    """Method whose clips have one brightness: by its steps for the teacher, by its updates for the student."""
 
     def __init__(self):
         self.roles = {name: SimpleNamespace(network=nn.Identity()) for name in ("teacher", "student")}
@@ -177,7 +177,7 @@ def test_wandb_shows_the_sheet_the_videos_and_the_measures(tmp_path, monkeypatch
 
 
 class Pictured:
-    """A data set of four clips of one brightness each, two per caption, conditioned on images."""
+    """Data set of four clips of one brightness each, two per caption, conditioned on images."""
 
     latent_shape, fps = (3, 6, 16, 16), 8.0
     condition_shapes = {"text": (1, 1), "image_latents": latent_shape}
@@ -204,7 +204,7 @@ class Pictured:
 
 
 class Copier(Painter):
-    """A method that returns the image that conditions it."""
+    """Method that returns the image that conditions it."""
 
     def generate(self, role, noise, condition, steps, random):
         return condition.tensors["image_latents"]

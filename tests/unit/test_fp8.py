@@ -54,7 +54,7 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
 
 
 def converted(block: nn.Module) -> list[nn.Module]:
-    """The layers of a plain block between two, which compute in fp8."""
+    """Convert a block between two plain ones. Return its fp8 layers."""
     return fp8.convert(block, {id(block.up), id(block.down)}, emulate=True)
 
 
@@ -68,7 +68,7 @@ def test_parameters_stay_the_same_objects_under_the_same_names():
 
 
 def test_products_and_gradients_are_torchaos():
-    """Trained weights get all gradients; frozen ones compute the input's gradient and no other product."""
+    """Trained weights get all gradients. Frozen ones compute the input's gradient and no other product."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(0)

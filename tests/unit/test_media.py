@@ -1,4 +1,4 @@
-"""Clips as files: what is written decodes to the same pixels, at the right size, count and rate."""
+"""Clips as files: they decode to the same pixels, with the right size, count and rate."""
 
 import io
 from fractions import Fraction
@@ -73,7 +73,7 @@ def test_strip_holds_the_frames_in_order():
 
 
 def read_gif(data: bytes) -> tuple[np.ndarray, list[int], int]:
-    """Frames, their lengths in milliseconds, and how often it loops (0 for ever)."""
+    """Return frames, their lengths in milliseconds, and the number of loops (0 for ever)."""
     with Image.open(io.BytesIO(data)) as gif:
         frames, lengths = [], []
         for i in range(gif.n_frames):

@@ -1,4 +1,4 @@
-"""resolve_mesh: which sizes fit, and what is filled in."""
+"""resolve_mesh: valid sizes, and the values that it fills in."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ FITTING = [  # settings, and (dp_replicate, dp_shard, ring, ulysses)
     ({"world_size": 8, "cp": 2, "heads": 12}, (1, 4, 1, 2)),
     ({"world_size": 8, "cp": 4}, (1, 2, 1, 4)),
     ({"world_size": 8, "dp_replicate": 2, "cp": 2, "heads": 4}, (2, 2, 1, 2)),
-    # What the heads do not divide goes to the ring.
+    # The ring takes the factor that does not divide the heads.
     ({"world_size": 8, "cp": 8, "heads": 12}, (1, 1, 2, 4)),
     ({"world_size": 4, "cp": 4, "heads": 5}, (1, 1, 4, 1)),
     ({"world_size": 6, "cp": 6, "heads": 4}, (1, 1, 3, 2)),

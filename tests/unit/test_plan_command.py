@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def simulation(config, plan, shapes, **arguments):
-    """What a simulation would have found."""
+    """Return a fixed result in place of a simulation."""
     resting = {("teacher", "parameters"): 4 * GIB, ("student", "parameters"): 7 * GIB, ("fake", "optimizer"): 2 * GIB,
                ("student", "ema"): GIB}  # fmt: skip
     peak = {**resting, ("student", "activations"): 16 * GIB, ("teacher", "gathered"): GIB}
@@ -56,7 +56,7 @@ def plan(monkeypatch, tmp_path):
 
 
 def test_what_plan_json_holds(plan, tmp_path):
-    """Without weights, clips or encoders; 8 ranks share the tokens of a clip, two such groups hold different ones."""
+    """The plan needs no weights, clips or encoders. 8 ranks share a clip's tokens; two such groups hold other clips."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".plan.json").write_text("a user's")
     for _ in range(2):  # over its own
@@ -109,7 +109,7 @@ def test_activations_go_to_the_host_and_back_beside_the_gathers():
 
 
 def test_what_is_sent_takes_the_link_of_its_group():
-    """9e9 bytes: .02 s inside a node, .18 s between nodes; what attention exchanges comes on top."""
+    """9e9 bytes take .02 s inside a node and .18 s between nodes. Attention's exchange is added."""
     gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
     assert seconds_of({gather: 9e9}) == pytest.approx(0.18)
     assert seconds_of({gather: 9e9}, world=8) == pytest.approx(0.02)
@@ -139,7 +139,7 @@ def test_fp8_is_planned_as_without_it(plan, tmp_path):
 
 
 def test_samples_after_the_last_step_are_not_the_trainings():
-    """``allocated_gib`` stands next to what is measured when training ends."""
+    """``allocated_gib`` is compared with the measurement at the end of training, without samples."""
     config, shapes, run = planned("world=8")
     found = {}
     for every in (0, 10):
@@ -152,7 +152,7 @@ def test_samples_after_the_last_step_are_not_the_trainings():
 
 
 def test_where_weights_are_gathered_is_planned_as_it_is_set():
-    """It says how many blocks are held at once, on a CPU too; what only a GPU has is left out."""
+    """The setting decides how many blocks are held at once, on a CPU too. Settings for GPUs only are dropped."""
     words = ("student.gather_stream=compute", "fake.compile=true")
     config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8", *words]))
     assert config.student.gather_stream == "compute" and config.fake.compile is False
@@ -181,7 +181,7 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
 
 @pytest.mark.slow
 def test_image_to_video_without_encoders():
-    """Shapes of the published CLIP's features, what that encoder takes, and the refusals of a run."""
+    """The plan has the shapes of the published CLIP's features, that encoder's memory, and the refusals of a run."""
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
     image, model = "data.image=first_frame", "planning.model=wan2_1_i2v_14b"
     config = as_planned(compose_config([*words, image, model, "sample.at_end=false", "sample.every=0"]))
@@ -240,7 +240,7 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
 
 
 def test_encoders_take_what_real_ones_do():
-    """Tiny ones, on fake tensors and on real ones."""
+    """The test compares tiny encoders on fake and on real tensors."""
     text = {
         "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -263,7 +263,7 @@ def test_encoders_take_what_real_ones_do():
 
 
 def test_what_is_encoded_and_decoded(monkeypatch):
-    """No clips for DMD2, whose data are captions alone; no samples where none are asked for."""
+    """DMD2 on captions encodes no clips, and a run without samples decodes none."""
     monkeypatch.setattr(encoders, "_peak", lambda build, call: Peak(1, {}))
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
 

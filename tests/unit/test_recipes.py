@@ -53,7 +53,7 @@ RECIPES = [  # network, resolution, method, nodes
 
 
 def words_of(network, resolution, method, nodes):
-    """Return what a user types for a recipe."""
+    """Return the words that a user types for a recipe."""
     words = [f"experiment=wan2_1_t2v_{network}_{method}"]
     words += [f"data=video_folder_{resolution}"] if resolution != "480p" else []
     return words + (["cluster=h20x8x4", "batch_size=32"] if nodes == 4 else [])
@@ -66,7 +66,10 @@ def test_student_and_fake_score_start_from_the_teacher():
 
 @contextmanager
 def fake_world(size):
-    """Rank 0 of a process group whose collectives do nothing (private: torch.testing._internal, torch 2.11 to 2.13)."""
+    """Enter rank 0 of a process group whose collectives do nothing.
+
+    This uses torch.testing._internal (private, torch 2.11 to 2.13).
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -95,10 +98,10 @@ def pipeline(tmp_path_factory):
 
 
 def compose_recipe(words, network, pipeline):
-    """The recipe with random weights of the published shape in place of a checkpoint."""
+    """Compose the recipe with random weights of the published shape in place of a checkpoint."""
     architecture = json.dumps(ARCHITECTURES[network]).replace('"', "")
     roles = [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
-    # Checked on a machine that has no GPU.
+    # The check runs on a machine without a GPU.
     return compose_config([*words, "dry_run=true", f"data.path={pipeline}", f"data.encoders={pipeline}", *roles])
 
 
@@ -135,7 +138,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
             placements, sizes = ((Shard(0),), (world,)) if copies == 1 else ((Replicate(), Shard(0)), (copies, 8))
             for name, parameter in role.weights().items():
                 assert parameter.placements == placements and parameter.device_mesh.shape == sizes, name
-                wide = trained or "time_embedder" in name  # which computes in fp32
+                wide = trained or "time_embedder" in name  # the time embedder computes in fp32
                 assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
             local_bytes[role_plan.name] = sum(p.to_local().numel() * p.element_size() for p in role.parameters())
             ideal = PARAMETERS[network] * (4 if trained else 2) * copies / world

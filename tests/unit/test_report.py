@@ -45,7 +45,7 @@ def make_rows() -> tuple[list[ReportRow], ReportRow]:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, the text, and the cells that carry a measure."""
+    """Parser that collects tags with their attributes, the text, and the cells that carry a measure."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_curves_have_gaps_where_values_are_not_finite():
 
 
 def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():
-    """Which a null is says the total of the same step: with a finite total no sample fell into the bin."""
+    """The total of the same step explains a null: if the total is finite, no sample fell into the bin."""
     records = [
         {"step": 1, "fake/loss": 0.5, "fake/loss/t0.25": 0.4, "fake/loss/t0.9375": None, "fake/grad_norm": None},
         {"step": 2, "fake/loss": 0.5, "fake/loss/t0.25": None, "fake/loss/t0.9375": None},

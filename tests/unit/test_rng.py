@@ -88,7 +88,7 @@ def test_permutation_depends_on_its_arguments_alone():
 
 
 def _steps(ahead):
-    """Two roles in turn, of which one draws a little more at each third step, as of a rollout's length."""
+    """Run two roles in turn. One draws a little more at each third step, as with a longer rollout."""
     seen = []
     for step in range(3, 13):
         if ahead is not None:
@@ -107,8 +107,8 @@ def test_draws_made_ahead_are_the_same_numbers():
     ahead = DrawsAhead(1, pin=False)
     plain, found = _steps(None), _steps(ahead)
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(plain, found, strict=True))
-    # Of a kind whose draws are known when the step before begins: students 6, 9, 12 and fakes 7, 8, 10, 11. Three of
-    # each micro-batch, and one re-noising of the students'; the second loss's are drawn again.
+    # The previous step knows the draws of students 6, 9, 12 and fakes 7, 8, 10, 11: three of each micro-batch, and one
+    # re-noising of the students'. Draws of the second loss are made again.
     assert ahead.guessed == 2 * (3 * (3 + 4) + 3)
 
 

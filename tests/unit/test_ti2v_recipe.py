@@ -1,5 +1,7 @@
-"""The recipe for Wan2.2 TI2V 5B: composed, built on meta and sharded over a fake process group of its 8 ranks, by text
-alone and with a first frame."""
+"""The recipe for Wan2.2 TI2V 5B, by text alone and with a first frame.
+
+It is composed, built on meta, and sharded over a fake process group of its 8 ranks.
+"""
 
 import json
 
@@ -29,7 +31,7 @@ ROLES = ("teacher", "student", "fake")
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """The settings of its encoders and its index, without weights."""
+    """Write the settings of its encoders and its index, without weights."""
     folder = write_encoders(tmp_path_factory.mktemp("pipeline"), **TI2V_VAE)
     (folder / "transformer").mkdir()
     (folder / "transformer" / "config.json").write_text(json.dumps(dict(TI2V_5B)))
