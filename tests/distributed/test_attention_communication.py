@@ -106,7 +106,7 @@ def _count(cases):
 # --- the formula ---
 
 
-def _expected(case, kind, keys=None, grads=None, behind=None):
+def _expected(case, kind, keys=None, grads=None, previous=None):
     """Return the traffic of :func:`_traffic` by the formula.
 
     ``keys`` and ``grads`` are the numbers of hops on which this rank's ring place sends K/V and dK/dV; ``previous`` has
@@ -123,7 +123,7 @@ def _expected(case, kind, keys=None, grads=None, behind=None):
     if p > 1:
         calls["all_to_all", dtype] = 2 * groups
         sent["all_to_all", dtype] = tensors * 2 * (n + m) * (p - 1) // p * SIZES[dtype]
-    for what, (k, g) in (("send", (keys, grads)), ("recv", behind or (keys, grads))):
+    for what, (k, g) in (("send", (keys, grads)), ("recv", previous or (keys, grads))):
         hops = groups * k, groups * g if kind == "backward" else 0
         for name, count in zip((dtype, sums), hops, strict=True):
             if count:
@@ -138,9 +138,9 @@ def _differences(case, ranks, **hops):
     for rank, found in enumerate(ranks):
         place = rank // case.ulysses
         own = {name: counts[place] for name, counts in hops.items()}
-        behind = (hops["keys"][place - 1], hops["grads"][place - 1]) if hops else None
+        previous = (hops["keys"][place - 1], hops["grads"][place - 1]) if hops else None
         for kind in PASSES:
-            expected = _expected(case, kind, **own, behind=behind)
+            expected = _expected(case, kind, **own, previous=previous)
             if found[kind] != expected:
                 wrong.append((rank, kind, found[kind], expected))
     return wrong

@@ -76,10 +76,10 @@ def test_the_gan_is_felt(checkpoints, oracle):
         ours, theirs = oracle.gradients[step], other.gradients[step]
         moved = {name: ((g - theirs[name]).norm() / g.norm()).item() for name, g in ours.items()}
         # The heads read features before what follows the last block; their last biases cancel in R1's difference.
-        behind = {"proj_out", "scale_shift_table", *(f"additions.gan_head.heads.{k}.out.bias" for k in (0, 1))}
-        behind = behind if step else set()
+        unread = {"proj_out", "scale_shift_table", *(f"additions.gan_head.heads.{k}.out.bias" for k in (0, 1))}
+        unread = unread if step else set()
         for name, share in moved.items():
-            assert share > 1e-4 or any(name.startswith(prefix) for prefix in behind), (step, name, share)
+            assert share > 1e-4 or any(name.startswith(prefix) for prefix in unread), (step, name, share)
 
 
 @slow

@@ -111,7 +111,7 @@ def test_processes_of_a_part_may_fail_alone():
     found = run_part(part("isolating"), device_type="cpu", tiny=True, seconds=60)
     assert found.status == "finished"
     errors = {row["what"]: row.get("error") for row in found.rows}
-    assert [bool(errors[name]) for name in ("crashing", "hanging", "raising", "good", "behind them")] == [
+    assert [bool(errors[name]) for name in ("crashing", "hanging", "raising", "good", "after them")] == [
         True, True, True, False, False,
     ]  # fmt: skip
 

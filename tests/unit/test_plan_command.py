@@ -71,7 +71,7 @@ def test_what_plan_json_holds(plan, tmp_path):
     # Two groups send, and dp's numbers take one more.
     assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 3 * 0.3)
     assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
-    assert found["phases"]["decode"]["gib"] == 24, "beside what is held between steps"
+    assert found["phases"]["decode"]["gib"] == 24, "in addition to what is held between steps"
     assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
     # The student's parameters and average and the fake's optimizer, in the copy of a checkpoint.
     assert found["host_gib_of"] == {"offloaded": 3, "checkpoint_staging": 10} and found["host_gib"] == 13

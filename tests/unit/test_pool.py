@@ -237,4 +237,4 @@ def test_streams_of_a_gpu_do_not_write_over_each_other():
     torch.cuda.synchronize(device)
     assert all(float(found) == expected for found, expected in sums)
     assert pool.plans == 1 and pool.allocations == len(kinds)
-    assert pool.nbytes == 9 * 2**22, "the largest: the host has let go of each before it asks for the next"
+    assert pool.nbytes == 9 * 2**22, "the largest: the host frees each before it asks for the next"

@@ -44,7 +44,7 @@ def test_a_new_an_empty_and_an_earlier_export_are_written(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     write(empty, "one")
-    assert [p.name for p in out.parent.iterdir()] == ["out"], "nothing is left beside it"
+    assert [p.name for p in out.parent.iterdir()] == ["out"], "nothing is left next to it"
 
 
 def _umask() -> int:

@@ -122,7 +122,7 @@ def test_rollouts(role, length):
     for noise in noises:
         assert stats.kstest(noise.detach().flatten().numpy(), "norm").pvalue > 1e-3
     together = torch.corrcoef(torch.stack([noise.detach().flatten() for noise in noises]))
-    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is drawn anew"
+    assert (together - torch.eye(len(noises))).abs().max() < 0.25, "every noise of a step is a fresh draw"
 
 
 def test_random_times_are_drawn_from_p_d_and_never_rise():

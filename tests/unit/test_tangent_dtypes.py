@@ -66,7 +66,7 @@ def _linear_dtypes(family_name, example):
 @pytest.mark.parametrize(("family", "example"), EXAMPLES)
 def test_every_linear_layer_gets_tangents_of_its_inputs_dtype(pool, family, example):
     seen, dtype, fits = pool.run(_linear_dtypes, family, example)[0]
-    assert sum(moves for _, _, moves in seen) > 10, "most layers are behind the state"
+    assert sum(moves for _, _, moves in seen) > 10, "most layers come after the state"
     assert all(primal == tangent for primal, tangent, _ in seen)
     assert dtype == torch.bfloat16 and fits
 
