@@ -69,7 +69,7 @@ def build_tiny_pipeline(
     if frame:
         vae_settings |= dict(z_dim=channels, latents_mean=[0.0] * channels, latents_std=[1.0] * channels)
         vae_settings |= dict(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
-    with torch.random.fork_rng(devices=[]):  # a caller's own draws stay what they were
+    with torch.random.fork_rng(devices=[]):  # the caller's random state does not change
         torch.manual_seed(seed)
         vae = AutoencoderKLWan(**vae_settings).eval()
         noise = torch.randn(1, 3, 3, 4, 4)

@@ -94,13 +94,13 @@ def test_bytes_kept(pools):
     unit = BATCH * TOKENS * DIM * 8
     none, full, selective = (kept[choice, False][0] for choice in CHECKPOINTING)
     assert full < selective < none, kept
-    # A block keeps its input; and the attention's output, with a log-sum-exp of a 24th of it.
+    # Selective keeps attention's output in addition to the input, and the log-sum-exp, a 24th of the output.
     assert BLOCKS * unit <= full <= (BLOCKS + 1.2) * unit, full / unit
     assert selective - full == pytest.approx(BLOCKS * unit * (1 + 1 / (DIM // HEADS)), rel=0.05)
     assert none >= BLOCKS * 10 * unit
     for choice in CHECKPOINTING:
         device, host = kept[choice, True]
-        assert device <= 1.6 * unit, (choice, device / unit)  # the last output, and what is too small to be moved
+        assert device <= 1.6 * unit, (choice, device / unit)  # the last output, and tensors too small to be moved
         assert host == pytest.approx(kept[choice, False][0] - device, rel=0.1), (choice, host)
 
 

@@ -45,14 +45,14 @@ def _slowly(self, path, mode):
 def _beside_the_training(folder):
     FileSystem.create_stream = _slowly
     checkpoints = Checkpoints(folder, keep=3, asynchronous=True)
-    set_timeout(timedelta(seconds=50))  # as a training does after its first steps
+    set_timeout(timedelta(seconds=50))  # training does so after its first steps
     kept = timeout_of(checkpoints._group)
     sums, during = [], 0
     for step in (1, 2, 3):
         state = tensors(step)
         checkpoints.save(step, state, {"step": step})
         for x in state["student"].values():
-            x.to_local().zero_()  # the copy is of before
+            x.to_local().zero_()  # the copy has the old values
         for i in range(50):
             x = torch.full((257,), float(i * (dist.get_rank() + 1)))
             dist.all_reduce(x)

@@ -64,7 +64,7 @@ def _connected(sizes):
         ({"cp": 4}, 2),  # and ulysses
         ({"cp": 4, "ring": 2}, 3),
         ({"cp": 2}, 4),  # the world, dp, cp, and ulysses, which has the same ranks
-        ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and what shards inside of them
+        ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and the shards within a replica
     ],
     ids=str,
 )

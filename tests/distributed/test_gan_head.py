@@ -75,7 +75,7 @@ def test_the_gan_is_felt(checkpoints, oracle):
         other = oracle_trace(gan(method=method, steps=step + 1), checkpoints)
         ours, theirs = oracle.gradients[step], other.gradients[step]
         moved = {name: ((g - theirs[name]).norm() / g.norm()).item() for name, g in ours.items()}
-        # The heads read features before what follows the last block; their last biases cancel in R1's difference.
+        # The heads do not read layers after the last block; their last biases cancel in R1's difference.
         unread = {"proj_out", "scale_shift_table", *(f"additions.gan_head.heads.{k}.out.bias" for k in (0, 1))}
         unread = unread if step else set()
         for name, share in moved.items():

@@ -95,8 +95,8 @@ def test_bytes_and_calls(pools, checkpoints, strategy):
         for name, (forwards, with_gradient, calls, sent) in steps.items():
             assert with_gradient == MICRO_BATCHES and forwards >= 2 * MICRO_BATCHES
             stays = strategy == "optim"
-            # By FSDP2's order a block's backward gathers the unit before it ahead: of the first one the time embedder,
-            # which has nothing to do there; the next micro-batch's forward finds it gathered.
+            # In backward FSDP2 gathers the previous unit ahead. Before the first block that is the time embedder, which
+            # is not used there; the next micro-batch's forward finds it gathered.
             uses, uses_of_embedder = (1, 1) if stays else (forwards + with_gradient, forwards + 1)
             assert calls["all_gather"] == uses * (UNITS - 1) + uses_of_embedder
             base = uses * BF16 * (with_adapters + rest) + uses_of_embedder * FP32 * embedder

@@ -54,7 +54,7 @@ def _check(pools, checkpoints, oracle, **changes):
                 ({}, {}),
                 ({"cp": 3, "micro_batch_size": 2}, {"activation_checkpointing": "full"}),
                 (SPLIT, {"activation_checkpointing": "full"}),
-                # Replicas add up by position what of a unit has gradients.
+                # Replicas add the gradients of a unit by position.
                 (REPLICAS, {"activation_checkpointing": "selective", "activation_offload": True}),
                 ({"dp_shard": 2}, {"strategy": "no_shard"}),
                 (REPLICAS, {"strategy": "optim"}),
@@ -63,7 +63,7 @@ def _check(pools, checkpoints, oracle, **changes):
                 ({"dp_shard": 2}, {"offload": "cpu", "reduce_unused": True}),
             )
         ),
-        # A graph for each role; with recomputation, which must run the adapters of its forward.
+        # Each role has a graph. Recomputation must run the adapters of its forward.
         pytest.param({"cp": 2}, {"compile": True, "activation_checkpointing": "full"}, marks=long),
     ],
     ids=str,

@@ -238,7 +238,7 @@ def _mistakes(checkpoints, trained):
             lambda: role.velocity(x, t, condition),
             lambda: role.network(**inputs),
             lambda: plain.velocity(x, t, condition, r),
-            lambda: role.velocity(x[:, :2], t, condition, r),  # breaks off inside
+            lambda: role.velocity(x[:, :2], t, condition, r),  # raises inside
             lambda: role.velocity(x, t, condition),
         ):
             with pytest.raises(RuntimeError):

@@ -195,4 +195,4 @@ def test_no_full_parameter_survives_sharding_and_deleting_a_model_frees_it(pools
     for found in pools[WORLD].run(_all_released):
         for left, alive, busy, after in found:
             assert left == 0 and alive == 0
-            assert busy > 2 * padded // WORLD and after == 0, (busy, after)  # shards, Adam's state but for empty ones
+            assert busy > 2 * padded // WORLD and after == 0, (busy, after)  # shards, and Adam's state of nonempty ones

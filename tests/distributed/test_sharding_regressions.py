@@ -80,7 +80,7 @@ def _early_gather(strategy):
     optimizer = _adamw(stale)
     stale(x).square().mean().backward()
     gather_first_block_early(stale, stale.blocks[0])
-    optimizer.step()  # without the reshard above, the next forward computes with weights of before the update
+    optimizer.step()  # without the reshard above, the next forward computes with weights from before the update
     late = _model(strategy=strategy)
     optimizer = _adamw(late)
     late(x).square().mean().backward()

@@ -64,7 +64,7 @@ def _changing():
             look()
         look()
         if dist.get_rank() == 0:
-            time.sleep(4)  # the other has left the work by now; with the short timeout its barrier would fail
+            time.sleep(4)  # the other rank has left the block; with the short timeout its barrier would fail
     look()
     assert mesh.replicas.size() == 2
     look()  # a group that is made now

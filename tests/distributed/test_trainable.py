@@ -74,11 +74,11 @@ def _given_back(strategy, precision):
     adapters = _trained(fresh)
     assert (len(adapters), len(list(model.parameters()))) == (6, 46)
     set_trainable(model, False)
-    set_trainable(model, False)  # a setter: said twice is said once
+    set_trainable(model, False)  # a second call changes nothing
     assert not _trained(model)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     x = torch.randn(1, TOKENS, 5, dtype=dtype, requires_grad=True)
-    model(x).float().square().mean().backward()  # the first forward of all, while frozen
+    model(x).float().square().mean().backward()  # the very first forward, while frozen
     assert x.grad is not None and all(p.grad is None for p in model.parameters())
     for _ in range(2):
         set_trainable(model, True)

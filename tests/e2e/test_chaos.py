@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from benchmarks import chaos
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is wanted
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the test needs one process
 
 
 def finished(folder, *, bits=0.0, losses=(1.0, 2.0, 3.0), export=0.0):

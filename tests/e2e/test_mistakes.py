@@ -220,7 +220,7 @@ def test_no_value_of_another_kind_is_taken(tmp_path, monkeypatch, mode, examples
         max_examples=examples,
         derandomize=True,
         deadline=None,
-        phases=[Phase.generate],  # an example as it is says enough, and to shrink it takes minutes
+        phases=[Phase.generate],  # a failing example is clear enough, and shrinking takes minutes
         suppress_health_check=list(HealthCheck),
     )
     @given(chosen=st.sampled_from(sorted(_typed_settings(), key=str)), value=st.one_of(NUMBERS, WORDS, NESTED))

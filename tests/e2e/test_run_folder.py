@@ -84,7 +84,7 @@ def test_a_branch_leaves_its_source_alone(finished, tmp_path):
     assert run(branch, "steps=6", *again) == 0
     assert [r["step"] for r in losses(branch)] == [3, 4, 5, 6]
 
-    # A step that a run left for an earlier one is kept under another name, as often as that happens.
+    # Steps later than the one that a run returns to are renamed, each time.
     own = tmp_path / "own"
     assert run(own, "steps=2", "checkpoint.keep=0") == 0
     first, state = (own / "checkpoints" / name for name in ("step_00000001", "step_00000002/state.json"))
@@ -92,7 +92,7 @@ def test_a_branch_leaves_its_source_alone(finished, tmp_path):
         assert run(own, "steps=2", f"checkpoint.resume={first}") == 0
         saved = json.loads(state.read_text())
         assert saved["branch_of"] == str(first.resolve())
-        state.write_text(json.dumps(saved | {"branch_of": None}))  # as if the user had begun elsewhere since
+        state.write_text(json.dumps(saved | {"branch_of": None}))  # as if the user had started elsewhere in between
     names = {p.name for p in (own / "checkpoints").iterdir()}
     assert names == {"step_00000001", "step_00000002", "left_step_00000002", "left_step_00000002_2"}
 

@@ -168,7 +168,7 @@ class CogVideoX(DiffusersFamily):
         parallelize_context(network, mesh=mesh, plan=plan)
         for block in network.transformer_blocks:
             block.attn1.set_processor(JointAttention(mesh, backend, head_groups))
-        # An addition to the time's embedding is fp32 under bf16, which the blocks are not.
+        # Under bf16 an addition to the time's embedding is fp32, and the blocks are not.
         network.time_embedding.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
 
     def outputs(self, network, x, t, condition):

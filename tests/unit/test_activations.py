@@ -60,8 +60,8 @@ def test_each_storage_is_copied_once_and_weights_never(views):
         leaf = x.clone().requires_grad_()
         module(leaf)
     unit = x.numel() * 4
-    # qkv in one piece. Twice as large: the softmax (5 x 128 x 128). As large: x, the factors x and the
-    # sines' arguments of four rounds, the last x, the last factor.
+    # Size 3: qkv in one piece. Size 2: the softmax (5 x 128 x 128). Size 1: x; in four rounds the factor x and the
+    # sine's argument; the last x; the last factor.
     assert Counter(counted.copies) == {3 * unit: 1, 2 * unit: 1, unit: 1 + 8 + 2}
     weights = {4 * p.numel() for p in module.parameters()}
     assert not weights & set(counted.copies)

@@ -73,7 +73,7 @@ def test_the_teacher_is_sampled_once_and_shown_every_time(tmp_path):
         "step_00000010.png", "step_00000020.png", "measures.jsonl",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "samples").iterdir()} == files
-    # Three rows in the second sheet too: one of each brightness of the teacher, and the student's of that step.
+    # The second sheet has three rows too: one per brightness of the teacher, and the student at that step.
     sheet = np.asarray(Image.open(tmp_path / "samples" / "step_00000020.png"))
     for value in (0.5, 0.2, -1.0):
         grey = round((value + 1) * 127.5)

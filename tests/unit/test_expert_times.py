@@ -111,7 +111,7 @@ def test_parts_of_a_batch_draw_for_themselves():
         assert stats.ks_2samp(found, own).pvalue > 1e-3
     high = torch.tensor([parts[i] for i in parts]) >= 0.5
     assert abs(torch.corrcoef(high.double()).fill_diagonal_(0)).max() < 0.1, "independent of each other"
-    # That of the ranges' own means falls with the parts; that of the samples in a range is of 16 either way.
+    # The variance of the ranges' means falls with the parts. Within a range it is that of 16 samples in any case.
     t = torch.tensor(own)
     ranges = [t[t >= 0.5], t[t < 0.5]]
     between = sum(len(of) / len(t) * (of.mean() - t.mean()) ** 2 for of in ranges).item()

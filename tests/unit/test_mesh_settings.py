@@ -44,7 +44,7 @@ BAD = [  # settings, which of them the message must name
     ({"dp_replicate": 0}, "mesh.dp_replicate"),
     ({"world_size": 4, "dp_shard": -2}, "mesh.dp_shard"),
     ({"world_size": 8, "dp_replicate": 2, "cp": 3}, "mesh.cp"),  # cp=8 leaves no room for two replicas
-    ({"world_size": 8, "dp_replicate": 3}, "mesh.dp_replicate"),  # no cp at all would help
+    ({"world_size": 8, "dp_replicate": 3}, "mesh.dp_replicate"),  # no value of cp would help
     ({"world_size": 8, "dp_shard": 2, "cp": 3, "heads": 12}, "mesh.dp_shard"),  # dp_shard=-1 does not help
     ({"world_size": 4, "dp_replicate": 4}, "mesh.dp_replicate"),
     ({"world_size": 4, "cp": 4, "ulysses": "all", "heads": 4}, "mesh.ulysses"),
@@ -72,7 +72,7 @@ def test_every_combination_fits_exactly_or_is_refused():
             shape = resolve_mesh(world_size=world, heads=heads, **given)
         except UserError as error:
             assert "mesh." in str(error) and "\n" not in str(error)
-            # Nothing that fits may be refused: try every factorisation of cp.
+            # Every factorization of cp that fits must be accepted.
             degrees = [(cp // u, u) for u in range(1, cp + 1) if cp % u == 0 and (heads is None or heads % u == 0)]
             degrees = [(r, u) for r, u in degrees if ulysses in ("auto", u) and ring in ("auto", r)]
             sizes = replicate * cp * (1 if shard == -1 else shard)

@@ -89,7 +89,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     ):
         with refused(f"{name}.jsonl"):
             write()
-    log.close()  # and no line that could not be written comes up again here
+    log.close()  # lines that could not be written do not appear again
     norms.close()
 
 

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fsdp_cp", "models", "distill")
-# lazy everywhere; flash_attn belongs to no extra, since its wheels fit one torch, CUDA and Python each
+# lazy everywhere; flash_attn is not in an extra, since each of its wheels fits one torch, CUDA and Python
 OPTIONAL = (
     "wandb", "tensorboard", "torchao", "transformer_engine", "flash_attn", "flash_attn_interface", "triton", "yunchang",
 )  # fmt: skip

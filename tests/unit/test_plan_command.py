@@ -59,25 +59,25 @@ def test_what_plan_json_holds(plan, tmp_path):
     """The plan needs no weights, clips or encoders. 8 ranks share a clip's tokens; two such groups hold other clips."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".plan.json").write_text("a user's")
-    for _ in range(2):  # over its own
+    for _ in range(2):  # the second plan replaces the first
         assert plan() == 0
     theirs, page, file = sorted((tmp_path / "run").iterdir())
     assert theirs.read_text() == "a user's"
     assert page.read_text().startswith("<!")
     found = json.loads(file.read_text())
     assert found["world"] == 16 and found["tokens"] == 32760 and found["hardware"] == "h20"
-    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, of both inputs of a guided student, say
+    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, for both inputs of guidance
     assert found["allocated_gib"] == pytest.approx(31 + kernel)
-    # Two groups send, and dp's numbers take one more.
+    # Two groups send, and the group dp adds one more.
     assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 3 * 0.3)
     assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
     assert found["phases"]["decode"]["gib"] == 24, "in addition to what is held between steps"
     assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
-    # The student's parameters and average and the fake's optimizer, in the copy of a checkpoint.
+    # A checkpoint's copy holds the student's parameters and average, and the fake's optimizer.
     assert found["host_gib_of"] == {"offloaded": 3, "checkpoint_staging": 10} and found["host_gib"] == 13
     assert found["roles"]["student"]["activations_gib"] == 16 and found["roles"]["fake"]["optimizer_gib"] == 2
     rate = 0.8 * 148e12
-    # all-gathers beyond the node take 9 / 50 s, less than what computes; the exchange inside waits for NVLink.
+    # all-gathers beyond the node take 9 / 50 s, less than the compute; the exchange inside a node uses NVLink.
     student, fake = 1e16 / 8 / rate + 45 / 450, 4e15 / 8 / rate
     config = compose_config(["experiment=wan2_1_t2v_14b_dmd2"])
     every = config.method.fake_updates_per_student_update + 1
@@ -114,7 +114,7 @@ def test_what_is_sent_takes_the_link_of_its_group():
     assert seconds_of({gather: 9e9}) == pytest.approx(0.18)
     assert seconds_of({gather: 9e9}, world=8) == pytest.approx(0.02)
     assert seconds_of({gather: 9e9, exchange: 9e9}) == pytest.approx(0.18 + 0.02)
-    # Where the tokens' ranks are the whole world, their group is the default one.
+    # If cp covers the whole world, its group is the default group.
     assert seconds_of({gather: 9e9, ("all_to_all", "default_pg"): 9e9}, world=8) == pytest.approx(0.02 + 0.02)
     shards = ("reduce_scatter", "mesh_dp_shard_cp")
     assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"

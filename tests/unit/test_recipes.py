@@ -118,7 +118,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
         mesh, shapes = mesh_of_shape(plan.mesh, device_type="cpu"), data.sample_shapes()
         shape = mesh.shape
         assert (shape.dp_replicate, shape.dp_shard, shape.cp) == (1, world // CP[network], CP[network])
-        # Heads let all of cp be Ulysses, whose all-to-all stays inside a node.
+        # The heads allow Ulysses over all of cp, whose all-to-all stays inside a node.
         assert (shape.ring, shape.ulysses) == (1, CP[network]) and plan.heads % shape.ulysses == 0
         assert local_token_count(TOKENS[resolution], shape.cp) * shape.cp == TOKENS[resolution]  # no pads
         assert plan.micro_batch_size == 1 and config.batch_size == 8 * nodes
@@ -133,7 +133,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
             assert role.networks[0].precision == "bf16" and role.trainable == trained
             assert role_plan.tokens(*shapes) == TOKENS[resolution]
             assert sum(p.numel() for p in role.parameters()) == PARAMETERS[network]
-            # On four nodes the frozen teacher has a copy in each.
+            # On four nodes each has a copy of the frozen teacher.
             copies = nodes if not trained else 1
             placements, sizes = ((Shard(0),), (world,)) if copies == 1 else ((Replicate(), Shard(0)), (copies, 8))
             for name, parameter in role.weights().items():
@@ -145,7 +145,7 @@ def test_a_recipe_fits_its_nodes(network, resolution, method, nodes, pipeline, m
             assert abs(local_bytes[role_plan.name] / ideal - 1) < 0.01
             assert role_plan.sharding.activation_checkpointing == ("full" if trained and network == "14b" else "none")
 
-    # Masters, Adam's two moments, the average; gradients of the role that trains; the teacher as it computes.
+    # Masters, Adam's two moments, the average; gradients of the role that trains; the teacher in its compute dtype.
     student, fake = local_bytes["student"], local_bytes["fake"]
     states = student * (3 + config.student.ema.enabled) + 3 * fake + max(student, fake) + local_bytes["teacher"]
     assert abs(states / 1e9 - STATES_GB[network, nodes]) < 0.1

@@ -180,7 +180,7 @@ def test_verdict_when_there_is_nothing_to_say():
     for chosen in (
         [r for r in rows if r.steps in (4, 50)],
         [r for r in rows if r.role == "teacher"],
-        [r for r in rows if r.steps == 4],  # nothing tells what the teacher loses by taking so few
+        [r for r in rows if r.steps == 4],  # without the teacher at 50 steps, its loss at 4 is unknown
     ):
         assert not any(c.counts for c in student_beats_teacher(chosen)) and verdict(chosen, [])
 
@@ -227,7 +227,7 @@ def test_an_empty_time_bin_is_no_point_and_a_broken_one_is():
         {"step": 2, "fake/loss": 0.5, "fake/loss/t0.25": None, "fake/loss/t0.9375": None},
         {"step": 3, "fake/loss": None, "fake/loss/t0.25": None},
         {"step": 4, "fake/loss": 0.5, "fake/loss/t0.25": math.inf},
-        {"step": 5, "fake/loss/t0.25": None},  # no total: nothing says that it was empty
+        {"step": 5, "fake/loss/t0.25": None},  # without a total, the bin may be empty or broken
         {"step": 6, "student/loss": 0.5, "fake/loss": math.nan, "fake/loss/t0.25": None},  # another role's total
         {"step": 7, "fake/loss": 0.5, "fake/loss/t0.25": 0.3},
     ]

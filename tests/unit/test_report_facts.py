@@ -60,7 +60,7 @@ def test_skipped_updates_are_counted_against_all_that_were_tried():
     (said,) = troubles(records, updates={"student": 8, "fake": 32})
     assert re.findall(r"\d+", said) == ["3", "32"]
     assert troubles(records) == [said], "every step was logged, so the lines can be counted"
-    # With log.every=10 fewer lines than updates: no share is better than a wrong one.
+    # log.every=10 gives fewer lines than updates. No share is better than a wrong one.
     (said,) = troubles([{"step": 10, "fake/loss": 1.0, "fake/grad_norm": 1.0, "fake/skipped": 7.0}])
     assert re.findall(r"\d+", said) == ["7"]
 
@@ -78,7 +78,7 @@ def test_norms_and_losses_that_exploded_are_told():
     for record in records[30:]:
         record |= {key: 1e9 for key in record if key.endswith(("/grad_norm", "/loss"))}
     assert len(troubles(records, clip=10.0)) == 4, "loss and norm of both roles"
-    # As measured with a rate of 0.3: the second update is wild already, and the norm wanders there.
+    # Measured with a rate of 0.3: the norm is large from the second update on.
     wild = [66.0, 8e4, 3e6, 6e6, 1e8, 1e7, 1e8, 4e6, 1e8, 1e7, 3e6, 2e6, 4e6, 1e7, 1e6, 2e6, 4e6, 3e6, 3e6, 2e6, 7e5]
     assert len(troubles([{"step": i, "fake/loss": 1.0, "fake/grad_norm": n} for i, n in enumerate(wild)], clip=10.0))
     # A single spike is not a failure.

@@ -11,7 +11,7 @@ from fsdp_cp.mesh import MeshShape
 from fsdp_cp.sharding.settings import STRATEGIES, ShardSettings, find_operator, require_compiler
 from tests.unit.refused import refused
 
-# Every field with a value other than its default, to be had under optim_grads_params alone.
+# Every field with a value other than its default that optim_grads_params allows.
 CHANGED = {
     "strategy": "optim",
     "replicate": False,

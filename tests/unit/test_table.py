@@ -57,7 +57,7 @@ def test_what_a_spreadsheet_writes_comes_back_with_its_lines(tmp_path_factory, c
         (b"file_name,caption\na.mp4,one\nb.mp4,caf\xe9\n", "line 3"),
         (b"file_name,caption\na.mp4,\xed\xa0\x80\n", "line 2"),  # a lone surrogate
         ("file_name,caption\na.mp4,one\n".encode("utf-16"), ""),
-        # Spreadsheets fill up the header where one row has a comma too many: that row's caption would be cut.
+        # Spreadsheets extend the header if one row has a comma too many; that row's caption would be cut.
         (b"file_name,caption,\na.mp4,one,\nb.mp4,a bird, flying\n", "line 3"),
     ],
 )  # fmt: skip

@@ -77,7 +77,7 @@ def test_it_fits_its_node(pipeline, monkeypatch, image):
             for name, parameter in role.weights().items():
                 assert parameter.placements == (Shard(0),) and parameter.device_mesh.size() == RANKS, name
             local = sum(p.to_local().numel() * p.element_size() for p in role.parameters())
-            # Weights and Adam's moments of those that train, the student's average; gradients once.
+            # Weights and Adam's moments of trained roles, the student's average; gradients once.
             states += local * {"teacher": 1, "student": 5, "fake": 3}[role_plan.name]
         assert abs(states / 1e9 - 21.2) < 0.1
 
