@@ -82,7 +82,7 @@ def test_every_module_and_every_seed_has_a_stream_of_its_own():
 
 @slow
 def test_distributions_are_those_of_diffusers():
-    """Constants are equal; other parameters have the same distribution (Kolmogorov-Smirnov, and scale)."""
+    """Constants are equal. Other parameters have the same distribution (Kolmogorov-Smirnov) and scale."""
     config = ARCHITECTURE | {"attention_head_dim": 24, "ffn_dim": 256, "text_dim": 64, "num_layers": 2}
     torch.manual_seed(0)
     truth = WanTransformer3DModel(**config)
@@ -99,7 +99,7 @@ def test_distributions_are_those_of_diffusers():
             assert torch.equal(expected, found), name
             constants += 1
             continue
-        # Of 1e2 parameters none should be as unlikely as 1e-5; seeds are fixed, so this cannot flicker.
+        # For 1e2 parameters a p-value of 1e-5 is very unlikely. Seeds are fixed, so the test is deterministic.
         assert stats.ks_2samp(expected.numpy(), found.numpy()).pvalue > 1e-5, name
         # Standard errors of the two deviations: at most 1 / sqrt(2 n) each for a normal, less for a uniform.
         assert found.std() / expected.std() == pytest.approx(1, abs=6 / found.numel() ** 0.5), name

@@ -105,7 +105,7 @@ def run(tmp_path_factory):
 
 def test_the_ranks_share_the_work_and_agree(run):
     _, reports = run
-    # Of the rows whose file is there 2 to 8 are good: rank 0 has 3 and 6, rank 1 has 4 and 7, rank 2 has 2, 5 and 8.
+    # Good rows with a file are 2 to 8: rank 0 has 3 and 6, rank 1 has 4 and 7, rank 2 has 2, 5 and 8.
     assert [report["first"]["clips"] for report in reports] == [2, 2, 3]
     # Seven clips share six captions; with the negative prompt seven texts. Ranks 0 and 1 are on one node, which has
     # one text encoder in its memory; rank 2 is on another.

@@ -28,7 +28,7 @@ class Frozen:
 
 
 Named = namedtuple("Named", ["sample", "features"])
-KINDS = {  # what makes the output of (sample, features), and what finds the sample in it
+KINDS = {  # functions that make the output from (sample, features), and that take the sample from it
     "tensor": (lambda a, b: a, lambda out: out),
     "tuple": (lambda a, b: (a, b), lambda out: out[0]),
     "list": (lambda a, b: [a, None], lambda out: out[0]),

@@ -112,7 +112,7 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
 
 
 def test_one_rank_stages_all_that_trains():
-    """The copy of a checkpoint holds all that trains; the shards at rest are the same at every peak."""
+    """A checkpoint's copy holds all that trains. The shards at rest are the same at every peak."""
     planned = _planned(1, ("mesh.cp=1",))
     found = simulate(*planned)
     resting = {role: found.resting[role, "parameters"] for role in ROLES}
@@ -134,7 +134,7 @@ def test_one_rank_stages_all_that_trains():
 
 @slow
 def test_what_selective_recomputation_keeps_is_not_computed_again():
-    """It keeps attention."""
+    """Selective recomputation keeps attention's outputs."""
     full, selective = (
         simulate(*_planned(1, ("mesh.cp=1", f"student.activation_checkpointing={how}"))).steps["student"].recomputed
         for how in ("full", "selective")
@@ -150,7 +150,7 @@ def test_what_selective_recomputation_keeps_is_not_computed_again():
 
 @slow
 def test_a_deep_network_is_told_from_two_shallow_ones():
-    """Simulations of four and of five blocks tell what six take."""
+    """Simulations of four and five blocks predict six blocks."""
     words = ("experiment=quickstart_scm", "student.activation_checkpointing=full", "student.offload=cpu")
     planned = _planned(8, ("mesh.cp=2", "precision=bf16", "sample.at_end=false", "batch_size=4", *words), layers=6)
     whole, told = simulate(*planned), simulate_any_depth(*planned, at_once=True)
@@ -189,7 +189,7 @@ def _real_pools(world, words):
 
 @long
 def test_pooled_buffers_are_in_the_plan(pools):
-    """The planned pool is as large as that of real ranks, and is held between steps."""
+    """The planned pool is as large as that of real ranks, and stays between steps."""
     world, mesh = 2, ("mesh.cp=1", "micro_batch_size=2")
     predicted, held = _pools_of(world, (*mesh, *POOLED), simulate)
     assert len(held) == 1, "planned once, of all steps"

@@ -1,4 +1,4 @@
-"""All groups have one timeout, which can be changed; a rank that waits in vain says where."""
+"""All groups have one timeout, which can be changed. A rank that times out names the place."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ from fsdp_cp.runtime.timeouts import inherited_timeout, long_timeout, process_gr
 HSDP = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "heads": 4}
 RING = {"dp_shard": 2, "cp": 2, "ring": 2, "heads": 4}
 POOL = 77.0
-"""Seconds: the timeout of the ranks' group of all, and no backend's default."""
+"""Timeout of the default group of the ranks, in seconds. No backend has this default."""
 
 
 def _timeouts_of_a_mesh(sizes):
@@ -64,7 +64,7 @@ def _changing():
             look()
         look()
         if dist.get_rank() == 0:
-            time.sleep(4)  # the other has left the work by now; with the short timeout its barrier would fail
+            time.sleep(4)  # the other rank has left the block; with the short timeout its barrier would fail
     look()
     assert mesh.replicas.size() == 2
     look()  # a group that is made now

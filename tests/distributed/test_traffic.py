@@ -61,7 +61,7 @@ def test_every_kind(pools):
 
 
 def _inside():
-    """Collectives of DTensors, of a custom operator, of backward."""
+    """Count collectives of DTensors, of a custom operator and of backward."""
     mesh = init_device_mesh("cpu", (WORLD,))
     x = distribute_tensor(torch.randn(N, 2), mesh, [Shard(0)])
     with CollectiveCounter() as gathered:

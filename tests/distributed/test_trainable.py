@@ -69,7 +69,7 @@ def _same(model, fresh, precision):
 
 
 def _given_back(strategy, precision):
-    """Freeze and unfreeze repeatedly, nested, and across exceptions; compare with a network that never was frozen."""
+    """Freeze and unfreeze repeatedly, nested, and across exceptions. Compare with a network that was never frozen."""
     model, fresh = _adapted(strategy, precision), _adapted(strategy, precision)
     adapters = _trained(fresh)
     assert (len(adapters), len(list(model.parameters()))) == (6, 46)

@@ -1,4 +1,4 @@
-"""A teacher's trajectories on disk: the same on every mesh, also after a stop; and the training on them."""
+"""A teacher's trajectories on disk: the same on every mesh and after a stop; and training on them."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -54,7 +54,7 @@ def _config(folder, seed=3):
     return SimpleNamespace(method=_settings(folder), data=data, teacher=teacher, seed=seed)
 
 
-@lru_cache  # each has process groups, with threads of their own
+@lru_cache  # every mesh has process groups with threads
 def _mesh(dp_shard, cp):
     return build_mesh(dp_shard=dp_shard, cp=cp, heads=4)
 

@@ -14,9 +14,9 @@ from tests.e2e import mistakes
 from tests.e2e.launch import QUICK
 from train import main
 
-# What is typed, and the name that the line must have. Words alone are those of train.py, in a dry run on one process;
-# NAME=VALUE before train.py is the environment. {run} and {other} are finished runs, {things} holds somebody's files,
-# {new} is not there.
+# Command lines, and the name that the error must have. Words alone are those of train.py in a dry run on one process;
+# NAME=VALUE before train.py is the environment. {run} and {other} are finished runs, {things} holds a user's files,
+# {new} does not exist.
 MISTAKES = {
     "settings": [
         ("steps=0", "steps"),
@@ -220,7 +220,7 @@ def test_no_value_of_another_kind_is_taken(tmp_path, monkeypatch, mode, examples
         max_examples=examples,
         derandomize=True,
         deadline=None,
-        phases=[Phase.generate],  # an example as it is says enough, and to shrink it takes minutes
+        phases=[Phase.generate],  # a failing example is clear enough, and shrinking takes minutes
         suppress_health_check=list(HealthCheck),
     )
     @given(chosen=st.sampled_from(sorted(_typed_settings(), key=str)), value=st.one_of(NUMBERS, WORDS, NESTED))

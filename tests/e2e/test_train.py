@@ -31,7 +31,7 @@ def frames(file):
 
 
 def test_from_the_command_line_to_export_samples_and_report(tmp_path):
-    """Two ranks of a real torchrun; then the commands that export and sample a run."""
+    """Two ranks run under a real torchrun; then commands export and sample the run."""
     run_dir = tmp_path / "run"
     done = run_command(2, *SMALL, "steps=2", "mesh.cp=2", "sample.report_clips=2", f"run_dir={run_dir}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_from_the_command_line_to_export_samples_and_report(tmp_path):
 
 
 def test_a_second_run_is_refused_and_a_killed_one_resumes(tmp_path):
-    """While one run holds its folder, a second is refused. Killed and started again, it is the undisturbed run."""
+    """A second run in the same directory is refused. A killed run that starts again equals the undisturbed run."""
     run_dir, straight = tmp_path / "run", tmp_path / "straight"
     words = (*QUICK, "device=cpu", "mesh.cp=1", "export.at_end=false")
     with forked(0, "train", *words, "steps=100000", f"run_dir={run_dir}") as first:
@@ -142,7 +142,7 @@ def test_real_clips_are_encoded_once(tmp_path):
 
 @pytest.mark.slow
 def test_every_role_sharded_in_its_own_way(tmp_path):
-    """The losses are those of a run with the defaults; norms and profiles are written and survive a resume."""
+    """The losses equal those with the defaults. Norms and profiles are written and survive a resume."""
     arguments = (*SMALL, *NO_END, "mesh.cp=1", "batch_size=4", "micro_batch_size=2")
     own = (
         "student.strategy=optim_grads", "fake.strategy=optim", "teacher.offload=cpu",
@@ -215,7 +215,7 @@ def test_every_command_has_help():
 
 @pytest.mark.slow
 def test_the_fake_score_has_an_average(tmp_path):
-    """The fake score trains at steps 2 and 4: its first update is before ``start``, the second halves. Resumed."""
+    """The fake score trains at steps 2 and 4: first before ``start``, then with weight one half. The run resumes."""
     run_dir = tmp_path / "run"
     words = (
         *QUICK, "device=cpu", "mesh.cp=1", "checkpoint.keep=9", "fake.ema.enabled=true", "fake.ema.decay=0.5",

@@ -1,4 +1,4 @@
-"""Ranks that are started again in the same store meet each other, and nobody from before."""
+"""Ranks that restart in the same store meet each other, and no rank of an earlier start."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -63,7 +63,7 @@ def test_chunks_hold_every_token_once(layout):
     block=st.one_of(st.none(), st.integers(1, 15)),
 )
 def test_tiles_are_what_queries_see(tokens, ulysses, ring, block):
-    """Every visible pair once, no other; and K, V and gradients travel exactly as far as somebody needs them."""
+    """Every visible pair is attended to once. K, V and gradients travel exactly as far as a rank needs them."""
     layout = Layout((tokens,), (tokens,), ulysses=ulysses, ring=ring, causal_block=block)
     number = torch.arange(tokens) // (block or tokens)
     visible = (number[:, None] >= number[None, :]).int()

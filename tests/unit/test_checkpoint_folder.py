@@ -31,7 +31,7 @@ def tensors(step):
 
 @pytest.fixture
 def folder(tmp_path):
-    """``checkpoints/`` with those of steps 1 and 2."""
+    """Write ``checkpoints/`` with those of steps 1 and 2."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=0)
     for step in (1, 2):
         checkpoints.save(step, tensors(step), {"step": step})
@@ -91,7 +91,7 @@ def test_a_signal_while_one_is_read_is_no_damage(folder, monkeypatch):
 
 
 def test_a_reader_reads_the_list_of_tensors_once(folder, monkeypatch):
-    """An export loads tensor by tensor; reading the list for each is quadratic (200 s for 600 adapters of 1.3B)."""
+    """An export loads one tensor at a time. Reading the list for each is quadratic (200 s for 600 adapters of 1.3B)."""
     newest, opened, unpickle = step_folder(folder, 2), [], _Unpickler.load
     monkeypatch.setattr(_Unpickler, "load", lambda self: opened.append(1) or unpickle(self))
     files, saved = reader(newest), tensors(2)["student"]

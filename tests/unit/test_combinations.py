@@ -13,7 +13,7 @@ from distill.methods import METHODS
 from tests.unit.refused import refused
 
 NODES = {1: ([], 8), 4: (["cluster=h20x8x4", "batch_size=32"], 32)}
-"""The words and the global batch, by the number of nodes."""
+"""Words and global batch, by the number of nodes."""
 PAIRS = {
     ("1_3b", "dmd2"): (4, 7200, 2e-6), ("14b", "dmd2"): (8, 7200, 2e-6), ("1_3b", "rcm"): (4, 7000, 2e-6),
     ("14b", "rcm"): (8, 12000, 1e-6), ("1_3b", "meanflow"): (4, 10000, 1e-5),
@@ -120,7 +120,7 @@ def numbers(path):
 
 @pytest.mark.parametrize("name", sorted(name for name in PAIR_FILES if not name.startswith("quickstart")))
 def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
-    """Every rate, guidance, step list and average that the composed run has stands in the recipe's own file."""
+    """Each rate, guidance, step list and average of the composed run is in the recipe's own file."""
     model, method = next((name[: -len(m) - 1], m) for m in METHODS if name.endswith(f"_{m}"))
     words = ["method.trajectories=/paths"] if method == "ode_regression" else []
     config = composed("experiment=wan2_1_t2v_1_3b_dmd2", f"model={model}", f"method={method}", *words)

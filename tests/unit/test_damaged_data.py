@@ -27,7 +27,7 @@ SIZES = {"num_frames": 5, "height": 32, "width": 48, "fps": 8, "max_text_tokens"
 
 @pytest.fixture(scope="module")
 def encoded(tiny, tmp_path_factory):
-    """Two clips, and a cache that holds them."""
+    """Encode two clips into a cache, and return both."""
     root = tmp_path_factory.mktemp("encoded")
     render_clips(root / "videos", 2)
     VideoFolder(path=root / "videos", encoders=tiny, cache=root / "cache", **SIZES)
@@ -76,7 +76,7 @@ def test_sizes_are_refused_by_every_data_set(make, tiny, tmp_path, name, value):
 
 
 def test_files_that_are_no_clips_are_left_out(make, root, caplog):
-    """A folder, a pipe (which would never end), a link to itself, a name no disk has, a playlist with an address."""
+    """Cases: a folder, a pipe (which never ends), a link to itself, an impossible name, a playlist with an address."""
     videos = root / "videos"
     (videos / "folder.mp4").mkdir()
     os.mkfifo(videos / "pipe.mp4")
@@ -156,7 +156,7 @@ def test_damaged_cache_files_are_named_and_written_again(make, root, caplog, par
 
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_full_disk_is_one_line_and_leaves_no_half_file(make, root, size):
-    """1000 bytes are enough for no latents, which come first; with those there, for no embedding."""
+    """1000 bytes hold neither latents, which come first, nor, if latents are there, an embedding."""
     shutil.rmtree(root / "cache" / ("latents" if size else "text"))
     silent = redirect_stderr(io.StringIO())  # pytest's own capture is a file, too
     with silent, full_disk(size), pytest.raises(UserError, match="data.cache") as error:

@@ -1,4 +1,4 @@
-"""torchrun's error file: atomic, whatever ends the process that writes it."""
+"""torchrun's error file is written atomically, even if its writer is killed."""
 
 import json
 import multiprocessing

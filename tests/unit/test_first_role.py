@@ -1,4 +1,4 @@
-"""``first_role`` names the role whose forward is the first of a step: only its gather may start early."""
+"""``first_role`` names the role whose forward is the first of a step. Only its gather may start early."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def test_on_a_gpu_without_fp8_products(monkeypatch):
 
 
 def converted(block: nn.Module) -> list[nn.Module]:
-    """The layers of a plain block between two, which compute in fp8."""
+    """Convert a block between two plain ones. Return its fp8 layers."""
     return fp8.convert(block, {id(block.up), id(block.down)}, emulate=True)
 
 

@@ -71,7 +71,7 @@ def test_texts_are_those_of_the_pipeline_where_they_count(folder, pipeline, capt
 
 @pytest.mark.parametrize("tokenizer", ["tokenizer", "tokenizer_2"])
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path, tokenizer):
-    """Words beyond the embeddings end in an assertion on a GPU that names nothing."""
+    """Token numbers beyond the embeddings cause an assertion on a GPU that names nothing."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     words = AutoTokenizer.from_pretrained(copied / tokenizer)
     words.add_tokens([f"zzz{i}" for i in range(2000)])
@@ -101,7 +101,7 @@ def test_pixels_are_those_of_the_pipeline(folder, pipeline):
 
 
 def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
-    """A change of the second encoder alone makes another cache."""
+    """A change of only the second encoder makes another cache."""
     file = tmp_path / "captions.csv"
     file.write_text('caption\n"a red square"\n"a sign that says ""OPEN"""\n')
 
@@ -153,7 +153,7 @@ def test_what_is_no_hunyuan_is_refused_by_name(folder, tmp_path, part, settings)
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<user>"])
 def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, template):
-    """The second one leaves no token of the caption."""
+    """The second template leaves no token of the caption."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match="tokenizer") as error:
@@ -162,7 +162,7 @@ def test_a_chat_template_that_cannot_be_used_is_refused(folder, tmp_path, templa
 
 
 def test_remarks_are_made_where_the_settings_differ_from_the_pipelines(folder, tmp_path):
-    """Another number of tokens, the other task's checkpoint, and images of a size that the pipeline changes."""
+    """Cases: another number of tokens, the other task's checkpoint, images of a size that the pipeline changes."""
     copied = shutil.copytree(folder, tmp_path / "copy")
     fits = ClipFormat(num_frames=9, height=480, width=848, fps=24.0)
     other = ClipFormat(num_frames=9, height=480, width=832, fps=24.0)

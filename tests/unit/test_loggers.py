@@ -1,4 +1,4 @@
-"""Services for metrics: refused before anything expensive if they cannot start; later they never end a run."""
+"""Services for metrics: refused at the start if they cannot start; later failures never end a run."""
 
 import sys
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tests.unit.refused import refused
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A stand-in for the package, with ``wandb.fails`` as the names of the calls that raise."""
+    """Install a stand-in for the package. ``wandb.fails`` names the calls that raise."""
     calls, fails = [], set()
 
     def call(name):

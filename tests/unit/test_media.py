@@ -1,4 +1,4 @@
-"""Clips as files: what is written decodes to the same pixels, at the right size, count and rate."""
+"""Clips as files: they decode to the same pixels, with the right size, count and rate."""
 
 import io
 from fractions import Fraction

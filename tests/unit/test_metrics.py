@@ -1,4 +1,4 @@
-"""metrics.jsonl: cut back on resume, valid JSON whatever the numbers are; a service that fails ends no run."""
+"""metrics.jsonl: cut back on resume, and valid JSON for any numbers. A failing service ends no run."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     ):
         with refused(f"{name}.jsonl"):
             write()
-    log.close()  # and no line that could not be written comes up again here
+    log.close()  # lines that could not be written do not appear again
     norms.close()
 
 
@@ -116,7 +116,7 @@ def test_a_service_that_fails_on_the_way_is_left_out_and_said_once(wandb, tmp_pa
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = MetricsLog(tmp_path, LogSettings(wandb=True), {})
     log.write(1, {"student/loss": 0.5})
-    wandb.run.finish()  # as when its process dies: whatever is logged from here on raises
+    wandb.run.finish()  # as if its process died: later calls raise
     for step in (2, 3):
         log.write(step, {"student/loss": 0.5})
     log.close()

@@ -1,4 +1,4 @@
-"""The rendered data set: what an item is, which item it is, and how mistakes are reported."""
+"""The rendered data set: contents of an item, choice of the item, and reports of mistakes."""
 
 import json
 from collections import Counter

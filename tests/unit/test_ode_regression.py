@@ -1,4 +1,4 @@
-"""ode_regression: its loss by the formula, its trajectories against Euler's method, its folder against mistakes."""
+"""ode_regression: its loss by the formula, its trajectories against Euler's method, mistakes in its folder."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -117,7 +117,7 @@ ABOUT = {"method.step_list": TIMES, "method.shift": 3.0, "data.negative_prompt":
 
 
 class Captioned:
-    """A data set of captions."""
+    """Data set of captions."""
 
     latent_shape, condition_shapes, fingerprint, fps = SHAPE, {"text": TEXT}, "captions", 8.0
 
@@ -148,7 +148,7 @@ def test_what_was_written_is_read(tmp_path):
 
 
 def test_with_images_trajectories_belong_to_the_clips_that_they_were_made_of(tmp_path):
-    """A caption does not tell whose image a trajectory began with."""
+    """A caption does not identify the image that a trajectory started with."""
 
     class Images(Captioned):
         condition_shapes = {"text": TEXT, "image_latents": SHAPE}

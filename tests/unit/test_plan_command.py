@@ -56,28 +56,28 @@ def plan(monkeypatch, tmp_path):
 
 
 def test_what_plan_json_holds(plan, tmp_path):
-    """Without weights, clips or encoders; 8 ranks share the tokens of a clip, two such groups hold different ones."""
+    """The plan needs no weights, clips or encoders. 8 ranks share a clip's tokens; two such groups hold other clips."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".plan.json").write_text("a user's")
-    for _ in range(2):  # over its own
+    for _ in range(2):  # the second plan replaces the first
         assert plan() == 0
     theirs, page, file = sorted((tmp_path / "run").iterdir())
     assert theirs.read_text() == "a user's"
     assert page.read_text().startswith("<!")
     found = json.loads(file.read_text())
     assert found["world"] == 16 and found["tokens"] == 32760 and found["hardware"] == "h20"
-    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, of both inputs of a guided student, say
+    kernel = 2 * 4 * 32760 * 5120 / 8 / GIB  # fp32, for both inputs of guidance
     assert found["allocated_gib"] == pytest.approx(31 + kernel)
-    # Two groups send, and dp's numbers take one more.
+    # Two groups send, and the group dp adds one more.
     assert found["device_gib"] == pytest.approx(1.05 * (31 + kernel) + 0.6 + 3 * 0.3)
     assert found["fits"] is True and found["peak_phase"] == "student/dmd/backward"
-    assert found["phases"]["decode"]["gib"] == 24, "beside what is held between steps"
+    assert found["phases"]["decode"]["gib"] == 24, "in addition to what is held between steps"
     assert found["phases"]["encode/captions"]["gib"] == 20, "before anything else is there"
-    # The student's parameters and average and the fake's optimizer, in the copy of a checkpoint.
+    # A checkpoint's copy holds the student's parameters and average, and the fake's optimizer.
     assert found["host_gib_of"] == {"offloaded": 3, "checkpoint_staging": 10} and found["host_gib"] == 13
     assert found["roles"]["student"]["activations_gib"] == 16 and found["roles"]["fake"]["optimizer_gib"] == 2
     rate = 0.8 * 148e12
-    # all-gathers beyond the node take 9 / 50 s, less than what computes; the exchange inside waits for NVLink.
+    # all-gathers beyond the node take 9 / 50 s, less than the compute; the exchange inside a node uses NVLink.
     student, fake = 1e16 / 8 / rate + 45 / 450, 4e15 / 8 / rate
     config = compose_config(["experiment=wan2_1_t2v_14b_dmd2"])
     every = config.method.fake_updates_per_student_update + 1
@@ -107,12 +107,12 @@ def test_activations_go_to_the_host_and_back_beside_the_gathers():
 
 
 def test_what_is_sent_takes_the_link_of_its_group():
-    """9e9 bytes: .02 s inside a node, .18 s between nodes; what attention exchanges comes on top."""
+    """9e9 bytes take .02 s inside a node and .18 s between nodes. Attention's exchange is added."""
     gather, exchange = ("all_gather", "default_pg"), ("all_to_all", "mesh_ulysses")
     assert seconds_of({gather: 9e9}) == pytest.approx(0.18)
     assert seconds_of({gather: 9e9}, world=8) == pytest.approx(0.02)
     assert seconds_of({gather: 9e9, exchange: 9e9}) == pytest.approx(0.18 + 0.02)
-    # Where the tokens' ranks are the whole world, their group is the default one.
+    # If cp covers the whole world, its group is the default group.
     assert seconds_of({gather: 9e9, ("all_to_all", "default_pg"): 9e9}, world=8) == pytest.approx(0.02 + 0.02)
     shards = ("reduce_scatter", "mesh_dp_shard_cp")
     assert seconds_of({shards: 9e9}, "mesh.dp_replicate=2") == pytest.approx(0.02), "replicas of whole nodes"
@@ -150,7 +150,7 @@ def test_samples_after_the_last_step_are_not_the_trainings():
 
 
 def test_where_weights_are_gathered_is_planned_as_it_is_set():
-    """It says how many blocks are held at once, on a CPU too; what only a GPU has is left out."""
+    """The setting decides how many blocks are held at once, on a CPU too. Settings for GPUs only are dropped."""
     words = ("student.gather_stream=compute", "fake.compile=true")
     config = as_planned(compose_config(["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8", *words]))
     assert config.student.gather_stream == "compute" and config.fake.compile is False
@@ -179,7 +179,7 @@ def test_which_networks_are_told_from_shallow_ones(monkeypatch, words, layers):
 
 @pytest.mark.slow
 def test_image_to_video_without_encoders():
-    """Shapes of the published CLIP's features, what that encoder takes, and the refusals of a run."""
+    """The plan has the shapes of the published CLIP's features, that encoder's memory, and the refusals of a run."""
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
     image, model = "data.image=first_frame", "planning.model=wan2_1_i2v_14b"
     config = as_planned(compose_config([*words, image, model, "sample.at_end=false", "sample.every=0"]))
@@ -238,7 +238,7 @@ def test_files_of_somebody_else_stay(plan, tmp_path, capsys):
 
 
 def test_encoders_take_what_real_ones_do():
-    """Tiny ones, on fake tensors and on real ones."""
+    """The test compares tiny encoders on fake and on real tensors."""
     text = {
         "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
@@ -261,7 +261,7 @@ def test_encoders_take_what_real_ones_do():
 
 
 def test_what_is_encoded_and_decoded(monkeypatch):
-    """No clips for DMD2, whose data are captions alone; no samples where none are asked for."""
+    """DMD2 on captions encodes no clips, and a run without samples decodes none."""
     monkeypatch.setattr(encoders, "_peak", lambda build, call: Peak(1, {}))
     words = ["experiment=wan2_1_t2v_14b_dmd2", "plan=true", "world=8"]
 

@@ -44,7 +44,7 @@ def make_rows() -> tuple[list[ReportRow], ReportRow]:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, the text, and the cells that carry a measure."""
+    """Parser that collects tags with their attributes, the text, and the cells that carry a measure."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_verdict_when_there_is_nothing_to_say():
     for chosen in (
         [r for r in rows if r.steps in (4, 50)],
         [r for r in rows if r.role == "teacher"],
-        [r for r in rows if r.steps == 4],  # nothing tells what the teacher loses by taking so few
+        [r for r in rows if r.steps == 4],  # without the teacher at 50 steps, its loss at 4 is unknown
     ):
         assert not any(c.counts for c in student_beats_teacher(chosen)) and verdict(chosen, [])
 

@@ -21,7 +21,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def rows(better: bool = True, student: str = "student, 1 step") -> tuple[list[ReportRow], ReportRow]:
-    def scores(accuracy):  # of one measure: each is a chart, which takes its time
+    def scores(accuracy):  # only one measure, since each draws a chart
         return {"colour_accuracy": Measure(accuracy, 0.01)}
 
     clips = np.random.default_rng(0).integers(0, 255, (1, 3, 8, 8, 3), dtype=np.uint8)
@@ -114,7 +114,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path):
 
 
 def test_half_characters_are_replaced(tmp_path):
-    """A path that is no UTF-8 and an escape in a file's JSON give text that no file takes."""
+    """A path that is not UTF-8 and an escape in a file's JSON give text that cannot be written to a file."""
     (tmp_path / "starts.jsonl").write_text(start(0, command="train.py \\ud800".replace("\\\\", "\\"), host="\udcff"))
     page = write(tmp_path, healthy(), caption="a \ud800 circle", title="\udcff", config_summary={"\ud800": "\udcff"})
     assert "a ? circle" in page.text

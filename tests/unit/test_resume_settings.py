@@ -25,7 +25,7 @@ OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 
 
 def _documented() -> set[str]:
-    """Settings of the first column of the table in docs/running.md."""
+    """Return the settings in the first column of the table in docs/running.md."""
     text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
     rows = text.partition("| refused |")[2].partition("\n\n")[0].splitlines()[2:]
     return {name for row in rows for name in re.findall(r"`([\w.]+\.\w+|seed)`", row.split("|")[1])}
@@ -111,7 +111,7 @@ def test_a_difference_is_accepted_by_name_and_recorded(tmp_path, caplog):
     again = _checkpoint(tmp_path / "again" / "step_00000003", now, sources=sources | {"teacher.checkpoint": found})
     now.checkpoint.accept = []
     assert check_resume(now, again, (), sources) == sources, "the next start needs no acceptance"
-    # The same contents elsewhere; and a checkpoint that has no fingerprints.
+    # The same contents in another place, and a checkpoint without fingerprints.
     assert check_resume(now, checkpoint, (), _sources(config)) == _sources(config)
     caplog.clear()
     check_resume(now, _checkpoint(tmp_path / "old" / "step_00000003", config, sources={}), (), sources)

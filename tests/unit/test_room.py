@@ -1,4 +1,4 @@
-"""The disk's room is compared with what a run adds to its checkpoints, before it begins."""
+"""Free disk space is compared with the size of a run's new checkpoints before the run starts."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,11 @@ def planned(tmp_path, monkeypatch):
     ("settings", "there", "needed"),
     [
         (("checkpoint.every=10", "checkpoint.keep=2"), 0, 3),  # two, and the one that is being written
-        (("checkpoint.every=10", "checkpoint.keep=2"), 5, 1),  # those that are there make room for each other
+        (
+            ("checkpoint.every=10", "checkpoint.keep=2"),
+            5,
+            1,
+        ),  # new ones replace existing ones
         (("checkpoint.every=10", "checkpoint.keep=2", "checkpoint.keep_every=20"), 0, 8),
         (("checkpoint.every=40", "checkpoint.keep=0"), 0, 3),
     ],

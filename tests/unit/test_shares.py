@@ -1,4 +1,4 @@
-"""Items shared out over ranks, and files read ahead of whoever takes them."""
+"""Items shared out over ranks, and files read ahead of their use."""
 
 import threading
 import time

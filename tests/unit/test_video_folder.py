@@ -1,4 +1,4 @@
-"""The video folder as the trainer sees it, and its cache, in one process."""
+"""The video folder as the trainer uses it, and its cache, in one process."""
 
 import csv
 import gc
@@ -28,7 +28,7 @@ def videos(tmp_path):
 
 @pytest.fixture
 def counts(monkeypatch):
-    """Calls that reach the real encoders: {"clips": [...], "captions": [...]}."""
+    """Record calls that reach the real encoders: {"clips": [...], "captions": [...]}."""
     seen = {"clips": [], "captions": []}
     encode_clip, encode_text = VideoCodec.encode, TextEncoder.encode
 
@@ -59,7 +59,7 @@ def cached(tmp_path):
 
 @pytest.mark.slow
 def test_another_way_through_the_vae_is_another_latent(make, counts):
-    """Latents made in bf16 or by tiles must not pass for fp32 latents. Embeddings do not depend on these settings."""
+    """Latents made in bf16 or by tiles must not be used as fp32 latents. Embeddings do not depend on these settings."""
     texts = len(make().cache.write_texts([""])), len(counts["captions"])
     fingerprints = {make().fingerprint}
     assert len(counts["clips"]) == 3
@@ -142,7 +142,7 @@ def test_no_usable_clip_is_an_error(tmp_path, tiny):
 
 @pytest.mark.slow
 def test_a_table_from_a_spreadsheet_is_read_and_clips_without_a_caption_are_left_out(make, counts, videos, caplog):
-    """Byte order mark, another column, quotes, commas and line breaks in a caption; none, or white space alone."""
+    """The file has a byte order mark, another column, quotes, commas and line breaks; captions may be blank."""
     rows = [("licence", "caption", "file_name"), ("x", 'a "red", two\nlines', "clip_0.mp4"), ("x", " ", "clip_1.mp4")]
     with (videos / "metadata.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file).writerows([*rows, ("x", "", "clip_2.mp4")])
@@ -310,7 +310,7 @@ def test_left_overs_of_killed_runs_are_removed_young_ones_kept(make, tmp_path):
 
 
 def test_the_encoders_are_freed(make, monkeypatch):
-    """The text encoder is the largest network of all: nothing may hold it while training runs."""
+    """The text encoder is the largest network; nothing may keep it in memory during training."""
     held = []
     for encoder, name in ((TextEncoder, "model"), (VideoCodec, "vae")):
 
