@@ -35,7 +35,7 @@ class ClipDataset(Protocol):
         """
         ...
 
-    def captions(self) -> list[str]:
+    def captions(self) -> Sequence[str]:
         """Return the distinct captions, in a fixed order."""
         ...
 

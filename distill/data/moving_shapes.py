@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.data.clips import MAX_SIZE, ClipFormat
+from distill.data.videos.decode import MAX_SIZE, ClipFormat
 from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
 from models.condition import Condition

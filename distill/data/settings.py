@@ -160,7 +160,7 @@ class VideoFolderSettings(DataSettings):
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
     cache: str | None = None
-    """Folder of the encoded latents; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
+    """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
     num_frames: int = 17
     """Frames of a clip; 4k + 1 for Wan's VAE."""
     height: int = 64
@@ -182,9 +182,9 @@ class VideoFolderSettings(DataSettings):
     and LTX-Video have it in the noisy frame's place); null for none."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
-        from distill.data.choose_encoders import choose_encoders
-        from distill.data.clips import ClipFormat
-        from distill.data.encoders import check_text_tokens
+        from distill.data.encoders.choose import choose_encoders
+        from distill.data.encoders.wan import check_text_tokens
+        from distill.data.videos.decode import ClipFormat
 
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
@@ -208,8 +208,11 @@ class VideoFolderSettings(DataSettings):
         captions: Sequence[str] = (),
         images: Sequence[str] = (),
     ) -> ClipDataset:
-        return self._data_class()(
+        from distill.data.sets.dataset import encode_source
+
+        return encode_source(
             path=self.path,
+            has_clips=self.has_clips,
             encoders=self.encoders,
             num_frames=self.num_frames,
             height=self.height,
@@ -219,7 +222,7 @@ class VideoFolderSettings(DataSettings):
             cache=self.cache or str(run_dir / "cache"),
             max_text_tokens=self.max_text_tokens,
             device=device,
-            vae_dtype=VAE_PRECISIONS[self.vae_precision],
+            vae_precision=self.vae_precision,
             vae_tiling=self.vae_tiling,
             captions=captions,
             image=self.image,
@@ -228,7 +231,7 @@ class VideoFolderSettings(DataSettings):
         )
 
     def fingerprints(self) -> dict[str, str]:
-        from distill.data.choose_encoders import choose_encoders
+        from distill.data.encoders.choose import choose_encoders
         from models.checkpoint_files import fingerprint_of
 
         folder = choose_encoders(self.encoders)
@@ -241,14 +244,14 @@ class VideoFolderSettings(DataSettings):
 
     def _table(self) -> list[Any]:
         """Return the table's rows, with the size of each clip in bytes (None for a missing one)."""
-        from distill.data.video_folder import read_metadata
+        from distill.data.videos.video_folder import read_metadata
 
         path = Path(self.path).expanduser()
         files = [(path / row.file, row.caption) for row in read_metadata(path, self.columns)]
         return [(file.name, file.stat().st_size if file.is_file() else None, caption) for file, caption in files]
 
     def table_in_words(self) -> str:
-        from distill.data.video_folder import read_metadata
+        from distill.data.videos.video_folder import read_metadata
 
         path = Path(self.path).expanduser()
         rows = read_metadata(path, self.columns)
@@ -257,11 +260,6 @@ class VideoFolderSettings(DataSettings):
             raise UserError(f"data.path={path}: none of {counted(len(rows), 'clip')} can be used, first {left_out[0]}")
         note = f", {len(left_out)} of them left out (first {left_out[0]})" if left_out else ""
         return f"{counted(len(rows), 'clip')} in {path}{note}"
-
-    def _data_class(self) -> Any:
-        from distill.data.video_folder import VideoFolder
-
-        return VideoFolder
 
 
 @dataclass(kw_only=True)
@@ -274,29 +272,109 @@ class CaptionsSettings(VideoFolderSettings):
     path: str | None = None
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
     cache: str | None = None
-    """Folder of the embeddings; ``RUN_DIR/cache`` when not set. It is keyed: a changed setting encodes anew."""
+    """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
     fps: float = 8.0
     """Frames per second of the sample videos."""
 
     def _table(self) -> list[Any]:
-        from distill.data.captions import read_captions
+        from distill.data.videos.captions import read_captions
 
         return read_captions(Path(self.path).expanduser(), self.columns)
 
     def table_in_words(self) -> str:
-        from distill.data.captions import read_captions
+        from distill.data.videos.captions import read_captions
 
         path = Path(self.path).expanduser()
         return f"{counted(len(read_captions(path, self.columns)), 'caption')} in {path}"
 
-    def _data_class(self) -> Any:
-        from distill.data.captions import Captions
 
-        return Captions
+@dataclass(kw_only=True)
+class EncodedSettings(DataSettings):
+    """``data=encoded``."""
+
+    free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "encoders", "vae_precision", "vae_tiling")
+    name: str = "encoded"
+    path: str | None = None
+    """Folder that ``python -m distill.encode`` wrote. It decides frames, sizes and frame rate."""
+    encoders: str | None = None
+    """Diffusers pipeline folder of the set, which decodes samples; null: the folder that the set names."""
+    cache: str | None = None
+    """Folder for embeddings of sample captions that the set lacks; ``RUN_DIR/cache`` when not set."""
+    damaged: Literal["refuse", "skip"] = "refuse"
+    """``refuse`` a set with damaged shards, or ``skip`` their items."""
+    vae_precision: Literal["fp32", "bf16"] | None = None
+    """Precision of the VAE that decodes samples; null: as the set was encoded."""
+    vae_tiling: bool | None = None
+    """Whether the VAE decodes frames in tiles; null: as the set was encoded."""
+
+    @property
+    def has_clips(self) -> bool:  # type: ignore[override]
+        """Whether the set has clips; sets of captions have none."""
+        return self.path is None or "latents" in self.open().parts
+
+    def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
+        check_choices(self, "data.")
+        settings = self.settings()
+        folder, image = settings.inspect()
+        shapes = folder.condition_shapes(settings.clip, settings.max_text_tokens, image)
+        return folder.latent_shape(settings.clip), shapes
+
+    def settings(self) -> Any:
+        """Return the :class:`distill.data.sets.encode.EncodeSettings` of the set.
+
+        Raises:
+            UserError: a path that is not a set, or encoders that are not those of the set.
+        """
+        from distill.data.sets.dataset import settings_of
+
+        return settings_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
+
+    def open(self) -> Any:
+        """Open the set, without reading a clip.
+
+        Raises:
+            UserError: a path that is not set or not a set.
+        """
+        from distill.data.sets.encoded_set import EncodedSet
+
+        if self.path is None:
+            raise UserError("data.path is not set; give a folder that python -m distill.encode wrote")
+        return EncodedSet(Path(self.path).expanduser(), f"data.path={self.path}")
+
+    def build(
+        self,
+        *,
+        seed: int,
+        device: torch.device,
+        run_dir: Path,
+        captions: Sequence[str] = (),
+        images: Sequence[str] = (),
+    ) -> ClipDataset:
+        from distill.data.sets.dataset import open_set
+
+        return open_set(
+            self.path,
+            cache=self.cache or str(run_dir / "cache"),
+            encoders=self.encoders,
+            damaged=self.damaged,
+            vae_precision=self.vae_precision,
+            vae_tiling=self.vae_tiling,
+            captions=captions,
+            images=images,
+            device=device,
+        )
+
+    def fingerprints(self) -> dict[str, str]:
+        return {"data.path": self.open().fingerprint()}
+
+    def table_in_words(self) -> str:
+        encoded = self.open()
+        return f"{counted(len(encoded), 'clip')} of the encoded set {self.path}"
 
 
 DATA: dict[str, type[DataSettings]] = {
     "moving_shapes": MovingShapesSettings,
     "video_folder": VideoFolderSettings,
     "captions": CaptionsSettings,
+    "encoded": EncodedSettings,
 }

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from distill.config import Config
-from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
-from distill.data.image_encoder import SIGLIP
-from distill.data.ltx_encoders import LTX_VAE_CLASS
-from distill.data.settings import VAE_PRECISIONS, VideoFolderSettings
+from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
+from distill.data.encoders.image import SIGLIP
+from distill.data.encoders.ltx import LTX_VAE_CLASS
+from distill.data.settings import VAE_PRECISIONS, EncodedSettings, VideoFolderSettings
 from distill.planning.roles import Shapes
 from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -29,8 +29,9 @@ _QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP.classes[0]
 def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     """Return the peak memory of each part of ``encode/`` and of ``decode`` on a rank's device.
 
-    Empty for rendered data. Each encoder is alone on the device before the networks are built, and takes one caption or
-    clip at a time. Samples are decoded one at a time next to the networks, whose memory is not included.
+    Empty for rendered data; only ``decode`` for an encoded set. Each encoder is alone on the device before the networks
+    are built, and takes one caption or clip at a time. Samples are decoded one at a time next to the networks, whose
+    memory is not included.
 
     Args:
         config: the checked configuration; without ``data.encoders`` the student's family names the published ones.
@@ -38,7 +39,9 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     """
     latent_shape, _ = shapes
     data = config.data
-    if not isinstance(data, VideoFolderSettings):
+    if isinstance(data, EncodedSettings):
+        data = data.settings()
+    elif not isinstance(data, VideoFolderSettings):
         return {}
     text, vae, image = encoder_settings(config, shapes)
 
@@ -49,11 +52,12 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
             network.enable_tiling()
         return network
 
-    peaks = {"encode/captions": _captions_peak(config, text)}
-    if data.has_clips or data.image is not None:
+    encodes = isinstance(data, VideoFolderSettings)
+    peaks = {"encode/captions": _captions_peak(config, text)} if encodes else {}
+    if encodes and (data.has_clips or data.image is not None):
         pixels = (1, 3, data.num_frames if data.has_clips else 1, data.height, data.width)
         peaks["encode/clips"] = _peak(build, lambda model: model.encode(torch.zeros(pixels, dtype=model.dtype)))
-    if image:
+    if encodes and image:
         size, hidden = image["image_size"], _SIGLIP not in (image.get("architectures") or ())
         peaks["encode/images"] = _peak(
             lambda: build_image_encoder(image),
@@ -91,10 +95,11 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     """
     (channels, *_), condition_shapes = shapes
     parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
-    if config.data.encoders is None:
+    path = config.data.settings().encoders if config.data.name == "encoded" else config.data.encoders
+    if path is None:
         found = [dict(part) for part in family_of(config.student.family, "student").encoders_for(channels).values()]
     else:
-        folder = Path(find_shipped(config.data.encoders))
+        folder = Path(find_shipped(path))
         found = [json.loads((folder / part / "config.json").read_text()) for part in parts]
     text, vae, image = [*found[: len(parts)], {}][:3]
     return text, vae, image

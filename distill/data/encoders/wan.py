@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
-from distill.data.first_frame import ImageInput, inspect_image
-from distill.data.pipeline_folder import (
+from distill.data.encoders.first_frame import ImageInput, inspect_image
+from distill.data.encoders.folder import (
     MAX_NUMBER,
     check_weight_files,
     class_defaults,
@@ -29,6 +28,7 @@ from distill.data.pipeline_folder import (
     shown,
     whole_numbers,
 )
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.checkpoint_files import one_line
 from models.condition import FIRST_FRAME
@@ -313,14 +313,22 @@ class TextEncoder:
         import transformers
 
         self.max_tokens, self.device, self.cleaned = max_tokens, device, folder.cleaned
+        self.cuts: list[str] = []
+        """Cuts of the latest caption, in words."""
         self.tokenizer = load_tokenizer(folder.path, "tokenizer")
         self.model = load_part(getattr(transformers, self.class_name), folder.path, "text_encoder", dtype=dtype).to(
             device
         )
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """What the networks get of one caption (:meth:`EncoderFolder.text_sizes`), fp32 on the CPU, not filled up."""
+        """Return what the networks get of one caption (:meth:`EncoderFolder.text_sizes`), fp32 on the CPU, unpadded."""
+        self.cuts = []
         return {"text": self.encode(caption)}
+
+    def report_cut(self, caption: str, what: str) -> None:
+        """Log that a caption is cut, and keep it in :attr:`cuts`."""
+        self.cuts.append(what)
+        logger.warning("%s: %.60s", what, caption)
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
@@ -332,9 +340,7 @@ class TextEncoder:
         text = self.cleaned(caption)
         length = len(self.tokenizer(text, add_special_tokens=True).input_ids)
         if length > self.max_tokens:
-            logger.warning(
-                "caption cut from %d to data.max_text_tokens=%d tokens: %.60s", length, self.max_tokens, caption
-            )
+            self.report_cut(caption, f"caption cut from {length} to data.max_text_tokens={self.max_tokens} tokens")
         tokens = self.tokenizer(
             text,
             padding="max_length",

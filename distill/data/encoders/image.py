@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distill.data.pipeline_folder import (
+from distill.data.encoders.folder import (
     MAX_NUMBER,
     check_weight_files,
     load_part,

@@ -1,8 +1,4 @@
-"""`data=captions`: captions without clips, for methods that train on the student's own samples alone.
-
-The text encoder embeds the captions; of the VAE the settings alone count, until samples are decoded. Shape legend: L
-tokens, D width of an embedding.
-"""
+"""Files of captions, for methods that train without clips."""
 
 from __future__ import annotations
 
@@ -10,10 +6,8 @@ import io
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
-from distill.data.encoded import EncodedData
-from distill.data.table import column_names, read_table, read_text
+from distill.data.videos.table import column_names, read_table, read_text
 from distill.json_lines import parse
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
@@ -21,23 +15,6 @@ from fsdp_cp.launch import rank
 logger = logging.getLogger(__name__)
 
 _NO_TEXT = {".tsv", ".json", ".parquet", ".xlsx", ".ods", ".yaml", ".yml"}  # their lines are no captions
-
-
-class Captions(EncodedData):
-    """Data set of the captions of a file (:func:`read_captions`); sizes are those of the student's clips."""
-
-    def _read(self) -> list[str]:
-        return read_captions(self.path, self.columns)
-
-    def _decides(self) -> tuple[Any, ...]:
-        return (self.latent_shape,)  # no key of a clip tells it
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"text": fp32 (L, D), "caption": str}, and what else the condition has by name, read from the cache."""
-        return {**self._text_tensors(self._items[index]), **self.clip_tensors, "caption": self._items[index]}
-
-    def captions(self) -> list[str]:
-        return list(dict.fromkeys(self._items))
 
 
 def read_captions(path: Path, columns: object = None) -> list[str]:
@@ -50,7 +27,7 @@ def read_captions(path: Path, columns: object = None) -> list[str]:
         columns: the table's name of ``caption`` (``data.columns``).
 
     Raises: ``UserError`` if the file, the column or every caption is missing, if it is not UTF-8, or by line where a
-        table would damage a caption (:func:`distill.data.table.read_table`).
+        table would damage a caption (:func:`distill.data.videos.table.read_table`).
     """
     names = column_names(("caption",), columns)
     kinds = "a text file with a caption per line, or a .csv or .jsonl file"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.data.encoders import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
-from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
-from distill.data.ltx_encoders import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
+from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
+from distill.data.encoders.ltx import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
+from distill.data.encoders.wan import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
 
 _ENCODERS = {
     VAE_CLASS: (TEXT_CLASS, inspect_wan),
@@ -19,7 +19,8 @@ _ENCODERS = {
 def choose_encoders(path: str | Path) -> EncoderFolder:
     """Read a pipeline folder's settings without loading weights.
 
-    Raises: ``UserError`` as :func:`distill.data.encoders.read_encoders`, and for settings that the VAE's class has not.
+    Raises: ``UserError`` as :func:`distill.data.encoders.wan.read_encoders`, and for settings that no such VAE
+    has.
     """
     folder, where, vae, text = read_encoders(path, {name: text for name, (text, _) in _ENCODERS.items()})
     return _ENCODERS[vae["_class_name"]][1](folder, where, vae, text)

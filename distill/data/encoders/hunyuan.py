@@ -18,11 +18,8 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
-from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
-from distill.data.first_frame import ImageInput
-from distill.data.image_encoder import SIGLIP, inspect_image_encoder
-from distill.data.pipeline_folder import (
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.folder import (
     MAX_NUMBER,
     check_weight_files,
     class_defaults,
@@ -32,6 +29,9 @@ from distill.data.pipeline_folder import (
     shown,
     whole_numbers,
 )
+from distill.data.encoders.image import SIGLIP, inspect_image_encoder
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.checkpoint_files import one_line
 from models.condition import FIRST_FRAME
@@ -134,7 +134,7 @@ class HunyuanEncoderFolder(EncoderFolder):
 
 
 def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> HunyuanEncoderFolder:
-    """What the settings of a HunyuanVideo 1.5 folder say; as :func:`distill.data.encoders.read_encoders` gives them.
+    """Return the settings of a HunyuanVideo 1.5 folder, from :func:`distill.data.encoders.wan.read_encoders`.
 
     Args:
         folder: the pipeline folder.
@@ -237,6 +237,7 @@ class HunyuanTextEncoder(TextEncoder):
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
         """One caption -> fp32 ``text`` (tokens, D) and ``glyphs`` (tokens, D), none where it quotes nothing."""
+        self.cuts = []
         return {"text": self.encode(caption), "glyphs": self._glyphs(caption)}
 
     @torch.no_grad()
@@ -256,9 +257,7 @@ class HunyuanTextEncoder(TextEncoder):
             )
         length = len(whole) - self.template["crop_start"]
         if length > self.max_tokens:
-            logger.warning(
-                "caption cut from %d to data.max_text_tokens=%d tokens: %.60s", length, self.max_tokens, caption
-            )
+            self.report_cut(caption, f"caption cut from {length} to data.max_text_tokens={self.max_tokens} tokens")
         return found
 
     def _within_template(self, caption: str) -> list[int]:
@@ -291,9 +290,7 @@ class HunyuanTextEncoder(TextEncoder):
         )
         found = embeddings[0][mask[0].bool()].float().cpu()
         if len(whole) > GLYPH_TOKENS:
-            logger.warning(
-                "what a caption quotes is cut from %d to %d tokens: %.60s", len(whole), GLYPH_TOKENS, caption
-            )
+            self.report_cut(caption, f"quoted text cut from {len(whole)} to {GLYPH_TOKENS} tokens")
         return found
 
 

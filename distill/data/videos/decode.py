@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from distill.data.display import ClipError, ToBT709, is_turned, other_colors, upright
+from distill.data.videos.colors import ClipError, ToBT709, is_turned, other_colors, upright
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
-from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
-from distill.data.first_frame import ImageInput
-from distill.data.pipeline_folder import class_defaults, load_part, part_settings, shown, whole_numbers
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.folder import class_defaults, load_part, part_settings, shown, whole_numbers
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.condition import FIRST_FRAME
 
@@ -100,7 +100,7 @@ class LtxEncoderFolder(EncoderFolder):
 
 
 def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
-    """What the settings of an LTX folder say; as :func:`distill.data.encoders.read_encoders` gives them.
+    """What the settings of an LTX folder say; as :func:`distill.data.encoders.wan.read_encoders` gives them.
 
     Args:
         folder: the pipeline folder.
