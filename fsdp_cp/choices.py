@@ -63,7 +63,7 @@ def check_range(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse numbers of ``settings``, a dataclass, outside of a range; ``None`` passes.
+    """Refuse numbers of ``settings``, a dataclass, outside of a range; ``None`` and a missing value (``"???"``) pass.
 
     Args:
         settings: the dataclass.
@@ -82,7 +82,7 @@ def check_range(
         value = getattr(settings, name)
         for number in value if isinstance(value, list) else [value]:
             # NaN compares as False.
-            if number is not None and not all(
+            if number not in (None, "???") and not all(
                 inside[word](number, bound) for word, bound in bounds.items() if bound is not None
             ):
                 raise UserError(f"{where}{name}={shown(value)} must be {words}")

@@ -138,14 +138,8 @@ class CogVideoX(DiffusersFamily):
         return {"text": (config["max_text_seq_length"] if fixed else text_tokens, config["text_embed_dim"])}
 
     def check_sample(self, config, latent_shape, condition, setting):
-        self.check_channels(config, latent_shape, setting)
-        self.check_text_width(config["text_embed_dim"], condition, setting)
-        keys = ("data.num_frames", "data.height", "data.width")
-        for key, size, patch in zip(keys, latent_shape[1:], self.patch_size(config), strict=True):
-            self.check_patch(key, size, patch, setting)
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
-        if condition != needed:
-            raise UserError(f"{setting} is a CogVideoX, which takes {needed}, and the data give {condition}")
+        self.check_data(config, latent_shape, needed, condition, setting)
         most = config["sample_height"], config["sample_width"]
         if config["patch_size_t"] is not None and any(a > b for a, b in zip(latent_shape[2:], most, strict=True)):
             raise UserError(

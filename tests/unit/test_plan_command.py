@@ -210,7 +210,6 @@ def test_every_hardware_has_all_its_numbers():
     ("words", "named"),
     [
         (["planning.hardware=h21"], "planning.hardware"),
-        (["dry_run=true"], "dry_run"),
         (["world=12"], "mesh.cp"),
         (["plan=suggest", "run_dir=/dev/null/run"], "run_dir"),
     ],

@@ -170,7 +170,7 @@ def test_another_cluster_is_planned(words, world, mesh, micro, pipeline):
 
 @pytest.mark.parametrize(
     ("method", "cluster", "world"),
-    [("dmd2", "h20x8", 8), pytest.param("meanflow", "h200", 1, marks=pytest.mark.slow)],
+    [("dmd2", "h20x8", 8), pytest.param("scm", "h200", 1, marks=pytest.mark.slow)],
 )
 def test_adapters_share_one_base(method, cluster, world, pipeline):
     words = ["experiment=wan2_1_t2v_14b_dmd2", f"method={method}", f"cluster={cluster}", "adapters=lora"]
@@ -191,7 +191,6 @@ def test_adapters_share_one_base(method, cluster, world, pipeline):
         }
         assert settings.lr == before.lr and settings.additions_lr == before.additions_lr
         assert {rates[name] for name in rates if ".lora_" in name} == {10 * before.lr}
-        # A second time (MeanFlow's) has the rate of whole networks.
         assert {rate for name, rate in rates.items() if ".lora_" not in name} <= {before.additions_lr or before.lr}
 
 

@@ -32,7 +32,7 @@ def test_the_short_help_has_whole_meanings():
 
 def test_every_setting_is_in_the_short_help_of_its_run_too():
     config = compose_config([])
-    text = usage(config)
+    text = "\n".join(usage(config))
     names = set(re.findall(r"(\w+)=", text))
     chosen = {type(config.method), type(config.data)}
     for key, settings in SETTINGS.items():
