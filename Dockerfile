@@ -11,10 +11,10 @@ ARG UBUNTU=24.04
 ARG TE=0
 
 FROM nvidia/cuda:${CUDA}-base-ubuntu${UBUNTU} AS python
-# gcc and the Python headers stay: Triton compiles its launchers at run time (torch.compile)
+# gcc, g++ and the Python headers stay: Triton compiles its launchers at run time, torch.compile its host code
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ca-certificates gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
+        ca-certificates g++ gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 # one thread, as torchrun gives: more change the last digits of runs on the CPU. fsdp_cp/launch.py raises it on GPUs where
 # an optimizer steps on the host (offload=cpu), unless it is set to another number
@@ -25,12 +25,15 @@ ENV PATH=/srv/venv/bin:$PATH \
     OMP_NUM_THREADS=1
 
 FROM python AS packages-te0
+# FlashAttention for Hopper and Blackwell; its kernels are compiled at run time
+ARG FA4_VERSION=4.0.0b36
 WORKDIR /build
 RUN python3.12 -m venv /srv/venv
 COPY pyproject.toml constraints.txt ./
 # the dependencies without the project, so that this layer outlives changes of the source
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
-    && pip install -c constraints.txt -r requirements.txt
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; print(*p['dependencies'], *e['fp8'], *e['wandb'], *e['tensorboard'], sep='\n')" > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt \
+    && pip install -c constraints.txt "flash-attn-4[cu13]==${FA4_VERSION}"
 
 # Transformer Engine's PyTorch half comes as source: it needs nvcc and the headers of CUDA, cuDNN and NCCL.
 FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu${UBUNTU} AS packages-te1

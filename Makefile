@@ -60,10 +60,11 @@ test-long: $(STAMP)  ## small runs of benchmarks/, a whole sweep, inductor: hour
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: $(STAMP)  ## ruff, and the types of fsdp_cp and models by mypy
+lint: $(STAMP)  ## ruff, the types of fsdp_cp and models by mypy, and the prose of the documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.prose README.md ARCHITECTURE.md CONTRIBUTING.md docs
 
 # Takes what the indexes offer today for every extra that installs without a GPU. torch stays at the version
 # that the project is tested with, without the +cpu that a CPU index adds.

@@ -1,22 +1,67 @@
-"""Distil a video diffusion transformer: ``torchrun --nproc-per-node N train.py experiment=NAME key=value ...``.
-
-The training itself is distill/run.py.
-"""
+"""Distill a video diffusion transformer: ``torchrun --nproc-per-node N train.py experiment=NAME key=value ...``."""
 
 from __future__ import annotations
 
 import sys
 
-from distill.config import compose_config
+from distill.config import Config, compose_config
 from distill.config.usage import information
-from fsdp_cp.error_file import recorded
 from fsdp_cp.launch import end_process, exit_code
-from fsdp_cp.signals import StopSignal, end_with_torchrun
+from fsdp_cp.runtime.error_file import recorded
+from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
 
 
-@recorded  # torchrun's summary ends with the traceback of what is no user's mistake
+def train(config: Config, arguments: list[str], stop: StopSignal) -> None:
+    """Plan the run of ``config``, build it on the mesh, and train.
+
+    Args:
+        config: the composed settings.
+        arguments: words of the command line from which ``config`` is composed.
+        stop: the signal that ends the run early.
+    """
+    # Import these after the settings are checked: FSDP, diffusers and peft take most of the startup time.
+    from distill.methods import build_method
+    from distill.run.dry_run import dry_run
+    from distill.run.folder import command_line, refuse_foreign
+    from distill.run.mesh_check import check_meshes
+    from distill.run.open import open_device, open_run
+    from distill.run.setup import plan_run
+    from distill.train.trainer import Trainer
+
+    if config.plan == "suggest":
+        from distill.planning.suggest import suggest_command
+
+        return suggest_command(config, arguments)
+    if config.plan:
+        from distill.planning.command import plan_command
+
+        return plan_command(config, command_line(arguments))
+    device = open_device(config)
+    plan = plan_run(config)  # check as much as possible before anything is built
+    refuse_foreign(plan.run_dir)
+    if config.dry_run:
+        return dry_run(config, plan)
+    with open_run(config, plan, device=device, arguments=arguments) as run:
+        shown = {"captions": config.sample.captions, "images": config.sample.images}
+        data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir, **shown)
+        if config.log.mesh_check and run.resume_from is None:
+            run.facts |= check_meshes(config, plan, device=device, data=data)
+        roles = plan.build_roles(mesh=run.mesh, device=device, data=data, seed=config.seed)
+        method = build_method(config.method, roles)
+        Trainer(
+            config=config,
+            mesh=run.mesh,
+            device=device,
+            data=data,
+            method=method,
+            micro_batch_size=plan.micro_batch_size,
+            run_dir=plan.run_dir,
+        ).run(run, stop)
+
+
+@recorded  # torchrun's summary then ends with the traceback, except for a user's mistake
 def main(arguments: list[str]) -> int:
-    """Exit code 0; 2 with one line for a user's mistake; 75 for a run that a signal stopped and that can go on."""
+    """Run the command. Return exit code 0; 2 with one line for a user's mistake; 75 if a signal stopped the run."""
     if {"-m", "--multirun"} & set(arguments):
         from distill.sweep.command import main as sweep
 
@@ -29,12 +74,10 @@ def main(arguments: list[str]) -> int:
         end_with_torchrun()
         with StopSignal() as stop:
             config = compose_config(arguments)
-            # Imported once the settings are right: FSDP, diffusers and peft take most of a start.
-            from distill.run import run
-            from distill.run_folder import run_log
+            from distill.run.folder import run_log
 
             with run_log():
-                run(config, arguments, stop)
+                train(config, arguments, stop)
 
     return exit_code(work)
 

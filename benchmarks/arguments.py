@@ -1,4 +1,4 @@
-"""What the benchmarks' options share."""
+"""Shared command-line options of the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def at_least_1(text: str) -> int:
-    """A whole number of at least 1, for ``argparse``: a benchmark of no steps, ranks or runs ends in a traceback."""
+    """Parse an integer of at least 1, for ``argparse``. Zero steps, ranks or runs would end in a traceback."""
     try:
         number = int(text)
     except ValueError:
@@ -20,7 +20,7 @@ def at_least_1(text: str) -> int:
 
 
 def above_0(text: str) -> float:
-    """A finite number above 0, for ``argparse``."""
+    """Parse a finite number above 0, for ``argparse``."""
     try:
         number = float(text)
     except ValueError:
@@ -31,11 +31,12 @@ def above_0(text: str) -> float:
 
 
 def add_students(parser: argparse.ArgumentParser, out: str, each: str) -> None:
-    """``--seeds``, ``--out`` and ``--workers`` of a benchmark that trains students.
+    """Add ``--seeds``, ``--out`` and ``--workers`` of a benchmark that trains students.
 
     Args:
-        out: the folder of what is trained and measured.
-        each: of what there are so many students.
+        parser: the benchmark's parser.
+        out: default folder for runs and measures.
+        each: name of the unit that gets ``--seeds`` students, for the help text.
     """
     parser.add_argument("--seeds", type=at_least_1, default=3, help=f"students of each {each}")
     parser.add_argument("--out", type=Path, default=Path(out), help="runs and measures; kept")

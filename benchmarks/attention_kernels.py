@@ -1,8 +1,8 @@
-"""The local attention kernels on one device, through the public function at cp = 1 (``benchmarks.cp_attention``).
+"""Local attention kernels on one device, through the public function at cp = 1 (``benchmarks.cp_attention``).
 
-Sizes are those of Wan 2.1 1.3B (12 heads x 128) and of 14B (40 heads x 128) over a Ulysses group of 8. Arithmetic is
-counted as 4 S^2 H D for the forward, 2.5 times that for the backward and 3 times for the JVP (which includes its
-forward), recomputation not counted; its share is of the fastest bf16 matrix product that this run measured.
+Sizes are those of Wan 2.1 1.3B (12 heads x 128) and of 14B (40 heads x 128) over a Ulysses group of 8. The forward
+counts as 4 S^2 H D operations, the backward as 2.5 times and the JVP (with its forward) as 3 times that number, without
+recomputation. Shares are relative to the fastest bf16 matrix product of the same run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import Mesh, build_mesh
 from tests.oracles.long_attention import TOLERANCE, exact_attention, exact_tangent, random_inputs
@@ -33,13 +33,13 @@ MODELS = {"1.3B": 12, "14B / 8": 5}
 HEAD_DIM = 128
 MIB = 2**20
 CHECKED = 128
-"""Queries with a gradient in the check, which makes the float64 oracle affordable and still covers all of dK and dV."""
+"""Number of queries with a gradient in the check. So few make the float64 oracle affordable and cover all of dK, dV."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def local_kernels(device: str, quick: bool) -> bool:
-    """Print the table. Is every kernel correct?"""
+    """Print the table, and return whether every kernel is correct."""
     sizes = (8192,) if quick else (8192, 16384, 32760)
     if device == "cpu":
         sizes = (512,) if quick else (1024, 2048)
@@ -54,7 +54,7 @@ def local_kernels(device: str, quick: bool) -> bool:
 
 @contextmanager
 def world_of_one(device: str) -> Iterator[None]:
-    """A process group of this process alone: NCCL's, or gloo's."""
+    """Open a process group of this process alone, with NCCL or gloo."""
     if device == "cuda":
         torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def world_of_one(device: str) -> Iterator[None]:
 
 
 def matmul_rate(device: str) -> float:
-    """Operations per second of the best of some bf16 matrix products."""
+    """Return the operations per second of the fastest of several bf16 matrix products."""
     best = 0.0
     for n in (4096, 8192, 16384) if device == "cuda" else (1024, 2048):
         a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -77,7 +77,7 @@ def matmul_rate(device: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One pass of one kernel."""
+    """Measurement of one pass of one kernel."""
 
     title: str
     """``forward``, ``forward + backward`` or ``JVP``."""
@@ -85,33 +85,33 @@ class Measured:
     rate: float = math.nan
     """Operations per second."""
     peak: int = 0
-    """Bytes beyond inputs, results included."""
+    """Peak bytes in addition to the inputs; includes the results."""
     error: float = math.nan
-    """The largest, relative by norm, against float64."""
+    """Largest error against float64, relative by norm."""
     failure: str = ""
-    """What it raised, in a line; nothing else is known then."""
+    """First line of a raised error. The other fields are then not set."""
 
     @property
     def is_right(self) -> bool:
-        """Is the error in bounds?"""
+        """Whether the error is within the tolerance."""
         return self.error <= TOLERANCE[torch.bfloat16]
 
 
 FACTORS = {"forward": 1.0, "forward + backward": 3.5, "JVP": 3.0}
-"""Arithmetic of each pass, in forwards."""
+"""Operations of each pass, relative to a forward."""
 
 
 def measure_passes(
     device: str, attend: Attend, tokens: int, heads: int, titles: Sequence[str], *, limit: float = 4.0
 ) -> Iterator[Measured]:
-    """Error, memory and time of the passes ``titles`` (of :data:`FACTORS`), in bf16 and heads of 128.
+    """Measure error, memory and time of the passes ``titles`` (of :data:`FACTORS`), in bf16 and heads of 128.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        attend: of ``(1, tokens, heads, 128)`` tensors.
+        attend: attention of ``(1, tokens, heads, 128)`` tensors.
         tokens, heads: sizes.
-        titles: of the passes.
-        limit: seconds of timing, of each pass; at least three runs are timed.
+        titles: names of the passes.
+        limit: seconds of timing per pass. At least three runs are timed.
     """
     flops = 4 * tokens**2 * heads * HEAD_DIM
     tensors = [x.bfloat16() for x in random_inputs(7, tokens, heads, HEAD_DIM, device)]
@@ -127,7 +127,7 @@ def measure_passes(
             error = _error(title, attend, primals, grad, tangents)
             peak = _peak(passes[title], device)
             seconds = timed(passes[title], device, limit=limit)
-        except Exception as raised:  # a kernel that fails is a row
+        except Exception as raised:  # a failing kernel becomes a row of the table
             failure = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0][:120]}"
         if failure:
             yield Measured(title=title, failure=failure)
@@ -160,7 +160,7 @@ def _case(device: str, mesh: Mesh, model: str, tokens: int, ceiling: float) -> b
 
 
 def contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
-    """Name, function and why it cannot run: plain SDPA for comparison, what "auto" takes, and each kernel."""
+    """Return name, function and reason of refusal of plain SDPA (for comparison), "auto", and each kernel."""
 
     def ours(backend: str) -> Attend:
         return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh, backend=backend)
@@ -189,7 +189,7 @@ def _tangent(attend: Attend, primals: list[Tensor], tangents: list[Tensor]) -> T
 
 
 def _error(title: str, attend: Attend, primals: list[Tensor], grad: Tensor, tangents: list[Tensor]) -> float:
-    """Largest relative error by norm against float64, of the first queries and of all that they add to dK and dV."""
+    """Return the largest error against float64, relative by norm, of the first queries and their part of dK and dV."""
     q, k, v = primals
     few = slice(0, CHECKED)
     if title == "JVP":
@@ -207,7 +207,7 @@ def _error(title: str, attend: Attend, primals: list[Tensor], grad: Tensor, tang
 
 
 def _peak(run: Callable[[], object], device: str) -> int:
-    """Bytes beyond what is there already, results included."""
+    """Return the peak bytes that ``run`` allocates, including its results."""
     gc.collect()
     if device == "cpu":
         with LiveStorages() as live:
@@ -220,7 +220,7 @@ def _peak(run: Callable[[], object], device: str) -> int:
 
 
 def timed(run: Callable[[], object], device: str, rounds: int = 11, limit: float = 4.0) -> float:
-    """Median of up to ``rounds`` runs, at least three, in about ``limit`` seconds, after one to warm up."""
+    """Return the median seconds of 3 to ``rounds`` runs, in about ``limit`` seconds, after one warm-up run."""
     run()
     times: list[float] = []
     start = time.monotonic()

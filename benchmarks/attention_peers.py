@@ -1,10 +1,10 @@
-"""Context-parallel attention of other libraries, each behind one function that gives ``attend(q, k, v) -> out``.
+"""Context-parallel attention of other libraries, each as one function that returns ``attend(q, k, v) -> out``.
 
-Everything takes and gives ``(B, S_local, H, D)``, as our own attention does. All of them are written for CUDA. *As
-shipped* is the library's own entry point on this device; *CPU kernel* is the library's own exchange, ring and merging
-around ``aten::_scaled_dot_product_flash_attention_for_cpu``, which is the kernel of ours on the CPU: its strongest form
-here, and the one that compares the context parallelism alone. The private names below are those of diffusers 0.42.1,
-torch 2.13.0 and yunchang 0.6.4.
+Inputs and outputs are ``(B, S_local, H, D)``, as in our attention. All libraries are written for CUDA. *As shipped* is
+the library's entry point on this device. *CPU kernel* is the library's exchange, ring and merging around
+``aten::_scaled_dot_product_flash_attention_for_cpu``, which is also our CPU kernel. It is the library's strongest form
+on a CPU, and compares only the context parallelism. The private names below are those of diffusers 0.42.1, torch 2.13.0
+and yunchang 0.6.4.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to attend, on one factorisation of the ranks."""
+    """Attention implementation on one factorization of the ranks."""
 
     name: str
     ring: int
     ulysses: int
     build: Callable[[int, int], Attend]
-    """``build(ring, ulysses)`` on every rank, once; what it raises, or the call raises, becomes the row."""
+    """``build(ring, ulysses)``, called once on every rank. An error here or in the attention becomes the row."""
     ours: bool = False
 
     @property
@@ -38,7 +38,7 @@ class Contender:
 
 
 def peers(world: int, heads: int) -> list[Contender]:
-    """Every peer on every (ring, ulysses) that multiplies to ``world``, where ``ulysses`` divides ``heads``."""
+    """Return every peer on every (ring, ulysses) whose product is ``world`` and where ``ulysses`` divides ``heads``."""
     found = []
     for ulysses in (n for n in range(1, world + 1) if world % n == 0 and heads % n == 0):
         ring = world // ulysses
@@ -59,7 +59,7 @@ def peers(world: int, heads: int) -> list[Contender]:
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """``(B, S, H, D)`` to the same, and the log-sum-exp ``(B, H, S)``."""
+    """Attend over ``(B, S, H, D)``; return the output and the log-sum-exp ``(B, H, S)``."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
     )
@@ -88,8 +88,11 @@ def _diffusers_config(ring: int, ulysses: int):
 
 
 def _diffusers_shipped(ring: int, ulysses: int) -> Attend:
-    """Of its backends with context parallelism only ``native`` (plain SDPA) takes CPU tensors. It gives no log-sum-exp,
-    so the ring refuses it; its Ulysses backward runs the forward again."""
+    """Build diffusers' attention with its ``native`` backend (plain SDPA).
+
+    No other backend with context parallelism takes CPU tensors. ``native`` returns no log-sum-exp, so the ring refuses
+    it. Its Ulysses backward runs the forward again.
+    """
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     config = _diffusers_config(ring, ulysses)
@@ -97,9 +100,12 @@ def _diffusers_shipped(ring: int, ulysses: int) -> Attend:
 
 
 def _diffusers_cpu(ring: int, ulysses: int) -> Attend:
-    """Its templates with a pair of operators for the CPU kernel, shaped like its ``_native_flash_attention_*_op`` but
-    without their copies to contiguous layouts, which this kernel does not need. From three ring ranks on its dK and dV
-    are wrong: K and V are taken from rank + i, but the accumulators are sent to rank + 1."""
+    """Build diffusers' templates around the CPU kernel.
+
+    The two operators are like its ``_native_flash_attention_*_op``, without their copies to contiguous layouts, which
+    this kernel does not need. With three or more ring ranks its dK and dV are wrong: K and V come from rank + i, but
+    the accumulators are sent to rank + 1.
+    """
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
     config = _diffusers_config(ring, ulysses)
@@ -127,9 +133,12 @@ def _diffusers_cpu(ring: int, ulysses: int) -> Attend:
 
 
 def _torch_shipped(ring: int, ulysses: int) -> Attend:
-    """The ``context_parallel`` context around SDPA. Its table of operators has the CUDA kernels only, so CPU tensors
-    reach DTensor's own rules: they split the output over heads, so that no gradient of the rank's own tokens fits it,
-    and have none for the backward of the CPU kernel (in or out of the context)."""
+    """Build torch's ``context_parallel`` context around SDPA.
+
+    Its table of operators has only CUDA kernels, so CPU tensors reach DTensor's rules. These split the output over
+    heads, which does not fit the gradient of the rank's tokens, and they lack the backward of the CPU kernel (inside
+    or outside of the context).
+    """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _cp_options
 
@@ -137,7 +146,7 @@ def _torch_shipped(ring: int, ulysses: int) -> Attend:
     mesh = init_device_mesh("cpu", (ring,), mesh_dim_names=("ring",))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # It wants a buffer to split, but q, k, v are split already.
+        # The context requires a buffer to split, but q, k, v are already split.
         with context_parallel(mesh, buffers=[torch.zeros(ring)], buffer_seq_dims=[0]):
             return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
@@ -145,17 +154,17 @@ def _torch_shipped(ring: int, ulysses: int) -> Attend:
 
 
 def _torch_all_gather_cpu(ring: int, ulysses: int) -> Attend:
-    """K and V of all ranks in one all-gather: the default."""
+    """Build torch's templates with one all-gather of K and V, the default."""
     return _torch_templates(ring, "ALL_GATHER")
 
 
 def _torch_all_to_all_cpu(ring: int, ulysses: int) -> Attend:
-    """K and V go around."""
+    """Build torch's templates with K and V passed around the ring."""
     return _torch_templates(ring, "ALL_TO_ALL")
 
 
 def _torch_templates(ring: int, rotation: str) -> Attend:
-    """The two template functions that the CUDA operators are passed to, given the CPU's."""
+    """Build the two template functions to which torch passes CUDA operators, with the CPU operators."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
     templates._cp_options.enable_load_balance = False
@@ -205,8 +214,11 @@ def _yunchang_groups(ring: int, ulysses: int) -> None:
 
 
 def _yunchang_shipped(ring: int, ulysses: int) -> Attend:
-    """``TORCH_FLASH`` is what it offers without flash_attn; it calls the CUDA operator by name, and its backward
-    raises "Not implemented" on any device. ``TORCH_MATH`` and ``TORCH_EFFICIENT`` lead to the same function."""
+    """Build yunchang's attention with ``TORCH_FLASH``, its choice without flash_attn.
+
+    It calls the CUDA operator by name, and its backward raises "Not implemented" on any device. ``TORCH_MATH`` and
+    ``TORCH_EFFICIENT`` use the same function.
+    """
     import yunchang
     from yunchang.kernels import AttnType
 
@@ -215,9 +227,12 @@ def _yunchang_shipped(ring: int, ulysses: int) -> Attend:
 
 
 def _yunchang_cpu(ring: int, ulysses: int) -> Attend:
-    """Its Ulysses module around SDPA; with a ring, its hybrid module, whose kernels come from a lookup function that is
-    replaced here (``select_flash_attn_impl``). With fp32 inputs its accumulators of the gradients are the kernel's own
-    buffers, which the next step overwrites, so those are wrong: flash_attn has no fp32, bf16 is what it is for."""
+    """Build yunchang's Ulysses module around SDPA or, with a ring, its hybrid module around the CPU kernel.
+
+    The hybrid module gets its kernels from ``select_flash_attn_impl``, which is replaced here. With fp32 inputs its
+    gradients are wrong: their accumulators are the kernel's buffers, which the next step overwrites. It is made for
+    bf16; flash_attn does not support fp32.
+    """
     import yunchang
     from yunchang.kernels import AttnType
     from yunchang.ring import ring_flash_attn
@@ -234,7 +249,7 @@ def _yunchang_cpu(ring: int, ulysses: int) -> Attend:
     def backward(grad, q, k, v, out, lse, dq, dk, dv, dropout_p, softmax_scale, *options, **more):
         grads = _cpu_flash_backward(grad, q, k, v, out, lse, softmax_scale)
         for buffer, value in zip((dq, dk, dv), grads, strict=True):
-            buffer.copy_(value)  # its interface: kernels write into buffers
+            buffer.copy_(value)  # yunchang's kernels write into given buffers
 
     kernels = {"fwd-only": forward, "bwd-only": backward}
     ring_flash_attn.select_flash_attn_impl = lambda kind, stage, attn_processor=None: kernels[stage]

@@ -1,10 +1,10 @@
-"""Is anything lost when ranks die? ``python -m benchmarks.chaos`` kills a training run again and again.
+"""Test of recovery from dead ranks: ``python -m benchmarks.chaos`` kills a training run again and again.
 
-A tiny run on two ranks is trained undisturbed, then again while one of its ranks, by chance, gets SIGKILL: half of the
-kills at a moment by chance, a quarter while a checkpoint is written, a quarter while the student is exported. After
-each the same command is started again. A run takes as many kills as ``--kills-a-run`` before it may end; then another
-begins. The ended runs must be the undisturbed one bit for bit, and no start may go on from an earlier checkpoint than
-the newest. The exit code is 1 if anything is not so.
+First trains a tiny run on two ranks undisturbed. Then trains it again and sends SIGKILL to random ranks: half of the
+kills at a random moment, a quarter during a checkpoint, a quarter during the export of the student. After each kill the
+same command starts again. A run gets ``--kills-a-run`` kills before it may end; then the next run begins. The ended
+runs must equal the undisturbed run bit for bit, and every start must resume from the newest checkpoint. Otherwise the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 
 from benchmarks.arguments import at_least_1
 from benchmarks.distillation import ROOT
-from distill.run_folder import STARTS
-from fsdp_cp.checkpoint import published_steps, reader, step_folder
+from distill.run.folder import STARTS
+from fsdp_cp.checkpoint.save_load import published_steps, reader, step_folder
 from fsdp_cp.errors import UserError
 
 RANKS = 2
@@ -47,13 +47,13 @@ SETTINGS = (
     "sample.every=0",
     "sample.at_end=false",
 )
-"""Overrides of a run of seconds, which writes checkpoints for a good part of its time and ends with the export."""
+"""Overrides of a run of a few seconds that often writes checkpoints and ends with the export."""
 PROGRESS = ("unlogged", "seconds")
 """Keys of a checkpoint's ``state.json`` that note elapsed time and therefore differ between equal runs."""
 MOMENTS = ("any moment", "a checkpoint", "the export")
-"""What a kill is aimed at."""
+"""Targets of kills."""
 PATIENCE = 90.0
-"""Seconds in which torchrun has to end when a rank has died; it gives the others 30 to end by themselves."""
+"""Seconds in which torchrun must end after the death of a rank. It gives the other ranks 30 seconds to end."""
 
 
 def new_folder(folder: Path) -> Path:
@@ -84,7 +84,7 @@ def processes(run_dir: Path) -> dict[int, int | None]:
             if word not in (entry / "cmdline").read_text(errors="replace").split("\0"):
                 continue
             variables = (entry / "environ").read_text(errors="replace").split("\0")
-        except OSError:  # the process has ended meanwhile
+        except OSError:  # the process has ended
             continue
         ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
         found[int(entry.name)] = int(ranks[0]) if ranks else None
@@ -92,16 +92,16 @@ def processes(run_dir: Path) -> dict[int, int | None]:
 
 
 def lives(process: int) -> bool:
-    """Return whether the process runs: one that has ended stays listed until its parent reads its exit code."""
+    """Return whether the process runs. An ended process stays listed until its parent reads its exit code."""
     try:
-        # "PID (NAME) STATE ...", where NAME may hold anything
+        # "PID (NAME) STATE ...", where NAME may contain any character
         return (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
 def end_all(run_dir: Path) -> None:
-    """SIGKILL every process of the run: torchrun's workers have their own sessions and outlive it."""
+    """Send SIGKILL to every process of the run, since torchrun's workers have their own sessions and outlive it."""
     for process in processes(run_dir):
         try:
             os.kill(process, signal.SIGKILL)
@@ -110,11 +110,11 @@ def end_all(run_dir: Path) -> None:
 
 
 class Start:
-    """One start of ``train.py`` on two ranks; as a context, no process of it outlives the block.
+    """Context of one start of ``train.py`` on two ranks. No process of the start outlives the context.
 
     Args:
         run_dir: the run directory.
-        log: file that gets the output, after what it has.
+        log: file to which the output is appended.
     """
 
     def __init__(self, run_dir: Path, log: Path):
@@ -128,7 +128,7 @@ class Start:
                 env=environment(),
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches this program alone, which then ends them all
+                start_new_session=True,  # Ctrl-C then reaches only this program, which ends all processes
             )
 
     def __enter__(self) -> Start:
@@ -145,7 +145,7 @@ class Start:
         return time.monotonic() - self.began
 
     def until(self, condition: Callable[[], bool], seconds: float = 300) -> bool:
-        """Wait for ``condition`` and return true, or false if torchrun ends before.
+        """Wait for ``condition`` and return ``True``, or ``False`` if torchrun ends first.
 
         Raises:
             RuntimeError: neither happened within ``seconds``.
@@ -156,7 +156,7 @@ class Start:
                 return False
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nothing happened in {seconds:.0f} s in {self.run_dir}")
-            time.sleep(0.002)  # a checkpoint of the tiny model takes a few tens of these
+            time.sleep(0.002)  # short: a checkpoint of the tiny model takes a few dozen such intervals
         return True
 
     def ranks(self) -> dict[int, int]:
@@ -170,14 +170,14 @@ class Start:
             return False
 
     def from_step(self) -> int | None:
-        """Return the step that this start resumes from; ``None`` before the start has recorded it."""
+        """Return the step from which this start resumes; ``None`` before the start has recorded it."""
         if not self._is_new(self.run_dir / STARTS):
             return None
         lines = (self.run_dir / STARTS).read_text().splitlines()
         return json.loads(lines[-1])["from_step"] if lines else None
 
     def writes_checkpoint(self, step: int | None = None) -> bool:
-        """Return whether this start is writing a checkpoint (that of ``step``)."""
+        """Return whether this start is writing a checkpoint, or the checkpoint of ``step``."""
         pattern = "step_*.tmp" if step is None else f"step_{step:08d}.tmp"
         return any(self._is_new(path) for path in (self.run_dir / "checkpoints").glob(pattern))
 
@@ -191,7 +191,7 @@ class Start:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    """Return the step of the newest complete checkpoint, or 0."""
     return max(published_steps(run_dir / "checkpoints"), default=0)
 
 
@@ -224,7 +224,7 @@ def _differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], w
     """Yield a line if names or bytes of the tensors differ."""
     if ours.keys() != theirs.keys():
         yield f"{what}: {len(ours.keys() ^ theirs.keys())} tensors are in one alone"
-    # Compared as bytes: two NaNs are equal, 0 and -0 differ.
+    # Compare bytes: equal NaNs must be equal, and 0 and -0 must differ.
     bad = [
         name
         for name in sorted(ours.keys() & theirs.keys())
@@ -261,7 +261,7 @@ def differences(run_dir: Path, truth: Path) -> list[str]:
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    """Return the names of parts of checkpoints and exports, and say if more checkpoints than ``KEEP`` are left."""
+    """Return the names of partial checkpoints and exports, and a message if more than ``KEEP`` checkpoints are left."""
     checkpoints = run_dir / "checkpoints"
     found = [path for pattern in ("*.tmp", "left_*") for path in checkpoints.glob(pattern)]
     found += [path for path in checkpoints.glob("step_*[0-9]") if not (path / "state.json").is_file()]
@@ -275,52 +275,52 @@ def leftovers(run_dir: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """How long the parts of an undisturbed run took, in seconds; kills are timed by it."""
+    """Duration of the parts of an undisturbed run, in seconds, by which kills are timed."""
 
     start_up: float
-    """From the workers' appearance to the first step's end."""
+    """Seconds from the appearance of the workers to the end of the first step."""
     step: float
     checkpoint: float
     export: float
 
     def left(self, steps: int) -> float:
-        """From the workers' appearance to the end, with so many steps to do."""
+        """Return the seconds from the appearance of the workers to the end, for a start with ``steps`` steps."""
         return self.start_up + steps * self.step + self.export
 
 
 @dataclass(kw_only=True)
 class Kill:
-    """One kill and what became of the run."""
+    """Record of one kill and of the next start."""
 
     number: int
     run: int
     rank: int
     aim: str
     seconds: float
-    """After the start of torchrun."""
+    """Seconds after the start of torchrun."""
     phase: str
     step: int
-    """The last one in the log."""
+    """Last step in the log."""
     newest: int
-    """The newest complete checkpoint's step when the rank was killed."""
+    """Step of the newest complete checkpoint at the kill."""
     kept: int = 0
-    """The same when all processes had ended: what a rank that lived on may still have published."""
+    """Step of the newest complete checkpoint when all processes had ended. A surviving rank may publish one."""
     next: int | None = None
-    """The step from which a later start went on."""
+    """Step from which the next start resumed."""
     faults: list[str] = field(default_factory=list)
 
     def judge(self, from_step: int) -> None:
-        """Hold the next start against what was there to go on from."""
+        """Check that the next start resumed from the newest checkpoint."""
         self.next = from_step
         if from_step != self.kept:
             self.faults.append(f"went on from step {from_step}")
         if self.kept < self.newest:
             self.faults.append("the newest checkpoint is gone")
-        if self.step - self.kept > 2 * EVERY:  # one that is being written beside the training is not there yet
+        if self.step - self.kept > 2 * EVERY:  # an asynchronous checkpoint may not be complete yet
             self.faults.append(f"{self.step - self.kept} steps lost")
 
     def line(self) -> str:
-        """Of the table."""
+        """Return the line of the table."""
         kept = f"{self.newest}" if self.kept == self.newest else f"{self.newest}, then {self.kept}"
         verdict = "; ".join(self.faults) or ("ok" if self.next is not None else "never went on")
         cells = (self.number, self.run, self.rank, self.aim, f"{self.seconds:.1f}", self.phase, self.step, kept)
@@ -328,10 +328,10 @@ class Kill:
 
 
 def undisturbed(run_dir: Path, log: Path) -> Timeline:
-    """Train it, and see what takes how long.
+    """Train the undisturbed run, and return the duration of its parts.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: a failed run.
     """
     checkpoints: list[float] = []
     with Start(run_dir, log) as start:
@@ -357,15 +357,15 @@ def undisturbed(run_dir: Path, log: Path) -> Timeline:
 
 
 def choose(left: Counter[str], at: int, is_late: bool, chance: random.Random) -> str | None:
-    """What the next kill of a run at step ``at`` is aimed at; ``None`` if nothing that is left can be.
+    """Return the target of the next kill of a run at step ``at``; ``None`` if no remaining target is possible.
 
-    The export comes last: after it a run has no steps to do, and no checkpoint to write.
+    Exports come last: after an export, a run has no steps and no checkpoints left.
 
     Args:
-        left: the kills that are left, of all runs.
-        at: the newest checkpoint's step.
-        is_late: is it the turn of the run's exports?
-        chance: what chooses.
+        left: the remaining kills of all runs, by target.
+        at: step of the newest checkpoint.
+        is_late: whether the run has had all its other kills.
+        chance: source of randomness.
     """
     sooner = [aim for aim in left.elements() if aim == "any moment" or (aim == "a checkpoint" and at < STEPS)]
     if left["the export"] and (is_late or at == STEPS or not sooner):
@@ -374,7 +374,7 @@ def choose(left: Counter[str], at: int, is_late: bool, chance: random.Random) ->
 
 
 def wait_for(start: Start, aim: str, at: int, times: Timeline, chance: random.Random) -> bool:
-    """Wait for the moment; false if the run ended before."""
+    """Wait for the moment of the kill. Return ``False`` if the run ended first."""
     if not start.until(lambda: len(start.ranks()) == RANKS):
         return False
     if aim == "any moment":
@@ -388,20 +388,20 @@ def wait_for(start: Start, aim: str, at: int, times: Timeline, chance: random.Ra
     else:
         if not start.until(start.exports):
             return False
-        delay = chance.uniform(0, times.export / 2)  # what comes after the student is a file of a few lines
+        delay = chance.uniform(0, times.export / 2)  # the first half: after the student only a tiny file is written
     deadline = start.age() + delay
     return not start.until(lambda: start.age() >= deadline) or start.process.poll() is None
 
 
 def kill(start: Start, number: int, run: int, aim: str, chance: random.Random) -> Kill | None:
-    """Kill a rank and wait for torchrun's end; ``None`` if there was no rank any more."""
+    """Kill a rank and wait for the end of torchrun. Return ``None`` if the ranks have already ended."""
     ranks = start.ranks()
     if len(ranks) < RANKS:
         return None
     rank = chance.choice(sorted(ranks))
     try:
-        os.kill(ranks[rank], signal.SIGSTOP)  # so that what is looked at is what the kill meets
-        if not lives(ranks[rank]):  # it had come to its end by itself, and torchrun had not looked yet
+        os.kill(ranks[rank], signal.SIGSTOP)  # freeze the rank, to record the state that the kill meets
+        if not lives(ranks[rank]):  # it had ended by itself, and torchrun had not noticed yet
             return None
         if start.from_step() is None:
             phase = "starting"
@@ -442,10 +442,10 @@ def kill(start: Start, number: int, run: int, aim: str, chance: random.Random) -
 def disturbed(
     run_dir: Path, log: Path, left: Counter[str], kills: list[Kill], most: int, times: Timeline, chance: random.Random
 ) -> list[str]:
-    """One run with up to ``most`` kills, taken from ``left`` and added to ``kills``; what else went wrong."""
+    """Make one run with up to ``most`` kills, moved from ``left`` to ``kills``. Return other faults of the run."""
     own: list[Kill] = []
     run = 1 + max((each.run for each in kills), default=0)
-    exports = round(most * left["the export"] / left.total())  # this run's share of them
+    exports = round(most * left["the export"] / left.total())  # this run's share of the kills at an export
     while True:
         at = newest(run_dir)
         aim = choose(left, at, len(own) >= most - exports, chance) if len(own) < most else None
@@ -464,7 +464,7 @@ def disturbed(
         left[aim] -= 1
         own.append(done)
         kills.append(done)
-        # The verdict comes with the next start.
+        # The next start completes the verdict.
         print(
             f"kill {done.number}: rank {done.rank} of run {done.run} after {done.seconds:.1f} s, {done.phase},"
             f" step {done.step}",
@@ -479,7 +479,7 @@ def disturbed(
 
 
 def table(kills: list[Kill]) -> str:
-    """Markdown; a line for each kill."""
+    """Return a Markdown table with a line for each kill."""
     titles = ("kill", "run", "rank", "aimed at", "s after start", "met it", "at step", "newest checkpoint")
     lines = [f"| {' | '.join(titles)} | next start from | verdict |", "|---" * (len(titles) + 2) + "|"]
     return "\n".join([*lines, *(each.line() for each in kills)])
@@ -502,7 +502,7 @@ def main(argv: list[str] | None = None) -> int:
     while left.total() and tries < 2 * args.runs:
         tries += 1
         run_dir = out / f"run_{tries}"
-        # Runs of the same length: no last one with a kill or two, of which none can meet the export.
+        # Distribute the kills evenly: a last run with one or two kills could not have one at the export.
         remaining = -(-left.total() // args.kills_a_run)
         faults = disturbed(run_dir, out / f"run_{tries}.log", left, kills, -(-left.total() // remaining), times, chance)
         faults += differences(run_dir, truth)
@@ -529,7 +529,7 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else torchrun and its ranks would outlive this program
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise torchrun and its ranks outlive this program
     try:
         sys.exit(main())
     except UserError as error:

@@ -1,19 +1,18 @@
-"""Context-parallel attention against other libraries, and the local kernels: ``python -m benchmarks.cp_attention``.
+"""Context-parallel attention next to other libraries, or local kernels: ``python -m benchmarks.cp_attention``.
 
-Each case (tokens x heads) runs in fresh local gloo processes of one thread. One pass, or two of short ones, measures
-errors and memory, then
-come rounds, each of which runs every contender once, in random order, so that noise of the machine hits all alike;
-those that fall behind sit out the later ones. A time is the slowest rank's, the median over rounds. Errors are relative
-by norm, of all ranks' tokens together, against attention written out in float64. *Extra* memory is the peak of live
-storages in forward and backward of rank 0 beyond inputs, output and gradients; *kept* is what the graph holds from
-forward to backward beyond inputs and output. What a kernel or gloo takes for itself and gives back is in neither.
-Ratios compare ours with the best correct peer, in three ways: our default factorisation with the peers on the same one,
-the best of ours with the best of theirs, and our default with the best of theirs.
+Each case (tokens x heads) runs in new local gloo processes with one thread each. One pass, or two for short cases,
+measures errors and memory. Then each round runs every contender once, in random order, so that noise of the machine
+hits all contenders. Slow contenders sit out later rounds. A time is the slowest rank's, as the median over rounds.
+Errors are over the tokens of all ranks, relative by norm, against attention written out in float64. *Extra* memory is
+rank 0's peak of live storages in forward and backward in addition to inputs, output and gradients. *Kept* memory is
+what the graph holds from forward to backward in addition to inputs and output. Neither includes temporary buffers
+inside a kernel or gloo. Ratios compare ours with the best correct peer in three ways: our default factorization with
+the peers on the same one, our best with their best, and our default with their best.
 
 ``--world 1``, or ``--device cuda`` on one GPU, measures the local kernels instead, with the arithmetic rate as a share
 of the fastest bf16 matrix product of the same run.
 
-Exit codes: 0; 1 if ours is wrong or fails; 2 for a device that is not there.
+Exit codes: 0; 1 if ours is wrong or fails; 2 for a missing device.
 """
 
 from __future__ import annotations
@@ -40,23 +39,24 @@ from benchmarks.arguments import at_least_1
 from benchmarks.attention_kernels import local_kernels
 from benchmarks.attention_peers import Attend, Contender, peers
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.local_ranks import RankPool, run_ranks
 from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.mesh import build_mesh, resolve_mesh
+from fsdp_cp.runtime.local_ranks import RankPool, run_ranks
 from tests.oracles.long_attention import TOLERANCE, exact_attention, random_inputs
 
 HEAD_DIM = 64
 CASES = {1024: (8, 25), 2048: (8, 25), 4096: (8, 22), 8192: (4, 20), 16384: (2, 20)}
-"""Tokens to heads, and seconds of rounds for each dtype (never fewer than three rounds)."""
+"""Heads, and seconds of rounds for each dtype (at least three rounds), by number of tokens."""
 BEHIND = {3: 1.3, 12: 1.12}
-"""After so many rounds a contender slower than this times the fastest, both in forward and with backward, sits out."""
+"""Largest allowed time relative to the fastest, by number of rounds. A slower contender (in forward and in forward plus
+backward) sits out the later rounds."""
 NAMES = ("out", "dq", "dk", "dv")
 MIB = 2**20
 
 
 @dataclass
 class Row:
-    """What one rank measured of one contender."""
+    """Measurements of one contender on one rank."""
 
     label: str
     ring: int
@@ -64,7 +64,7 @@ class Row:
     ours: bool
     failure: str = ""
     errors: list[float] = field(default_factory=list)
-    """Of out, dq, dk, dv over all ranks; empty if it failed."""
+    """Errors of out, dq, dk and dv over all ranks; empty after a failure."""
     extra: int = 0
     kept: int = 0
     forward: list[float] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass
 class Summary:
-    """The same of all ranks together: milliseconds (nan where not timed) and MiB."""
+    """Measurements of one contender over all ranks: milliseconds (NaN if not timed) and MiB."""
 
     label: str
     ring: int
@@ -98,7 +98,7 @@ def _correct(errors: list[float], dtype: torch.dtype) -> bool:
 
 
 def ours(world: int, heads: int) -> list[Contender]:
-    """The default factorisation first, then the others."""
+    """Return our contenders: the default factorization first, then the others."""
     default = resolve_mesh(world_size=world, cp=world, heads=heads)
     degrees = [n for n in range(1, world + 1) if world % n == 0 and heads % n == 0 and n != default.ulysses]
     names = ["fsdp_cp, default", *("fsdp_cp" for _ in degrees)]
@@ -116,7 +116,7 @@ def _build_ours(ring: int, ulysses: int) -> Attend:
 def measure(
     world: int, tokens: int, heads: int, seconds: float, failed: dict[str, str]
 ) -> dict[torch.dtype, list[Row]]:
-    """On every rank: the rows of each dtype. What ``failed`` at another size is not tried again."""
+    """Return this rank's rows by dtype. Contenders in ``failed`` (at another size) are not tried again."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     rank, local = dist.get_rank(), tokens // world
@@ -134,14 +134,16 @@ def measure(
     for dtype in TOLERANCE:
         inputs = [x[:, own].to(dtype, copy=True).contiguous() for x in (q, k, v, grad)]
         rows[dtype] = _measure_dtype(built, inputs, truth, seconds)
-        # What failed in one dtype is not tried in the next: a failure may take half a minute.
+        # Do not retry a failed contender in the next dtype: a failure may take half a minute.
         built = [(*entry[:2], row.failure) for entry, row in zip(built, rows[dtype], strict=True)]
     return rows
 
 
 def _attempt(call: Callable[[], object]) -> tuple[object, str]:
-    """The result, and the first line of what went wrong on any rank. A library that fails here does so on all ranks
-    alike, before it communicates; were it not so, the time-out of the process group would end the case."""
+    """Return the result, and the first line of an error on any rank.
+
+    The libraries fail on all ranks before they communicate. Otherwise, the timeout of the process group ends the case.
+    """
     result, failure = None, ""
     try:
         result = call()
@@ -164,18 +166,18 @@ def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], secon
         row.kept, row.extra, results = result
         row.errors = _errors(results, truth)
         del result, results
-        # The time of a peer that is wrong says nothing.
+        # Do not time a peer with wrong results.
         if row.ours or _correct(row.errors, inputs[0].dtype):
             running.append((attend, row))
-            if is_short:  # the lesser of two: gloo's threads let go of a tensor a moment after it has been sent
+            if is_short:  # take the smaller of two: gloo's threads free a tensor some time after sending it
                 kept, extra, _ = _watched(attend, inputs)
                 row.kept, row.extra = min(kept, row.kept), min(extra, row.extra)
     gc.collect()
-    gc.freeze()  # else a collection goes through all modules of the libraries: longer than a round
+    gc.freeze()  # else a garbage collection walks all modules of the libraries, which takes longer than a round
     start, rounds, go = time.monotonic(), 0, torch.ones(1)
     while go:
         gc.collect()
-        # In a new order each time, the same on all ranks: a contender also pays for what ran just before it.
+        # Use a new order each round, the same on all ranks: the previous contender affects the next one's time.
         for i in torch.randperm(len(running), generator=torch.Generator().manual_seed(rounds)).tolist():
             _time_once(*running[i], inputs)
         rounds += 1
@@ -187,7 +189,7 @@ def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], secon
 
 
 def _contending(running: list, behind: float) -> list:
-    """Without those ``behind`` in both times, by rank 0's clock; the default of ours, the first, stays."""
+    """Drop contenders slower than ``behind`` times the fastest in both times, by rank 0's clock. Keep our default."""
     times = torch.tensor([[statistics.median(row.forward), statistics.median(row.both)] for _, row in running])
     dist.broadcast(times, src=0)
     near = (times <= behind * times.min(dim=0).values).any(dim=1)
@@ -195,7 +197,7 @@ def _contending(running: list, behind: float) -> list:
 
 
 def _errors(results: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """Relative by norm, over the tokens of all ranks."""
+    """Return the errors over the tokens of all ranks, relative by norm."""
     squares = [[(x - y).square().sum(), y.square().sum()] for x, y in zip(results, truth, strict=True)]
     total = torch.tensor(squares)
     dist.all_reduce(total)
@@ -207,7 +209,7 @@ def _leaves(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _watched(attend: Attend, inputs: list[Tensor]) -> tuple[int, int, list[Tensor]]:
-    """Bytes kept for backward, bytes at the peak, and output and gradients."""
+    """Return the bytes kept for backward, the peak bytes, and output and gradients."""
     leaves, size = _leaves(inputs), inputs[0].nbytes
     with LiveStorages() as live:
         out = attend(*leaves)
@@ -230,7 +232,7 @@ def _time_once(attend: Attend, row: Row, inputs: list[Tensor]) -> None:
 
 
 def summarise(ranks: list[list[Row]]) -> list[Summary]:
-    """Of the rows of all ranks, which have the same contenders in the same order."""
+    """Combine the rows of all ranks, which have the same contenders in the same order."""
     found = []
     for rows in zip(*ranks, strict=True):
         first = rows[0]
@@ -248,7 +250,7 @@ WAYS = ("same factorisation", "best against best", "default against best")
 
 
 def against_peers(rows: list[Summary], dtype: torch.dtype) -> dict[str, dict[str, tuple[float, str]]]:
-    """For time and memory, in each of the three ways: ours over the best correct peer, and which that is."""
+    """Return, for times and memory, the ratio of ours to the best correct peer and that peer, in each of three ways."""
     mine = [row for row in rows if row.ours and not row.failure]
     able = [row for row in rows if not row.ours and row.is_correct(dtype)]
     found = {}
@@ -268,7 +270,7 @@ def _sortable(value: float) -> float:
 
 
 def compare(worlds: list[int], sizes: list[int]) -> bool:
-    """Print the tables. Is ours correct throughout?"""
+    """Print the tables, and return whether ours is always correct."""
     correct, refused = True, {}
     ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
     titles = {"forward": "forward", "both": "forward + backward", "extra": "extra memory"}
@@ -324,7 +326,7 @@ def _print_rows(case: str, rows: list[Summary], dtype: torch.dtype, rounds: int)
 
 
 def jvp_peak(world: int, tokens: int) -> int:
-    """Peak of live storages in the JVP on this rank, beyond inputs: bytes."""
+    """Return the peak bytes of live storages in the JVP on this rank, in addition to the inputs."""
     mesh = build_mesh(cp=world, ring=world, ulysses=1)
     own = slice(dist.get_rank() * tokens // world, (dist.get_rank() + 1) * tokens // world)
     inputs = [x[:, own].contiguous() for x in random_inputs(6, tokens, 1, HEAD_DIM)]

@@ -1,8 +1,9 @@
-"""Do the methods distil? ``python -m benchmarks.distillation`` trains a student per method and seed and measures it.
+"""Comparison of the distillation methods: ``python -m benchmarks.distillation``.
 
-From the shipped teacher on moving shapes, by the recipes ``experiment=quickstart_METHOD``, one process a run, as many
-runs at a time as there are cores. Every method gets the same number of network evaluations, which is printed beside.
-Started again it goes on where it was stopped; ``--quick`` shows in minutes that it works.
+Trains a student per method and seed from the shipped teacher on moving shapes, by the recipes
+``experiment=quickstart_METHOD``, and measures it. Every method gets the same number of network evaluations, which the
+report states. Each run is one process, with one run per core in parallel. The same command resumes an interrupted
+benchmark. ``--quick`` is a short test of the whole benchmark.
 """
 
 from __future__ import annotations
@@ -25,42 +26,42 @@ from omegaconf import OmegaConf
 from benchmarks.arguments import add_students
 from benchmarks.diversity import diversity
 from distill.config import Config, compose_config, load_config
-from distill.evaluate import SAMPLE_SEED, reference_clips
+from distill.evaluate.evaluator import SAMPLE_SEED, reference_clips
+from distill.evaluate.sampling import generate, sample_captions
 from distill.methods import METHODS, build_method
 from distill.methods.ode_regression import trajectory_evaluations
 from distill.report.measures import HIGHER_IS_BETTER, Measure, measure, worse_by
 from distill.report.media import contact_sheet
-from distill.sampling import generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import end_process, process_group
 from fsdp_cp.mesh import build_mesh
-from fsdp_cp.signals import end_with_parent
-from models.load import build_role
-from models.role import Role
-from models.role_plan import plan_role
+from fsdp_cp.runtime.signals import end_with_parent
+from models.roles.load import build_role
+from models.roles.role import Role
+from models.roles.role_plan import plan_role
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTILLING = ("dmd2", "rcm", "scm", "meanflow", "dcm", "ode_regression")
-"""In the order of the table; dmd2 and rcm are the ones that have something to show."""
+"""Methods in the order of the table. Only dmd2 and rcm can fail the benchmark."""
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (1, 2, 4, 8, 50)
 FULL = 50
 CLIPS = 256
 PICTURED = 4
 COUNTS_FROM, CLOSED, KEPT = 3.0, 0.8, 0.95
 UNEVEN = 1.01
-"""Largest number of network evaluations over the smallest; how many steps a rollout takes is drawn by chance."""
+"""Limit of the largest number of network evaluations over the smallest. They vary with the random rollout lengths."""
 
 
 def all_settings(config: Config) -> str:
-    """With the recipe's and the defaults: of a recipe that was edited since, the students are others."""
+    """Return all settings as YAML, to detect a recipe or a default that has changed since a student was trained."""
     return OmegaConf.to_yaml(asdict(config))
 
 
 def claim(folder: Path, settings: str) -> None:
-    """Make ``folder``, for what comes of ``settings``.
+    """Make ``folder`` for results of ``settings``, or check that it holds results of the same settings.
 
     Raises:
-        UserError: it is there, and of other settings.
+        UserError: a folder with other settings.
     """
     noted = folder / "settings.yaml"
     if noted.exists() and noted.read_text() != settings:
@@ -71,18 +72,18 @@ def claim(folder: Path, settings: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One student."""
+    """Training run of one student."""
 
     method: str
     folder: Path
     changes: tuple[str, ...] = ()
-    """Settings other than the recipe's."""
+    """Settings that change the recipe."""
     seed: int = 0
     recipe: str | None = None
-    """Experiment that it begins with; ``None`` for the method's of this benchmark."""
+    """Experiment of the run; ``None`` for ``quickstart_METHOD``."""
 
     def overrides(self) -> list[str]:
-        """What ``train.py`` is told."""
+        """Return the settings for ``train.py``."""
         recipe = "quickstart_teacher" if self.method == "flow_matching" else f"quickstart_{self.method}"
         own = [f"experiment={self.recipe or recipe}", f"seed={self.seed}", f"run_dir={self.folder}"]
         if self.method == "ode_regression":
@@ -92,18 +93,18 @@ class Run:
         return [*own, *alone, *no_samples, *self.changes]
 
     def settings(self) -> str:
-        """See :func:`all_settings`."""
+        """Return :func:`all_settings` of the run."""
         return all_settings(compose_config(self.overrides()))
 
     def train(self, settings: str) -> None:
-        """Train to the end, or go on with what was stopped; nothing for a run that has ended.
+        """Train to the end, or resume an interrupted run. Do nothing for a finished run.
 
         Args:
-            settings: its own.
+            settings: result of :meth:`settings`.
 
         Raises:
-            UserError: one that began with other settings.
-            RuntimeError: a run that failed, with the end of its log.
+            UserError: a run that began with other settings.
+            RuntimeError: a failed run; the message has the end of its log.
         """
         claim(self.folder, settings)
         finished = self.folder / "finished"
@@ -117,7 +118,7 @@ class Run:
                     stdout=log,
                     stderr=log,
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    preexec_fn=end_with_parent,  # else it would hold the folder that the same command goes on with
+                    preexec_fn=end_with_parent,  # else it keeps its lock, and the same command cannot resume
                 ).returncode
             if code:
                 raise RuntimeError(
@@ -132,16 +133,17 @@ class Run:
         return [[sys.executable, "-m", "distill.trajectories", *self.overrides()], train]
 
     def metrics(self) -> list[dict[str, float | None]]:
-        """Every step's."""
+        """Return the metrics of every step."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def evaluations(self, forward: float) -> float:
-        """Network evaluations of one clip that its training took, its trajectories included.
+        """Return the number of network evaluations of one clip in the training, including its trajectories.
 
-        A backward counts as two (one through a frozen network), a forward-mode derivative by its own operations.
+        A backward counts as two evaluations, or one through a frozen network. A forward-mode derivative counts by its
+        operations.
 
         Args:
-            forward: operations of a forward of one clip.
+            forward: floating-point operations of a forward of one clip.
         """
         made, settings = 0, load_config(self.folder / "config.yaml").method
         if self.method == "ode_regression":
@@ -149,15 +151,15 @@ class Run:
         return sum(line["perf/flops"] for line in self.metrics()) / forward + made
 
     def student_updates(self) -> int:
-        """Steps at which the student trained."""
+        """Return the number of steps that trained the student."""
         config = load_config(self.folder / "config.yaml")
         method = METHODS[config.method.name][0](config.method, {})
         return sum(method.trained_role(step) == "student" for step in range(config.steps))
 
 
 def train_all(runs: Sequence[Run], workers: int) -> None:
-    """:meth:`Run.train` of each, ``workers`` at a time; the log says which have ended."""
-    settings = [run.settings() for run in runs]  # beforehand: two threads cannot compose at once
+    """Call :meth:`Run.train` of each run, with ``workers`` in parallel, and print which runs have ended."""
+    settings = [run.settings() for run in runs]  # before the threads start: composing settings is not thread-safe
     with ThreadPoolExecutor(workers) as pool:
         for run, _ in zip(runs, pool.map(Run.train, runs, settings), strict=True):
             print(f"{run.folder}: trained", file=sys.stderr, flush=True)
@@ -169,12 +171,12 @@ class Row:
 
     name: str
     steps: int | None
-    """None for renders."""
+    """Number of sampling steps; ``None`` for renders."""
     measures: dict[str, Measure]
 
 
 def renders(config: Config, count: int) -> Row:
-    """What real clips are measured to have: the first ``count`` of the held-out stream, whose captions take turns."""
+    """Measure real clips: the first ``count`` of the held-out stream, whose captions take turns."""
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
     clips = data.clips(count).numpy()
     captions = [data[i]["caption"] for i in range(count)]
@@ -183,7 +185,7 @@ def renders(config: Config, count: int) -> Row:
 
 
 def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
-    """uint8 ``(n, T, H, W, 3)`` of the network in ``folder``, in the sampler of the configuration's method."""
+    """Sample clips, uint8 ``(n, T, H, W, 3)``, of the network in ``folder`` with the sampler of the method."""
     device = torch.device("cpu")
     data = config.data.build(seed=0, device=device, run_dir=Path(config.run_dir))
     with process_group(device):
@@ -213,7 +215,7 @@ def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions:
 
 
 def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Path, count: int) -> Row:
-    """Caption accuracy, feature distances and diversity of ``count`` clips; from ``cache`` if it is there."""
+    """Measure caption accuracy, feature distances and diversity of ``count`` clips, or read them from ``cache``."""
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     captions = sample_captions(data, count)
     if not cache.exists():
@@ -227,26 +229,26 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
 
 
 def measured_student(run: Run, steps: int, count: int) -> Row:
-    """:func:`measured` of the student that a run exported."""
+    """Return :func:`measured` of the student that a run exported."""
     config, student = load_config(run.folder / "config.yaml"), run.folder / "export" / "student"
     return measured(config, "student", student, steps, run.folder / f"student_{steps}.json", count)
 
 
 def over_seeds(rows: Sequence[Row], name: str) -> Row:
-    """The mean of several students; its standard error has what each was measured to and how much they differ."""
+    """Return the mean of several students. Its standard error covers measurement and differences between students."""
     combined = {}
     for key in rows[0].measures:
         values = np.array([row.measures[key].value for row in rows])
         errors = np.array([row.measures[key].standard_error for row in rows])
         between = values.std(ddof=1) / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
-        # What each is measured to is in the difference between them already; few of them may agree by chance.
+        # Differences between students already include the measurement error, but few students may agree by chance.
         within = math.sqrt((errors**2).sum()) / len(rows)
         combined[key] = Measure(float(values.mean()), float(max(between, within)))
     return Row(name=name, steps=rows[0].steps, measures=combined)
 
 
 def clip_flops(config: Config) -> float:
-    """Operations of a forward of one clip of the student's network."""
+    """Return the floating-point operations of a forward of one clip."""
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
     plan = plan_role("teacher", checkpoint=str(ROOT / config.teacher.checkpoint))
     tokens = plan.tokens(data.latent_shape, data.condition_shapes)
@@ -254,16 +256,16 @@ def clip_flops(config: Config) -> float:
 
 
 def in_words(steps: int) -> str:
-    """``1 step``, ``2 steps``."""
+    """Return ``1 step``, ``2 steps`` and so on."""
     return f"{steps} step{'s' * (steps > 1)}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown; one line per row."""
+    """Return a Markdown table with one line per row."""
     keys = list(rows[0].measures)
     lines = ["| | " + " | ".join(key.replace("_", " ") for key in keys) + " |", "|---" * (len(keys) + 1) + "|"]
     for row in rows:
-        # A spread is that of clips with a shape: of none it is not a number.
+        # Without clips that show a shape, a spread is NaN.
         cells = (
             "none" if math.isnan(m.value) else f"{m.value:.3f} ± {m.standard_error:.3f}" for m in row.measures.values()
         )
@@ -273,13 +275,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def closed(teacher: Row, full: Row, student: Row, key: str) -> float:
-    """Which share of what the teacher loses by taking so few steps the student wins back; 1 is all of it."""
+    """Return the share of the teacher's loss of quality, from taking so few steps, that the student recovers."""
     lost = teacher.measures[key].value - full.measures[key].value
     return (teacher.measures[key].value - student.measures[key].value) / lost
 
 
 def judge(method: str, teachers: dict[int, Row], students: dict[int, Row]) -> tuple[bool, list[str]]:
-    """The two demands on a method's students: the share that they close, and caption accuracy at 4 steps."""
+    """Check a method's students: the share that they recover (:func:`closed`), and caption accuracy at 4 steps."""
     full, good, lines = teachers[FULL], True, []
     for steps, student in students.items():
         teacher = teachers[steps]
@@ -304,11 +306,11 @@ def judge(method: str, teachers: dict[int, Row], students: dict[int, Row]) -> tu
 
 
 def judge_evaluations(spent: dict[str, list[float]], updates: dict[str, int]) -> tuple[bool, list[str]]:
-    """The demand that every student's training took as many network evaluations of a clip.
+    """Check that the training of every student took the same number of network evaluations of a clip.
 
     Args:
-        spent: of each method, by seed.
-        updates: of each method's student.
+        spent: network evaluations by method, one number per seed.
+        updates: number of the student's updates by method.
     """
     lines = ["| method | training: network evaluations of a clip, thousands, by seed | updates of the student |"]
     lines.append("|---|---|---|")
@@ -321,7 +323,7 @@ def judge_evaluations(spent: dict[str, list[float]], updates: dict[str, int]) ->
 
 
 def spread_lines(rcm: dict[int, Row], dmd2: dict[int, Row]) -> list[str]:
-    """What rCM's students keep of a caption's spread beyond DMD2's (the claim of rCM's paper), by steps."""
+    """Return table lines with the spread of rCM's students minus that of DMD2's, by steps (a claim of rCM's paper)."""
     lines = []
     for steps, row in rcm.items():
         for key in (key for key in row.measures if key.startswith("spread/")):
@@ -349,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     train_all(runs, args.workers)
     torch.set_num_threads(args.workers)
 
-    # Guided as the students' target is; its times are evenly spaced, whatever shift a student's method draws with.
+    # The teacher gets the guidance of the students' targets, and evenly spaced times: the methods' shifts differ.
     config = compose_config(["experiment=quickstart_dmd2", "method.shift=1.0", f"run_dir={out}"])
     source, measures = ROOT / config.teacher.checkpoint, out / "teacher"
     claim(measures, all_settings(config))
@@ -384,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def picture(out: Path, runs: Sequence[Run]) -> None:
-    """The same captions and noise from the teacher and from each method's first student."""
+    """Draw clips of the teacher and of each method's first student, for the same captions and noise."""
     config = compose_config(["experiment=quickstart", f"run_dir={out}"])
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=out)
     captions = sample_captions(data, CLIPS)[: 2 * PICTURED : 2]

@@ -1,4 +1,4 @@
-"""Spread of clips of one caption, on moving shapes."""
+"""Diversity of the clips of one caption, on moving shapes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from distill.report.measures import Measure, geometry_of, is_coherent
 
 
 def diversity(clips: np.ndarray, captions: Sequence[str], *, resamples: int = 100, seed: int = 0) -> dict[str, Measure]:
-    """Measure how much clips (uint8, (n, T, H, W, 3)) of the same caption differ, in what the caption leaves open.
+    """Measure how much clips (uint8, (n, T, H, W, 3)) of the same caption differ in what the caption leaves open.
 
-    spread/position: of the shape's centre, in frame sides. spread/phase: of where it is in its motion, as its radius in
-    the first and in the last frame and the way between, in frame sides. Both are standard deviations within a caption
-    (unbiased variance, mean over captions and coordinates, root), of clips that the detector understands; NaN where no
-    caption has two of them. Standard errors by a bootstrap over captions. Renders have the spread to compare with.
+    spread/position is the spread of the shape's centre, in frame sides. spread/phase is the spread of its phase of
+    motion: its radius in the first and last frame and its path between them, in frame sides. Both are standard
+    deviations within a caption (root of the unbiased variance, averaged over captions and coordinates) of the clips
+    that the detector understands, or NaN if no caption has two such clips. Standard errors come from a bootstrap over
+    captions. Compare with the spread of renders.
     """
     geometry = geometry_of(clips)
     side = min(clips.shape[2:4])

@@ -1,11 +1,13 @@
-"""Do two experts distil? ``python -m benchmarks.experts``: DMD2 with an expert each, beside one network for all times.
+"""Distillation of two experts with DMD2, compared with one network: ``python -m benchmarks.experts``.
 
-The teacher is the shipped one as two experts with a boundary at t = .875, each trained further on its own side.
-Students of it by the recipe ``experiment=quickstart_dmd2``: student and fake score as one network each, from the
-shipped one; and with an expert on either side, in twice the steps, so that each network has as many samples, and with
-batches of four parts that draw their experts for themselves (``expert_draws``). Three seeds each, one process a run, as
-many runs at a time as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in minutes that
-it works.
+The teacher has two experts with a boundary at t = .875: two copies of the shipped teacher, each trained further on its
+range of times. The recipe ``experiment=quickstart_dmd2`` trains two kinds of students, three seeds each. In the first,
+student and fake score have one network, initialized from the shipped teacher. In the second they have two experts, and
+train for twice the steps, so that each network gets the same number of samples; each batch has four parts that draw
+their experts independently (``expert_draws``).
+
+Each run is one process, with one run per core in parallel. The same command resumes an interrupted benchmark.
+``--quick`` is a short test of the whole benchmark.
 """
 
 from __future__ import annotations
@@ -37,22 +39,22 @@ from benchmarks.lora import students
 from distill.config import compose_config
 from distill.report.measures import HIGHER_IS_BETTER, worse_by
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import EXPERT_FOLDERS
+from models.files.checkpoint_files import EXPERT_FOLDERS
 
 SHIPPED = ROOT / "assets" / "quickstart_teacher" / "transformer"
 BOUNDARY = 0.875
-"""Wan 2.2's, of text to video. The recipe's step list has two times on either side."""
+"""Boundary of Wan 2.2's text-to-video model. The recipe's step list has two times on each side."""
 STEPS, DRAWS = 5000, 4
-"""Of the students with two experts. Twice the recipe's steps, since a sample trains one expert alone; and draws of
-experts in a step, which with one would have samples of one range of times alone."""
+"""Steps and ``expert_draws`` of the students with two experts. A sample trains only one expert, so they train for twice
+the recipe's steps. With one draw, all samples of a step would have times of one expert."""
 EXPERTS, ONE = "an expert on either side", "one network"
 TEACHER_STEPS = (*STUDENT_STEPS, FULL)
 MOST_WORSE = 3.0
-"""Standard errors by which students of two experts may be worse than those of one network."""
+"""Limit, in standard errors, by which students with two experts may be worse than students with one network."""
 
 
 def start(folder: Path) -> Path:
-    """The shipped teacher twice, in a pipeline's layout: what both experts begin with. Returns ``folder``."""
+    """Write the initial experts, two copies of the shipped teacher, in a pipeline's layout. Return ``folder``."""
     index = folder / "model_index.json"
     if not index.exists():
         for name in EXPERT_FOLDERS:
@@ -62,7 +64,7 @@ def start(folder: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 where two experts are worse; 2 with one line for a user's mistake."""
+    """Run the benchmark. Return exit code 0; 1 if two experts are worse; 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=(__doc__ or "").splitlines()[0])
     add_students(parser, "runs/experts", "kind")
     parser.add_argument("--quick", action="store_true", help="one seed, 6 steps")
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     train_all([run for seed in zip(*kinds.values(), strict=True) for run in seed], args.workers)
     torch.set_num_threads(args.workers)
 
-    # Guided as the students' target is; its times are evenly spaced, whatever shift a student's method draws with.
+    # The teacher gets the guidance of the students' targets, and evenly spaced times: the methods' shifts differ.
     config = compose_config(["experiment=quickstart_dmd2", "method.shift=1.0", f"run_dir={out}"])
     claim(out / "measures", all_settings(config))
     steps = TEACHER_STEPS[:1] if args.quick else TEACHER_STEPS
@@ -118,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def updates_of(run: Run, expert: str) -> list[bool]:
-    """Of each step at which the student trained, whether this expert did."""
+    """Return, for each step of the student, whether this expert trained."""
     return [f"student.{expert}/lr" in line for line in run.metrics() if "student/loss" in line]
 
 

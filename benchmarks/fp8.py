@@ -1,10 +1,9 @@
-"""What is lost in fp8? ``python -m benchmarks.fp8``: losses, gradients, bytes; ``--distil``: students.
+"""Accuracy of fp8: losses, gradients and bytes (``python -m benchmarks.fp8``), or students (``--distil``).
 
-The first compares a step of the shipped teacher's network in fp8, which torchao emulates on a CPU, with the same step
-in bf16, on meshes of one to four local ranks: the network trained whole, and adapters on a frozen base. It takes
-minutes. The second distils the quickstart's student (DMD2) with and without fp8 roles, three seeds each, and compares
-what both have learnt: as :mod:`benchmarks.lora` does, with its files; it goes on where it was stopped. ``--tiny`` shows
-of either in little time that it works.
+The default compares a step of the shipped teacher's network in fp8, which torchao emulates on a CPU, with the same step
+in bf16, on meshes of one to four local ranks: for the whole network, and for adapters on a frozen base. It takes
+minutes. ``--distil`` distills the quickstart's student (DMD2) with and without fp8 roles, three seeds each, and
+compares the students like :mod:`benchmarks.lora`; the same command resumes it. ``--tiny`` is a short test of either.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from benchmarks.distillation import CLIPS, ROOT, STUDENT_STEPS, Run, renders, ta
 from benchmarks.lora import students
 from distill.config import compose_config
 from distill.data.base import condition_of
+from distill.methods.common.schedules import add_noise
 from distill.report.measures import HIGHER_IS_BETTER
-from distill.schedules import add_noise
 from fsdp_cp import microbatch
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh
+from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.fp8 import require_fp8
 from fsdp_cp.sharding.settings import ShardSettings
-from models.load import build_roles
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.load import build_roles
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 
 RECIPE = "quickstart"
 MESHES = ((1, 1), (1, 2), (2, 2))
-"""``dp_shard``, ``cp``."""
+"""Sizes of the axes ``dp_shard`` and ``cp``."""
 CASES = {
     "whole network, flow matching": ("flow_matching", False),
     "whole network, mean square": ("mean_square", False),
     "adapters, flow matching": ("flow_matching", True),
 }
-"""A loss, and whether adapters are trained. At the shipped teacher's weights the gradient of flow matching is what is
-left of larger ones that cancel, in any precision; that of the output's mean square is not."""
+"""Loss, and whether adapters are trained. At the shipped teacher's weights, the gradient of flow matching is the small
+remainder of larger terms that cancel, in any precision; the gradient of the output's mean square is not."""
 WAYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"fp8": "torchao"},
@@ -58,22 +57,22 @@ WAYS: dict[str, dict[str, Any]] = {
 LORA_RANK = 16
 FP8_ROLES = tuple(f"{role}.fp8=torchao" for role in ("teacher", "student", "fake"))
 LARGEST_DIFFERENCE = 3.0
-"""Of measures of students with and without fp8 roles, in standard errors."""
+"""Limit of the difference between students with and without fp8 roles, in standard errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step: what came out, and what a rank sent."""
+    """Results of one step, and the traffic of a rank."""
 
     loss: float
     gradient: Tensor
-    """Whole, of all parameters, fp64."""
+    """Full gradient of all parameters, fp64."""
     gathered: int
     """Bytes that a rank sends in all-gathers of weights."""
 
 
 def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: int) -> Step:
-    """A step of the shipped teacher on ``count`` clips, on the ranks that call this."""
+    """Run a step of the shipped teacher on ``count`` clips. A collective."""
     kind, adapters = CASES[case]
     config = compose_config([f"experiment={RECIPE}", "run_dir=runs/fp8"])
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
@@ -89,7 +88,7 @@ def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: 
         latent_shape=data.latent_shape,
         condition_shapes=data.condition_shapes,
     )["student"]
-    if adapters:  # their second factors begin at 0, of which the first ones' gradients would be nothing
+    if adapters:  # an adapter's second factor begins at 0, which makes the gradient of the first factor 0
         with torch.no_grad():
             for parameter in role.parameters():
                 parameter.add_(0.02)
@@ -106,7 +105,7 @@ def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: 
         loss = (role.velocity(add_noise(x0, noise, t), t, condition) - wanted).square().mean() / mesh.dp_size
         loss.backward()
     gathered = sum(size for (kind, group), size in sent.by_group.items() if kind == "all_gather" and group != "mesh_cp")
-    total = loss.detach().clone() / mesh.cp_size  # which all ranks of a cp group have
+    total = loss.detach().clone() / mesh.cp_size  # all ranks of a cp group have the same loss
     torch.distributed.all_reduce(total)
     gradients = full_tensors({name: p.grad for name, p in role.named_parameters().items() if p.grad is not None})
     whole = torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
@@ -114,21 +113,21 @@ def step_of(dp_shard: int, cp: int, settings: dict[str, Any], case: str, count: 
 
 
 def compared(step: Step, other: Step) -> list[str]:
-    """Cells: the loss's relative difference, the gradient's by norm, and its cosine."""
+    """Return table cells: relative difference of the loss, relative difference of the gradient by norm, and cosine."""
     norm = float((step.gradient - other.gradient).norm() / other.gradient.norm())
     cosine = float(torch.nn.functional.cosine_similarity(step.gradient, other.gradient, dim=0))
     return [f"{step.loss / other.loss - 1:+.1e}", f"{norm:.1e}", f"{cosine:.5f}"]
 
 
 def errors(meshes: Sequence[tuple[int, int]], count: int) -> list[str]:
-    """The lines of the first table."""
+    """Return the lines of the first table."""
     lines = [
         "| | mesh (dp_shard, cp) | products | loss, against fp32 | gradient | cosine | loss, against bf16 | gradient |"
         " cosine | MB sent in all-gathers |",
         "|---" * 10 + "|",
     ]
     for dp_shard, cp in meshes:
-        with RankPool(dp_shard * cp, timeout=600.0, preload=("torch", "models.load")) as pool:
+        with RankPool(dp_shard * cp, timeout=600.0, preload=("torch", "models.roles.load")) as pool:
             for case in CASES:
 
                 def step(settings, dp_shard=dp_shard, cp=cp, case=case, pool=pool):
@@ -150,7 +149,7 @@ def errors(meshes: Sequence[tuple[int, int]], count: int) -> list[str]:
 
 
 def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
-    """Students with and without fp8 roles: are their measures within three standard errors? And the tables."""
+    """Train students with and without fp8 roles. Return whether they agree within three standard errors, and tables."""
     out, count = args.out.resolve(), CLIPS // 8 if args.tiny else CLIPS
     changes = ("precision=bf16", *(("steps=10", "batch_size=8") if args.tiny else ()))
     lines = {
@@ -181,7 +180,7 @@ def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 1 where students differ; 2 with one line for a user's mistake."""
+    """Run the benchmark. Return exit code 0; 1 if students differ; 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--distil", action="store_true", help="students with fp8 roles beside those without")
     add_students(parser, "runs/fp8", "kind of roles")

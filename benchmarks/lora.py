@@ -1,9 +1,9 @@
-"""How far are adapters from whole networks? ``python -m benchmarks.lora`` distils the quickstart's teacher with both.
+"""Adapters compared with whole networks: ``python -m benchmarks.lora`` distills the quickstart's teacher with both.
 
-Students of ``experiment=quickstart`` (DMD2) whose student and fake score are adapters on the teacher, of several ranks,
-beside students of whole networks: the same steps and the same seeds. One process a
-run, as many runs at a time as there are cores. Started again it goes on where it was stopped; ``--quick`` shows in
-minutes that it works.
+Trains students of ``experiment=quickstart`` (DMD2) whose student and fake score are adapters on the teacher, with
+several adapter ranks, and students with whole networks, for the same steps and seeds. Each run is one process, with one
+run per core in parallel. The same command resumes an interrupted benchmark. ``--quick`` is a short test of the whole
+benchmark.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.distillation import (
 from distill.config import compose_config, load_config
 from distill.report.measures import HIGHER_IS_BETTER, worse_by
 from fsdp_cp.errors import UserError
-from models.role_plan import plan_role
+from models.roles.role_plan import plan_role
 
 RECIPE = "quickstart"
 WHOLE = "whole networks"
@@ -48,10 +48,10 @@ TEACHER_STEPS = (*STUDENT_STEPS, FULL)
 
 
 def runs_of(rank: int | None, args: argparse.Namespace) -> list[Run]:
-    """The students of one line, a seed each.
+    """Return the runs of one table line, one per seed.
 
     Args:
-        rank: of student's and fake score's adapters; ``None`` for whole networks.
+        rank: rank of the adapters of student and fake score; ``None`` for whole networks.
         args: the command line.
     """
     changes: tuple[str, ...] = ()
@@ -69,14 +69,14 @@ def runs_of(rank: int | None, args: argparse.Namespace) -> list[Run]:
 
 
 def students(runs: Sequence[Run], name: str, count: int) -> dict[int, Row]:
-    """Measures over the seeds, by the steps that the students take."""
+    """Return the measures over the seeds, by number of sampling steps."""
     return {n: over_seeds([measured_student(run, n, count) for run in runs], name) for n in STUDENT_STEPS}
 
 
 def distances(teachers: dict[int, Row], whole: dict[int, Row], adapters: dict[int, Row], name: str) -> list[str]:
-    """Lines of the second table: what counts, what both win back of it, and the difference.
+    """Return lines of the second table: the measures that count, the shares that both recover, and the difference.
 
-    A measure counts where the teacher in so few steps is worse than in 50 by three standard errors, as in
+    A measure counts if the teacher in so few steps is worse than in 50 steps by three standard errors, as in
     :mod:`benchmarks.distillation`.
     """
     lines = []
@@ -96,14 +96,14 @@ def distances(teachers: dict[int, Row], whole: dict[int, Row], adapters: dict[in
 
 
 def trained_parameters(run: Run) -> int:
-    """How many parameters of its own the student has."""
+    """Return the number of trained parameters of the student."""
     config = load_config(run.folder / "config.yaml")
     plan = plan_role("student", checkpoint=str(ROOT / str(config.teacher.checkpoint)), lora=config.student.lora)
     return sum(math.prod(shape) for shape in plan.own_shapes.values())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 2 with one line for a user's mistake."""
+    """Run the benchmark. Return exit code 0, or 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lora", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=at_least_1, nargs="+", default=[4, 16], help="of the adapters")
     parser.add_argument("--rate", type=float, default=10.0, help="of adapters, over the recipe's")

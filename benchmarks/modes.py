@@ -1,10 +1,10 @@
-"""Which modes do students keep? ``python -m benchmarks.modes`` distils a teacher whose captions leave the colour open.
+"""Mode coverage of students: ``python -m benchmarks.modes`` distills a teacher whose captions leave the colour open.
 
-Each caption has eight modes, the colours, with known shares from .3 to .03; the share of each among a student's clips
-is the measure. The teacher is the shipped one after more training on such captions. Students are trained by the recipes
-``experiment=quickstart_METHOD`` in half their steps, DMD2 with a GAN too, one process a run, as many runs at a time as
-there are cores.
-Started again it goes on where it was stopped; ``--quick`` shows in minutes that it works.
+Each caption has eight modes, the colours, with known shares from .3 to .03. The benchmark measures the share of each
+colour among a student's clips. The teacher is the shipped teacher after more training on such captions. Students train
+by the recipes ``experiment=quickstart_METHOD``, for half the steps, and by DMD2 with a GAN. Each run is one process,
+with one run per core in parallel. The same command resumes an interrupted benchmark. ``--quick`` is a short test of
+the whole benchmark.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.distillation import ROOT, Run, all_settings, claim, clips_of, in
 from distill.config import Config, compose_config, load_config
 from distill.data.moving_shapes import RGB
 from distill.data.word_table import COLOURS
+from distill.evaluate.sampling import sample_captions
 from distill.report.measures import detect
-from distill.sampling import sample_captions
 from fsdp_cp.errors import UserError
 
 SHARES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.06, 0.04, 0.03)
-"""Of the colours, in the word table's order; so that what a student loses first can be seen."""
+"""Shares of the colours, in the word table's order. They differ, to show which modes a student loses first."""
 RARE = 3
 STUDENTS = {
     "dmd2": ("dmd2", ("steps=1250",)),
@@ -41,7 +41,7 @@ STUDENTS = {
     "scm": ("scm", ("steps=1084", "method.tangent_warmup=500")),
     "meanflow": ("meanflow", ("steps=1084",)),
 }
-"""Recipe and what is changed in it, by the name in the table: half the recipes' steps, and warm-ups with them."""
+"""Recipe and changed settings, by the name in the table: half the recipe's steps, and half its warm-up."""
 STUDENT_STEPS, TEACHER_STEPS = (1, 2, 4), (4, 16)
 CLIPS = 512
 DATA = f"data.colour_shares=[{','.join(map(str, SHARES))}]"
@@ -49,33 +49,33 @@ DATA = f"data.colour_shares=[{','.join(map(str, SHARES))}]"
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What became of the modes: of each colour, and of clips without one (``None``), their share in each student."""
+    """Share of each colour, and of clips without a colour (``None``), in each student."""
 
     name: str
     shares: dict[str | None, np.ndarray]
-    """``(students,)`` each."""
+    """Shares by colour, each ``(students,)``."""
 
     def of_decided(self, colour: str) -> np.ndarray:
-        """Shares among the clips that have a colour."""
+        """Return the shares of ``colour`` among the clips that have a colour."""
         return self.shares[colour] / np.maximum(1 - self.shares[None], 1e-9)
 
     def distance(self) -> np.ndarray:
-        """Total variation from the known shares: 0 to 1."""
+        """Return the total variation distance from the known shares, 0 to 1."""
         return sum(abs(self.of_decided(c) - s) for c, s in zip(COLOURS, SHARES, strict=True)) / 2
 
     def rare(self) -> np.ndarray:
-        """Share of the ``RARE`` rarest colours over the known one; 1 keeps them all."""
+        """Return the share of the ``RARE`` rarest colours over their known share; 1 keeps them all."""
         return sum(self.of_decided(c) for c in COLOURS[-RARE:]) / sum(SHARES[-RARE:])
 
 
 def by_chance(clips: int, draws: int = 2000) -> float:
-    """The mean of :meth:`Kept.distance` of ``clips`` clips drawn with the known shares."""
+    """Return the expected :meth:`Kept.distance` of ``clips`` clips drawn with the known shares."""
     drawn = np.random.default_rng(0).multinomial(clips, SHARES, size=draws) / clips
     return float(abs(drawn - SHARES).sum(axis=1).mean() / 2)
 
 
 def measured(config: Config, role: str, folder: Path, steps: int, cache: Path, count: int) -> dict[str | None, float]:
-    """Shares of ``count`` clips of the network in ``folder``; from ``cache`` if it is there."""
+    """Measure the shares in ``count`` clips of the network in ``folder``, or read them from ``cache``."""
     if not cache.exists():
         data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
         colors = [color for color, _ in detect(clips_of(config, role, folder, steps, sample_captions(data, count)))]
@@ -86,18 +86,18 @@ def measured(config: Config, role: str, folder: Path, steps: int, cache: Path, c
 
 
 def over_students(name: str, found: Sequence[dict[str | None, float]]) -> Kept:
-    """Several students' shares in one."""
+    """Combine the shares of several students."""
     return Kept(name=name, shares={c: np.array([each[c] for each in found]) for c in (*COLOURS, None)})
 
 
 def cell(values: np.ndarray) -> str:
-    """Mean, and its standard error over students."""
+    """Format the mean and its standard error over students."""
     error = "" if len(values) < 2 else f" ± {values.std(ddof=1) / math.sqrt(len(values)):.3f}"
     return f"{values.mean():.3f}{error}"
 
 
 def table(rows: Sequence[Kept], count: int) -> str:
-    """Markdown; one line per row."""
+    """Return a Markdown table with one line per row."""
     lines = ["| | " + " | ".join(COLOURS) + f" | no colour | distance | the {RARE} rarest, kept |"]
     lines += ["|---" * (len(COLOURS) + 4) + "|"]
     known = " | ".join(f"{share:.3f}" for share in SHARES)
@@ -109,7 +109,7 @@ def table(rows: Sequence[Kept], count: int) -> str:
 
 
 def picture(file: Path, rows: Sequence[Kept]) -> None:
-    """Shares as stacked bars, the known ones at the top."""
+    """Draw the shares as stacked bars, with the known shares at the top."""
     names = ["known shares", *(row.name for row in rows)]
     figure, axes = plt.subplots(figsize=(8, 0.32 * len(names) + 0.9), layout="constrained")
     left = np.zeros(len(names))

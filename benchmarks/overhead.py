@@ -1,13 +1,14 @@
-"""What a step costs beside its arithmetic: ``python -m benchmarks.overhead`` times ours against less of it.
+"""Overhead of a training step beyond its arithmetic: ``python -m benchmarks.overhead``.
 
-Ways to train the same small Wan (forward, backward, clipping, AdamW): the plain diffusers network; the same with
-``fully_shard`` by hand around every block; a role of this project. First in one process, on a mesh of (1, 1), where all
-must come to the same losses and norms, also beside ours without FSDP: what sharding costs where nothing is sharded.
-Then rank 0 of 8 with collectives that return at once, in networks as deep as Wan 1.3B (30 blocks) and 14B (40), and so
-narrow that what is left is the host's work: Python, FSDP2's bookkeeping, the calls of operators.
+Compares ways to train the same small Wan (forward, backward, clipping, AdamW): the plain diffusers network, the same
+network with ``fully_shard`` called by hand on every block, and a role of this project. The first comparison runs in one
+process, on a mesh of (1, 1), also with our role without FSDP; all ways must produce the same losses and norms. It
+shows the cost of sharding where nothing is sharded. The second runs rank 0 of 8 with collectives that return at once.
+Its networks are as deep as Wan 1.3B (30 blocks) and 14B (40), but so narrow that only the host's work is left: Python,
+FSDP2's bookkeeping and operator calls.
 
-Times are CPU time of the process (it waits for nobody), medians of rounds in which every way takes a turn; ratios are
-medians of the rounds' own, since a busy machine slows a whole round down.
+Times are CPU times of the process, which never waits: medians over rounds in which every way takes a turn. Ratios are
+medians of the ratios within rounds, since a busy machine slows a whole round down.
 """
 
 from __future__ import annotations
@@ -32,33 +33,33 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.arguments import at_least_1
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import microbatch
-from fsdp_cp.fake_world import fake_world
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.mesh import Mesh, MeshShape, mesh_of_shape
 from fsdp_cp.reduce import full_tensor, grad_norm, scale_grads
-from fsdp_cp.tensor_lists import multiply_, squared_norms
-from models.condition import text_condition
+from fsdp_cp.runtime.local_ranks import run_ranks
+from fsdp_cp.sharding.tensor_lists import multiply_, squared_norms
 from models.families import wan_attention
 from models.families.wan import Wan
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 
 COMPUTES = {
     "num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "freq_dim": 64,
     "text_dim": 64, "in_channels": 16, "out_channels": 16,
 }  # fmt: skip
-"""A network whose step is arithmetic."""
+"""Architecture of a network whose step is mostly arithmetic."""
 NARROW = COMPUTES | {"num_attention_heads": 8, "attention_head_dim": 2, "ffn_dim": 16, "freq_dim": 16, "text_dim": 8}
-"""One whose step is calls."""
+"""Architecture of a network whose step is mostly operator calls."""
 LARGE_LATENTS = {320: (16, 5, 16, 16), 1280: (16, 5, 32, 32)}
-"""By their tokens."""
+"""Latent shapes by number of tokens."""
 LARGE_TEXT = (32, 64)
-SMALL_LATENTS, SMALL_TEXT = (16, 2, 8, 8), (8, 8)  # 32 tokens, 4 of each of 8 ranks
+SMALL_LATENTS, SMALL_TEXT = (16, 2, 8, 8), (8, 8)  # 32 tokens, 4 on each of 8 ranks
 WORLD = 8
 CLIP = 1e-3
-"""Below any norm: every step is clipped."""
+"""Maximum gradient norm, so low that every step is clipped."""
 SETTINGS = OptimizerSettings(lr=1e-4)
 PARTS = ("forward", "backward", "clip", "optimizer")
 PLAIN, BY_HAND, OURS, NOT_SHARDED = "plain module", "fully_shard by hand", "ours", "ours without FSDP"
@@ -68,14 +69,14 @@ Clock = Callable[[str], None]
 
 
 def data_of(latents: tuple[int, ...], text: tuple[int, ...]) -> Data:
-    """A sample's latents ``(1, C, T, H, W)``, time ``(1,)`` in [0, 1] and text ``(1, L, D)``, from a seed."""
+    """Return seeded latents ``(1, C, T, H, W)``, time ``(1,)`` in [0, 1] and text ``(1, L, D)`` of one sample."""
     generator = torch.Generator().manual_seed(0)
     x, words = (torch.randn(1, *shape, generator=generator) for shape in (latents, text))
     return x, torch.full((1,), 0.4), words
 
 
 class Plain:
-    """The diffusers network, torch's own clipping and AdamW."""
+    """Diffusers network with torch's clipping and AdamW."""
 
     def __init__(self, network: nn.Module, data: Data):
         self.network, self.data = network, data
@@ -86,7 +87,7 @@ class Plain:
         )  # fmt: skip
 
     def step(self, clock: Clock) -> tuple[float, float]:
-        """One update: its loss and the gradient's norm before clipping; calls ``clock`` behind each of its parts."""
+        """Make one update. Call ``clock`` after each part. Return loss and gradient norm before clipping."""
         x, t, text = self.data
         out = self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
         loss = out.square().mean()
@@ -102,7 +103,7 @@ class Plain:
 
 
 class ByHand(Plain):
-    """The same, sharded by torch alone."""
+    """Diffusers network that plain FSDP2 calls shard."""
 
     def __init__(self, network: nn.Module, data: Data, mesh: DeviceMesh):
         for block in network.blocks:
@@ -112,7 +113,7 @@ class ByHand(Plain):
 
 
 class Ours:
-    """A role on the mesh, as the trainer steps it."""
+    """Role on the mesh, with the trainer's steps."""
 
     def __init__(self, network: nn.Module, data: Data, mesh: Mesh):
         x, _, text = data
@@ -125,7 +126,7 @@ class Ours:
             latent_shape=tuple(x.shape[1:]),
             condition_shapes={"text": tuple(text.shape[1:])},
         )
-        if mesh.world.size() == 1:  # else the values of what is gathered are nobody's
+        if mesh.world.size() == 1:  # otherwise gathered weights have no meaningful values
             values = network.state_dict()
             for name, weight in self.role.weights().items():
                 weight.to_local().copy_(values[name])
@@ -133,7 +134,7 @@ class Ours:
         self.data, self.condition = data, text_condition(text)
 
     def step(self, clock: Clock) -> tuple[float, float]:
-        """As :meth:`Plain.step`."""
+        """Make one update, like :meth:`Plain.step`."""
         x, t, _ = self.data
         with microbatch(self.role.network, is_first=True, is_last=True):
             loss = self.role.velocity(x, t, self.condition).square().mean()
@@ -149,7 +150,7 @@ class Ours:
 
 
 class NotSharded(Plain):
-    """Ours without FSDP2: the same attention, norm and clipping over plain tensors, torch's AdamW."""
+    """Our attention, norm and clipping on plain tensors, without FSDP2, and torch's AdamW."""
 
     def __init__(self, network: nn.Module, data: Data, mesh: Mesh):
         self.family = Wan()
@@ -157,7 +158,7 @@ class NotSharded(Plain):
         super().__init__(network, data)
 
     def step(self, clock: Clock) -> tuple[float, float]:
-        """As :meth:`Plain.step`."""
+        """Make one update, like :meth:`Plain.step`."""
         x, t, text = self.data
         loss = self.family.outputs(self.network, x, t, text_condition(text))[0].square().mean()
         clock("forward")
@@ -175,10 +176,10 @@ class NotSharded(Plain):
 
 
 class TorchsAttention(Ours):
-    """The same, but that torch's attention is called where ours is: what our attention costs is the difference."""
+    """Role with torch's attention in place of ours. The difference to :class:`Ours` is the cost of our attention."""
 
     def step(self, clock: Clock) -> tuple[float, float]:
-        """As :meth:`Plain.step`."""
+        """Make one update, like :meth:`Plain.step`."""
         names = ("context_parallel_attention", "cross_attention")
         with mock.patch.multiple(wan_attention, **dict.fromkeys(names, _torchs_attention)):
             return super().step(clock)
@@ -192,7 +193,7 @@ Way = Plain | Ours
 
 
 def timed(ways: dict[str, Way], rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list]]:
-    """CPU seconds of each part of each way's steps, in turn; and what the steps came to."""
+    """Run the ways in turn. Return CPU seconds by way and part, and the results of the steps by way."""
     seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in ways}
     results: dict[str, list] = {name: [] for name in ways}
     for i in range(rounds + 2):  # the first two steps allocate
@@ -210,7 +211,7 @@ def timed(ways: dict[str, Way], rounds: int) -> tuple[dict[str, dict[str, list[f
 
 
 def network_of(architecture: dict, blocks: int) -> nn.Module:
-    """With weights from a seed."""
+    """Build a network with seeded weights."""
     torch.manual_seed(0)
     return Wan().build(architecture | {"num_layers": blocks}, "architecture")
 
@@ -219,10 +220,10 @@ def network_of(architecture: dict, blocks: int) -> nn.Module:
 
 
 def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Called in a process group of one rank.
+    """Time all ways in a process group of one rank.
 
     Raises:
-        RuntimeError: the ways come to other losses or norms.
+        RuntimeError: the losses or norms of the ways differ.
     """
     network, data = network_of(COMPUTES, blocks), data_of(LARGE_LATENTS[tokens], LARGE_TEXT)
     mesh = mesh_of_shape(MeshShape(dp_replicate=1, dp_shard=1, ring=1, ulysses=1))
@@ -236,7 +237,7 @@ def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, li
     wanted = torch.tensor(results[PLAIN], dtype=torch.float64)
     for name, found in results.items():
         error = float((torch.tensor(found, dtype=torch.float64) / wanted - 1).abs().max())
-        if not error < 1e-4:  # rounding, through as many updates
+        if not error < 1e-4:  # rounding differences, which the updates amplify
             raise RuntimeError(f"{name}: losses or norms differ from the plain module's by {error:.1e}")
     return seconds
 
@@ -245,8 +246,8 @@ def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, li
 
 
 def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, dict[str, list[float]]]]:
-    """As rank 0 of 8, by number of blocks."""
-    torch.set_flush_denormal(True)  # what was never received may be anything, and denormals are slow
+    """Time the ways as rank 0 of 8. Return seconds by number of blocks."""
+    torch.set_flush_denormal(True)  # buffers that nothing was received into may hold denormals, which are slow
     found = {}
     for blocks in depths:
         with fake_world(WORLD):
@@ -269,7 +270,7 @@ def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, 
 
 
 def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
-    """Functions of which a step of ``ours`` spends most beyond ``by_hand``'s, in themselves; by cProfile."""
+    """Return the functions in which a step of ``ours`` spends the most additional own time, by cProfile."""
     spent: list[dict] = []
     for way in (ours, by_hand):
         profile = cProfile.Profile(time.process_time)
@@ -294,18 +295,18 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
 
 
 def medians(parts: dict[str, list[float]]) -> dict[str, float]:
-    """Of each part, and of the whole step, in seconds."""
+    """Return the median of each part and of the whole step, in seconds."""
     whole = [sum(values) for values in zip(*parts.values(), strict=True)]
     return {part: statistics.median(values) for part, values in parts.items()} | {"step": statistics.median(whole)}
 
 
 def paired(times: list[float], others: list[float]) -> float:
-    """Median of the ratios, each of one round."""
+    """Return the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def table(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: ms of each part, and the step as a ratio to the first way's and to the second's of the same round."""
+    """Return a Markdown table: ms of each part, and the ratios of the step to the first and the second way's step."""
     found = {name: medians(parts) for name, parts in seconds.items()}
     steps = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
     lines = [
@@ -320,7 +321,7 @@ def table(seconds: dict[str, dict[str, list[float]]]) -> str:
 
 
 def per_block(found: dict[int, dict[str, dict[str, list[float]]]]) -> str:
-    """Markdown: what a block more costs, told from two depths, and what does not depend on the depth."""
+    """Return a Markdown table: the time per block, from two depths, and the time that does not depend on depth."""
     (few, at_few), *_, (many, at_many) = found.items()
     lines = ["| | ms a block | the rest of a step, ms |", "|---|---|---|"]
     for name in at_few:
@@ -340,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, medians of {args.rounds} rounds")
     blocks, depths = (1, [1, 2]) if args.quick else (COMPUTES["num_layers"], [30, 40])
-    preload = ("torch", "models.load", "distill.optimizers")
+    preload = ("torch", "models.roles.load", "distill.train.optimizers")
     for tokens in list(LARGE_LATENTS)[: 1 if args.quick else None]:
         seconds = run_ranks(1, one_process, blocks, tokens, args.rounds, timeout=1800, preload=preload)[0]
         print(f"\n## One process: {blocks} blocks of width 256, {tokens} tokens; the same losses and norms\n")

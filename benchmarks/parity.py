@@ -1,6 +1,6 @@
-"""Is the run the same run on every mesh? ``python -m benchmarks.parity`` prints how far each mesh is off.
+"""Parity of meshes: ``python -m benchmarks.parity`` prints each mesh's deviation from an oracle.
 
-The real trainer runs DMD2 (one fake update per student update) on a tiny Wan, on each mesh. The oracle
+The trainer runs DMD2 (one fake update per student update) on a tiny Wan, on each mesh. The oracle
 (:mod:`tests.oracles.plain_run`) shares only the method's formulas with it.
 """
 

@@ -1,11 +1,11 @@
-"""The planner against measurement: ``python -m benchmarks.planning``.
+"""Comparison of the planner with measurements: ``python -m benchmarks.planning``.
 
-What ``plan=true`` writes for a run, beside what the same steps take on real tensors over gloo: the peak of a step and
-of each of its phases, operations, bytes sent. Both see storages through torch's dispatcher, so one check is from
-outside of it: the resident memory of a process that makes the steps, as the kernel counts it, above what was there
-before anything was built.
+Compares the prediction of ``plan=true`` for a run with the same steps on real tensors over gloo: peak memory of a step
+and of each phase, operations, and bytes sent. Both count storages through torch's dispatcher. One further check is
+independent of the dispatcher: the kernel's count of a process's resident memory, minus its count before the step's
+networks are built.
 
-A run that the planner refuses is a row with its words. The exit code is 1 where a bound is broken.
+A run that the planner refuses is a row with the refusal. The exit code is 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from distill.planning.command import FILE, as_planned, plan_command, planned_sha
 from distill.planning.prediction import GIB
 from distill.planning.prediction import predict as predict_from
 from distill.planning.simulation import Simulation, run_steps
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.runtime.local_ranks import run_ranks
 
 BASE = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
 METHODS = {"dmd2": (), "rcm": ("experiment=quickstart_rcm",)}
@@ -47,15 +47,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"num_layers": 8, "num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024},
     "1B": {"num_layers": 7, "num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960},
 }
-"""Blocks of three networks each; the last are seven of Wan 1.3B's, .33e9 parameters a network."""
+"""Blocks of each of the three networks. The last size has seven blocks of Wan 1.3B, .33e9 parameters per network."""
 ENDS = {"freq_dim": 32, "text_dim": 32, "in_channels": 3, "out_channels": 3, "patch_size": [1, 4, 4]}
 ONE_LENGTH = ("method.step_list=[1.0]", "sample.student_steps=[1]", "batch_size=4")
-"""Rollouts of one step: of large networks every step of a role is then alike, and takes seconds."""
+"""Settings for rollouts of one step: all steps of a role are then equal, and take seconds with large networks."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run to be planned and made."""
+    """Run to plan and to measure."""
 
     size: str
     world: int
@@ -89,12 +89,13 @@ CASES = (
 )  # fmt: skip
 OUTSIDE = Case("1B", 1, "checkpointing full", CASES[-3].words)
 BOUNDS = {1: (0.001, 0.001), 2: (0.03, 0.15), 4: (0.03, 0.15)}
-"""By ranks: of the step's peak, and of a single phase; gloo's threads let go of a buffer a little late."""
+"""Bounds on the errors of the step's peak and of a phase's peak, by number of ranks. gloo's threads free buffers a
+little late."""
 OUTSIDE_BOUND = 0.1
 
 
 def words_of(case: Case) -> list[str]:
-    """The settings of ``case``; later ones win."""
+    """Return the settings of ``case``. Later settings win."""
     architecture = "{" + ", ".join(f"{key}: {value}" for key, value in {**SIZES[case.size], **ENDS}.items()) + "}"
     base = [*BASE, *METHODS[case.method]]
     if METHODS[case.method]:
@@ -107,7 +108,7 @@ def words_of(case: Case) -> list[str]:
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """``plan.json`` of the run.
+    """Return ``plan.json`` of the run.
 
     Raises:
         UserError: the planner's refusal.
@@ -116,7 +117,9 @@ def predict(case: Case) -> dict[str, Any]:
 
 
 def planned(settings: Sequence[str]) -> dict[str, Any]:
-    """``plan.json`` of the run of these settings, ``plan=true`` and ``world`` among them; no process group is there.
+    """Return ``plan.json`` of the run of these settings, which must include ``plan=true`` and ``world``.
+
+    Call it without a process group.
 
     Raises:
         UserError: the planner's refusal.
@@ -129,15 +132,15 @@ def planned(settings: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the steps took on this rank."""
+    """Measurements of the steps on this rank."""
 
     simulation: Simulation
     flops_per_step: float
-    """As ``plan.json`` has it: of all ranks, mean over the run's steps."""
+    """Operations of all ranks, averaged over the run's steps, as in ``plan.json``."""
 
 
 def measure(case: Case, tensors: AbstractContextManager | None = None) -> Measured:
-    """The same steps on real tensors, in the process group that there is."""
+    """Run the same steps on real tensors, in the current process group."""
     config = as_planned(compose_config(words_of(case)))
     shapes = planned_shapes(config)
     plan = plan_run(config, shapes=shapes)
@@ -146,7 +149,7 @@ def measure(case: Case, tensors: AbstractContextManager | None = None) -> Measur
 
 
 def parameters_of(case: Case) -> int:
-    """Of all networks."""
+    """Return the number of parameters of all networks."""
     config = as_planned(compose_config(words_of(case)))
     plan = plan_run(config, shapes=planned_shapes(config))
     return sum(weight.numel() for role in plan.roles for weight in role.network.parameters())
@@ -157,30 +160,30 @@ class Compared:
     """Relative errors of a prediction."""
 
     predicted: float
-    """Peak of a step, bytes."""
+    """Predicted peak of a step, in bytes."""
     measured: float
     peak: float
-    """Of the peak of a step."""
+    """Error of the peak of a step."""
     phase: float
-    """Of the phase that is furthest off."""
+    """Error of the phase with the largest error."""
     phase_name: str
     counts: bool
-    """Are operations and bytes sent equal?"""
+    """Whether operations and bytes sent are equal."""
 
     def kept(self, world: int) -> bool:
-        """Are the bounds?"""
+        """Return whether the bounds for ``world`` ranks hold."""
         return self.counts and abs(self.peak) <= BOUNDS[world][0] and abs(self.phase) <= BOUNDS[world][1]
 
 
 def compare(plan: dict[str, Any], found: Measured) -> Compared:
-    """``plan.json`` against the steps that were made.
+    """Compare ``plan.json`` with the measured steps.
 
     Raises:
-        RuntimeError: other phases.
+        RuntimeError: the phases differ.
     """
     measured = found.simulation
     predicted = {
-        # The workspace is that of a GPU's kernel, by formula.
+        # Leave out the workspace, which a formula predicts for a GPU kernel.
         name: GIB * (phase["gib"] - sum(size for key, size in phase["of"].items() if key.endswith(".workspace")))
         for name, phase in plan["phases"].items()
     }
@@ -207,13 +210,13 @@ def compare(plan: dict[str, Any], found: Measured) -> Compared:
 
 
 class Resident(TorchDispatchMode):
-    """Writes into whatever is allocated without values: a page that nobody wrote to is not resident."""
+    """Mode that writes into every uninitialized allocation, since unwritten pages are not resident."""
 
     EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor's own dispatch comes back with its shard
+            return NotImplemented  # DTensor's dispatch then calls this mode with the local shard
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in self.EMPTY and result.device.type == "cpu":
             result.zero_()
@@ -221,15 +224,15 @@ class Resident(TorchDispatchMode):
 
 
 def status(field: str) -> int:
-    """A size from ``/proc/self/status``, bytes."""
+    """Return a size from ``/proc/self/status``, in bytes."""
     with open("/proc/self/status") as lines:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def resident(case: Case) -> dict[str, int]:
-    """Make the steps in this process, and look at what the kernel counts; bytes.
+    """Run the steps in this process, and return the kernel's counts in bytes.
 
-    A tiny run goes first: what libraries load and start at their first use is there before.
+    A tiny run goes first, so that memory that libraries allocate at their first use does not count.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +240,7 @@ def resident(case: Case) -> dict[str, int]:
         measure(Case("tiny", case.world, "", case.words, case.method), Resident())
         gc.collect()
         before = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         measured = measure(case, Resident())
         after = status("VmHWM")
         dist.destroy_process_group()
@@ -245,8 +248,8 @@ def resident(case: Case) -> dict[str, int]:
 
 
 def outside(case: Case) -> dict[str, int]:
-    """:func:`resident` in a process of its own, whose allocator gives back at once what is freed."""
-    # glibc: from so many bytes on an allocation is a mapping of its own, which goes when it is freed.
+    """Run :func:`resident` in a new process whose allocator returns freed memory to the kernel at once."""
+    # glibc maps larger allocations separately, and unmaps them when they are freed.
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
     code = f"import json; from benchmarks import planning as p; print(json.dumps(p.resident(p.{case!r})))"
     done = subprocess.run(
@@ -266,7 +269,7 @@ def _percent(error: float) -> str:
 
 
 def report(cases: Sequence[Case]) -> bool:
-    """Print a row for each case; are all bounds kept?"""
+    """Print a row for each case, and return whether all bounds hold."""
     print("| parameters | method | ranks | | planned, MiB | measured, MiB | peak | worst phase | flops, bytes sent |")
     print("|---|---|---|---|---|---|---|---|---|")
     good = True
@@ -278,7 +281,7 @@ def report(cases: Sequence[Case]) -> bool:
             print(f"{start} refused: {refusal} | | | | |", flush=True)
             continue
         ranks = run_ranks(case.world, measure, case, timeout=1800, preload=("torch", "distill.planning.command"))
-        found = compare(plan, ranks[0])  # the rank that is planned
+        found = compare(plan, ranks[0])  # the planner predicts rank 0
         kept = found.kept(case.world)
         good &= kept
         print(
@@ -291,7 +294,7 @@ def report(cases: Sequence[Case]) -> bool:
 
 
 def report_outside(case: Case) -> bool:
-    """Print the comparison with the kernel's count; is the bound kept?"""
+    """Print the comparison with the kernel's count, and return whether the bound holds."""
     plan, found = predict(case), outside(case)
     predicted = max(phase["gib"] for phase in plan["phases"].values())
     error = predicted * GIB / found["peak"] - 1

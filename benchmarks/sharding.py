@@ -1,9 +1,8 @@
-"""What each way to shard holds, sends and takes on a rank, against the ideal: ``python -m benchmarks.sharding``.
+"""Memory, traffic and time of the sharding strategies, compared with the ideal: ``python -m benchmarks.sharding``.
 
-A small Wan, whose blocks outweigh the rest, is trained as the trainer does it (AdamW, micro-batches, clipping norm).
-Memory and traffic are exact, and each has a bound that follows from the sizes of the parameters alone; a bound that is
-broken ends the run with 1. Times are those of CPU processes over gloo: they show what waits and what repeats, not what
-a GPU overlaps.
+Trains a small Wan, mostly blocks, with the trainer's steps (AdamW, micro-batches, gradient clipping). Memory and
+traffic are exact, and have bounds that follow from the parameter sizes; the exit code is 1 if a bound is broken. Times
+are of CPU processes over gloo: they show waiting and repeated work, but not the overlap on a GPU.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from benchmarks.sharding_bounds import (
     sizes_of,
 )
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer
-from distill.trainer import Trainer
+from distill.train.optimizers import RoleOptimizer
+from distill.train.trainer import Trainer
 from fsdp_cp import Mesh, build_mesh, microbatch
-from fsdp_cp.local_ranks import RankPool
 from fsdp_cp.measure.sharding_memory import ShardingMemory, storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.reduce import grad_norm
-from models.condition import text_condition
-from models.load import build_role
-from models.role_plan import plan_role
+from fsdp_cp.runtime.local_ranks import RankPool
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import write_checkpoints
@@ -57,7 +56,7 @@ MIB = 2**20
 
 
 class Training:
-    """One role and its optimizer on this rank."""
+    """Role and its optimizer on this rank."""
 
     def __init__(self, case: Case, mesh: Mesh):
         world = dist.get_world_size()
@@ -78,7 +77,7 @@ class Training:
         self.share = 1 / (MICRO_BATCHES * world)
 
     def step(self, memory: ShardingMemory | None = None, figures: Figures | None = None) -> None:
-        """One update; notes gradients in ``figures``."""
+        """Make one update, and record gradient bytes in ``figures``."""
         network = self.role.network
         self.role.gather_early()
         for i in range(MICRO_BATCHES):
@@ -95,7 +94,7 @@ class Training:
 
 
 def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
-    """Figures of this rank for each of ``cases``; times in alternation, so that a slow moment hits all alike."""
+    """Return this rank's figures for each case. Timed steps of the cases alternate, so that noise hits all cases."""
     world = dist.get_world_size()
     meshes = {n: build_mesh(dp_replicate=n, dp_shard=world // n) for n in {case.replicas for case in cases}}
     trainings = [Training(case, meshes[case.replicas]) for case in cases]
@@ -105,7 +104,7 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
         figures = Figures(parameters=storage_bytes(training.role.network.parameters()))
         peaks = []
         with ShardingMemory(training.role.network) as memory:
-            for _ in range(2):  # the least: gloo's threads may hold a buffer longer than FSDP2 does
+            for _ in range(2):  # take the minimum: gloo's threads may hold a buffer longer than FSDP2 does
                 memory.settle("staging", "reduce_inputs")
                 memory.reset_peak()
                 training.step(memory, figures)
@@ -133,20 +132,20 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
 
 @dataclass
 class Idle:
-    """Three networks in one step: bytes on this rank."""
+    """Bytes on this rank in a step of three networks."""
 
     others: dict[str, int]
-    """Most that an idle role had gathered while another one's forward began, by idle role."""
+    """Peak gathered bytes of each idle role at the start of another role's forward."""
     after: int = 0
-    """Gathered by all roles when the gradients of a step were there."""
+    """Gathered bytes of all roles after the backward passes of a step."""
     fake_gradients: int = 0
-    """Most gradients of the fake score's in a student step."""
+    """Peak gradient bytes of the fake score in a student step."""
     student_gradients: int = 0
     teacher_gradients: int = 0
 
 
 def measure_three(strategies: dict[str, str], folder: Path) -> Idle:
-    """A student step and a fake-score step of DMD2 by the real trainer, after one of each."""
+    """Measure a student step and a fake-score step of DMD2 in the trainer, after one warm-up step of each."""
     changes = {name: {"strategy": strategy} for name, strategy in strategies.items()}
     setup = Setup(dp_shard=dist.get_world_size(), changes=changes)
     trainer = make_trainer(setup, folder, make_config(setup, folder))
@@ -192,9 +191,9 @@ def measure_three(strategies: dict[str, str], folder: Path) -> Idle:
 
 
 def report(world: int, rounds: int) -> bool:
-    """Print both tables for ``world`` ranks; were all bounds kept?"""
+    """Print both tables for ``world`` ranks, and return whether all bounds hold."""
     cases = tuple(case for case in CASES if world > case.replicas)
-    with RankPool(world, timeout=600, preload=("torch", "distill.trainer", "models.load")) as pool:
+    with RankPool(world, timeout=600, preload=("torch", "distill.train.trainer", "models.roles.load")) as pool:
         ranks = pool.run(measure, cases, rounds)
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoints(Path(folder))

@@ -1,4 +1,4 @@
-"""The cases of :mod:`benchmarks.sharding`, and what each must hold and send: from the sizes of the parameters alone."""
+"""Cases of :mod:`benchmarks.sharding`, with the memory and traffic of each, derived from the parameter sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.oracles.tiny_wan import ARCHITECTURE
 
 WAN = ARCHITECTURE | {"num_layers": 8, "attention_head_dim": 32, "ffn_dim": 512}  # dim 128
 MICRO_BATCHES = 2
-BYTES = 4  # of fp32
+BYTES = 4  # fp32
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to shard."""
+    """Sharding strategy to measure."""
 
     label: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -51,46 +51,46 @@ CASES = (
 
 @dataclass
 class Figures:
-    """Of one rank, or the greatest of all ranks: bytes, but for the last four."""
+    """Figures of one rank, or their maximum over ranks. All except the last four are bytes."""
 
     parameters: int = 0
     gradients: int = 0
-    """Of the shards, at the end of a step."""
+    """Bytes of the shards' gradients at the end of a step."""
     kept: int = 0
-    """All gradients between two micro-batches."""
+    """Bytes of all gradients between two micro-batches."""
     optimizer: int = 0
     peak_gathered: int = 0
-    """Full parameters, ready for use."""
+    """Peak bytes of gathered parameters."""
     peak_parameters: int = 0
-    """The same together with the staging buffers of all-gathers."""
+    """Peak bytes of gathered parameters and staging buffers of all-gathers."""
     peak_gradients: int = 0
     buffers: int = 0
-    """Full gradients of units that wait for their reduction: how many at most."""
+    """Peak number of units whose full gradients wait for their reduction."""
     calls: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
-    """Bytes by kind of collective."""
+    """Bytes sent, by kind of collective."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the network, from its shapes alone. Padded: dim 0 of each parameter is filled up to equal shards."""
+    """Sizes of the network in bytes, from its shapes. Padding fills dim 0 of each parameter to equal shards."""
 
     full: int
     padded: int
     block: int
-    """Padded, of one transformer block."""
+    """Padded size of one transformer block."""
     root: int
-    """Padded, of everything that is not in a block."""
+    """Padded size of everything outside the blocks."""
     head: int
-    """Not padded, of the root's layers behind the blocks: their gradients are there before any other."""
+    """Unpadded size of the root's layers after the blocks, whose gradients come first."""
     units: int
     parameters: int
-    """How many tensors."""
+    """Number of parameter tensors."""
 
 
 def sizes_of(shards: int) -> Sizes:
-    """Of :data:`WAN` over ``shards`` ranks."""
+    """Return the sizes of :data:`WAN` over ``shards`` ranks."""
     with torch.device("meta"):
         network = Wan().build(dict(WAN), "benchmark")
     padded = {
@@ -110,7 +110,7 @@ def sizes_of(shards: int) -> Sizes:
 
 
 def expected(case: Case, world: int) -> Figures:
-    """What ``case`` must hold and send, from the sizes and the strategy; peaks and what is kept are upper bounds."""
+    """Return the figures that ``case`` must have. Peaks and kept gradients are upper bounds."""
     settings = case.sharding
     replicated = settings.strategy == "no_shard"
     shards = 1 if replicated else world // case.replicas
@@ -122,13 +122,14 @@ def expected(case: Case, world: int) -> Figures:
     gathers = 0 if replicated else (1 if stays else 2 * n)
     reductions = 1 if once else n
     gathered = s.padded if stays else s.block + s.root
-    # FSDP2 lets go of a unit's buffer after the next one's is copied out: two more blocks; prefetching adds its own.
+    # FSDP2 frees a unit's buffer after the next unit's copy-out: two more blocks. Prefetching adds its own buffers.
     staged = 0 if replicated else (1 + settings.forward_prefetch if not stays else 2) * s.block
     if settings.gather_stream == "compute" and not replicated:
         staged = s.block
-    # The last buffers stay until the step's last backward; the root, whose inputs need no gradient, is reduced last.
+    # The last buffers stay until the end of the step's last backward. The root is reduced last: its inputs need no
+    # gradient.
     waiting = s.root + (settings.gradient_buffers - 1) * s.block
-    in_backward = (0 if once else 1) + settings.gradient_buffers  # a unit's full gradients, and their copies
+    in_backward = (0 if once else 1) + settings.gradient_buffers  # a unit's full gradients and their copies
     around = (shards - 1) / shards
     calls = {
         "all_gather": gathers * s.units,
@@ -155,7 +156,7 @@ def expected(case: Case, world: int) -> Figures:
 
 
 def greatest(ranks: list[Figures]) -> Figures:
-    """The maximum over ranks of each figure."""
+    """Return the maximum over ranks of each figure."""
     result = Figures()
     for name, value in vars(result).items():
         values = [getattr(figures, name) for figures in ranks]
@@ -168,7 +169,7 @@ def greatest(ranks: list[Figures]) -> Figures:
 
 
 def broken(found: Figures, ideal: Figures) -> list[str]:
-    """What is not as it must be."""
+    """Return a message for each figure that differs from its ideal or exceeds its bound."""
     faults = []
     for name in ("parameters", "gradients", "optimizer"):
         if getattr(found, name) != getattr(ideal, name):
@@ -181,6 +182,6 @@ def broken(found: Figures, ideal: Figures) -> list[str]:
         if pair[0] != pair[1]:
             faults.append(f"{kind}: {pair[0]} calls, not {pair[1]}")
         sent, least = found.sent.get(kind, 0), ideal.sent.get(kind, 0)
-        if not least <= sent <= least + 1024:  # roundings, and the norm
+        if not least <= sent <= least + 1024:  # allow for rounding and the norm
             faults.append(f"{kind}: {sent} bytes, not {least}")
     return faults

@@ -1,4 +1,4 @@
-"""The steps of a run without the run: its trainer, opened on this process group, for benchmarks that step it."""
+"""Trainer of a run, on this process group, for benchmarks that call its steps."""
 
 from __future__ import annotations
 
@@ -8,29 +8,39 @@ import torch
 
 from distill.config import compose_config
 from distill.data import ClipDataset
+from distill.methods import build_method
 from distill.planning.roles import Shapes
-from distill.setup import plan_run
-from distill.trainer import Trainer, build_trainer
+from distill.run.setup import plan_run
+from distill.train.trainer import Trainer
 from fsdp_cp.mesh import mesh_of_shape
 
 
 def open_trainer(
     overrides: Sequence[str], device: torch.device, shapes: Shapes | None = None, data: ClipDataset | None = None
 ) -> Trainer:
-    """The trainer of the run of ``overrides``, before its first step.
+    """Build the trainer of the run of ``overrides``, before its first step.
 
     Args:
-        overrides: the words of ``train.py``.
-        device: of this rank.
-        shapes: of a sample's latents and condition, where the run's own data are not to be looked at.
-        data: in the place of the run's.
+        overrides: settings, as for ``train.py``.
+        device: this rank's device.
+        shapes: shapes of a sample's latents and condition. If given, the run's data are not read.
+        data: data to use instead of the run's.
 
     Raises:
-        UserError: what the run would refuse.
+        UserError: settings that a run refuses.
     """
     config = compose_config(list(overrides))
     plan = plan_run(config, shapes=shapes)
     mesh = mesh_of_shape(plan.mesh, device_type=device.type)
     if data is None:
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
-    return build_trainer(config, plan, mesh=mesh, device=device, data=data)
+    roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        device=device,
+        data=data,
+        method=build_method(config.method, roles),
+        micro_batch_size=plan.micro_batch_size,
+        run_dir=plan.run_dir,
+    )

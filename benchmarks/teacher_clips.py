@@ -1,7 +1,7 @@
-"""The clips that are stored with the quickstart's teacher: ``python -m benchmarks.teacher_clips``.
+"""Sampling of the clips that are stored with the quickstart's teacher: ``python -m benchmarks.teacher_clips``.
 
 Samples the teacher as the quickstart's report does and writes ``assets/quickstart_teacher/clips_50steps.safetensors``.
-Run it again after a change of the teacher, its guidance or its sampler; until then a report samples the teacher.
+Run it again after a change of the teacher, its guidance or its sampler. Until then, reports sample the teacher.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from safetensors.numpy import save_file
 
 from benchmarks.steps import open_trainer
-from distill.evaluate import SAMPLE_SEED
-from distill.sampling import decode, generate, sample_captions
-from distill.stored_clips import definition, stored_file
+from distill.evaluate.evaluator import SAMPLE_SEED
+from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.evaluate.stored_clips import definition, stored_file
 from fsdp_cp.launch import process_group
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return exit code 0."""
+    """Write the file, and return exit code 0."""
     argparse.ArgumentParser(prog="python -m benchmarks.teacher_clips", description=__doc__.splitlines()[0]).parse_args(
         argv
     )

@@ -1,12 +1,12 @@
-"""Weak scaling on paper, from 8 to 1,024 ranks: ``python -m benchmarks.weak_scaling``.
+"""Predicted weak scaling from 8 to 1,024 ranks: ``python -m benchmarks.weak_scaling``. Nothing is measured.
 
-Wan 14B is distilled with DMD2 by its recipe, a sample for each data-parallel rank whatever the world, on fake tensors:
-the planner (distill/planning/) counts the products and the bytes that rank 0 sends, and what follows is division by the
-rates of ``configs/hardware/``. Nothing is measured.
+Plans the distillation of Wan 14B with DMD2 by its recipe, on fake tensors, with one sample per data-parallel rank. The
+planner (distill/planning/) counts the operations and the bytes that rank 0 sends. The times are these counts divided by
+the rates of ``configs/hardware/``.
 
-A collective is a ring. Where its group has ``m`` ranks in each node, one of ``m`` hops leaves the node, and every card
-of the ``m`` ranks carries a part of the ring: of the ``s`` bytes that a rank sends, ``s / m`` go through its card and
-``s (m - 1) / m`` through NVLink. That is NCCL's best case; with one ring over one card it is ``s`` for the card, as the
+A collective is a ring. If its group has ``m`` ranks in each node, one of ``m`` hops leaves the node, and the network
+cards of all ``m`` ranks share the ring: of the ``s`` bytes that a rank sends, ``s / m`` go through its card and
+``s (m - 1) / m`` through NVLink. This is NCCL's best case. With one ring over one card, the card carries ``s``, as the
 planner assumes. Latencies are left out.
 """
 
@@ -24,12 +24,12 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import Hardware, Prediction, load_hardware, predict
 from distill.planning.simulation import StepCost
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.mesh import MeshShape
 
 WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024)
 STRATEGIES: dict[str, int | None] = {"over all ranks": None, "inside 8": 8, "inside 32": 32}
-"""Ranks over which the networks are sharded; between such groups they are replicas (``mesh.dp_replicate``)."""
+"""Number of ranks in a shard group; the groups are replicas (``mesh.dp_replicate``). ``None`` shards over all ranks."""
 EXPERIMENT = "wan2_1_t2v_14b_dmd2"
 CLIPS = {"480p": "video_folder_480p", "720p": "video_folder_720p"}
 HARDWARE = ("h20", "h200")
@@ -42,17 +42,17 @@ QUICK = {
 }  # fmt: skip
 
 
-# --- what the planner says ---
+# --- predictions of the planner ---
 
 
 def planned(world: int, shard: int | None, clip: str, more: Sequence[str] = ()) -> Prediction:
-    """The recipe on ``world`` ranks, a sample for each data-parallel rank; no hardware yet.
+    """Return the prediction for the recipe on ``world`` ranks, one sample per data-parallel rank, without hardware.
 
     Args:
-        world: ranks.
-        shard: over so many of them the networks are sharded; ``None`` for all.
-        clip: of :data:`CLIPS`.
-        more: further settings.
+        world: number of ranks.
+        shard: number of ranks in a shard group; ``None`` for all ranks.
+        clip: key of :data:`CLIPS`.
+        more: additional settings.
     """
     words = [f"experiment={EXPERIMENT}", f"data={CLIPS[clip]}", "plan=true", f"world={world}", *more]
     cp = compose_config(words).mesh.cp
@@ -65,9 +65,9 @@ def planned(world: int, shard: int | None, clip: str, more: Sequence[str] = ()) 
 
 
 def with_replicas(two: Prediction, replicas: int) -> Prediction:
-    """What ``replicas`` take, told from ``two``: a rank of more replicas sends more in their reductions, nothing else.
+    """Return the prediction for ``replicas`` from the prediction for two. Only the all-reduce over replicas grows.
 
-    Of ``n`` bytes a rank sends ``2 n (R - 1) / R`` in a ring of ``R``: of two replicas ``n``, of one nothing.
+    To reduce ``n`` bytes in a ring of ``R`` ranks, a rank sends ``2 n (R - 1) / R`` bytes: ``n`` for two replicas.
     """
     factor = 2 * (replicas - 1) / replicas
     return _with_steps(
@@ -80,9 +80,9 @@ def with_replicas(two: Prediction, replicas: int) -> Prediction:
 
 
 def with_clip(large: Prediction, clip: Prediction) -> Prediction:
-    """``large`` with the products of ``clip``, and what is exchanged of its tokens.
+    """Return ``large`` with the operations of ``clip`` and its exchanges of tokens.
 
-    What shards and replicas send does not depend on the tokens of a sample, nor what its ranks exchange on the world.
+    Traffic of shards and replicas does not depend on a sample's tokens. Exchanges of tokens do not depend on the world.
     """
 
     def changed(name: str, cost: StepCost) -> StepCost:
@@ -101,16 +101,17 @@ def _with_steps(prediction: Prediction, change: Callable[[str, StepCost], StepCo
 
 @dataclass(frozen=True)
 class Row:
-    """The recipe on a mesh."""
+    """Prediction for the recipe on a mesh."""
 
     strategy: str
     prediction: Prediction
 
 
 def all_rows(worlds: Sequence[int], clips: Sequence[str], more: Sequence[str] = ()) -> dict[str, list[Row]]:
-    """By clip; a simulation for each world that shards over all, for each strategy with replicas, for each other clip.
+    """Return the rows by clip, from as few simulations as possible.
 
-    Eight ranks are one of two replicas: there the names of their groups tell gathers of weights from those of tokens.
+    Simulate each world that shards over all ranks, each strategy with replicas, and each further clip. Eight ranks are
+    simulated as one of two replicas, where group names distinguish gathers of weights from exchanges of tokens.
     """
     first, *others = clips
     rows: list[Row] = []
@@ -136,32 +137,32 @@ def all_rows(worlds: Sequence[int], clips: Sequence[str], more: Sequence[str] = 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step, mean over the run's steps."""
+    """Seconds of a step, averaged over the run's steps."""
 
     compute: float
     attention: float
-    """Exchanges of tokens, through NVLink, which compute waits for."""
+    """Time of exchanges of tokens through NVLink, for which compute waits."""
     nvlink: float
-    """Weights and gradients through NVLink."""
+    """Time of weights and gradients through NVLink."""
     network: float
-    """Weights and gradients through a rank's network card, every card of the node at work."""
+    """Time of weights and gradients through a rank's network card, if all cards of the node share the traffic."""
     one_card: float
-    """The same with one card of a node at work for each group."""
+    """Time of weights and gradients through one network card per node and group."""
 
     @property
     def step(self) -> float:
-        """Compute, or the busiest link where that takes longer; and what is waited for."""
+        """Seconds of compute or of the busiest link, whichever is longer, plus the exchanges of tokens."""
         return max(self.compute, self.nvlink, self.network) + self.attention
 
     @property
     def limit(self) -> str:
-        """What the step takes as long as."""
+        """Name of the slowest of compute, NVLink and network."""
         times = {"compute": self.compute, "NVLink": self.nvlink, "network": self.network}
         return max(times, key=lambda name: times[name])
 
 
 def group_of(name: str, mesh: MeshShape) -> tuple[int, int]:
-    """Ranks of a group, and the distance from one to the next; a name that no axis has is the whole world's."""
+    """Return a group's size and the distance between its neighbouring ranks. An unknown name is the whole world."""
     shard = mesh.dp_shard * mesh.cp
     known = {
         "mesh_ulysses": (mesh.ulysses, 1),
@@ -175,23 +176,25 @@ def group_of(name: str, mesh: MeshShape) -> tuple[int, int]:
 
 
 def through_links(size: float, group: tuple[int, int], node: int) -> tuple[float, float, float]:
-    """Of ``size`` bytes that a rank sends: through its NVLink, its network card, and one card if that alone is at work.
+    """Split ``size`` bytes that a rank sends into bytes through NVLink, through its network card, and through one card.
+
+    The last number applies if one card per node carries all of the group's traffic.
 
     Args:
-        size: bytes.
-        group: of :func:`group_of`.
-        node: GPUs of a node.
+        size: number of bytes.
+        group: result of :func:`group_of`.
+        node: number of GPUs per node.
     """
     ranks, distance = group
     inside = min(ranks, max(1, node // distance))
     if inside == ranks:
         return size, 0.0, 0.0
-    # Ranks of one position in every node have the others' cards beside them, each at work for its own group.
+    # With one rank of the group per node, the node's other cards carry the traffic of other groups.
     return size * (inside - 1) / inside, size / inside, size
 
 
 def seconds_of(prediction: Prediction, hardware: Hardware) -> Seconds:
-    """Bytes and operations divided by the rates of ``hardware``."""
+    """Divide bytes and operations by the rates of ``hardware``."""
     mesh, found = prediction.mesh, Counter[str]()
     for role, share in prediction.shares.items():
         cost = prediction.simulation.steps[role]
@@ -209,7 +212,7 @@ def seconds_of(prediction: Prediction, hardware: Hardware) -> Seconds:
 
 
 def links_table(rows: Sequence[Row], hardware: Hardware) -> str:
-    """Markdown: what each link carries of a step, in GB (1e9 bytes) of a rank and in seconds; and memory."""
+    """Return a Markdown table of memory and of each link's traffic per rank and step, in GB (1e9 bytes) and seconds."""
     lines = [
         "| sharded | ranks | NVLink, GB | card, GB | NVLink, s | network, s | the same by one card, s | GiB held |",
         "|---|---|---|---|---|---|---|---|",
@@ -225,7 +228,7 @@ def links_table(rows: Sequence[Row], hardware: Hardware) -> str:
 
 
 def limits_table(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware]) -> str:
-    """Markdown: compute beside the busiest link at the largest world, by clip, GPU and strategy."""
+    """Return a Markdown table of compute and the busiest link in the largest world, by clip, GPU and strategy."""
     lines = [
         "| clip | GPU | sharded | ranks | compute, s | attention's exchanges, s | step, s | limit | rate per rank |"
         " compute / network | network is the limit below, GB/s a card | rate per rank by one card |",
@@ -252,7 +255,7 @@ def limits_table(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hard
 
 
 def draw(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], path: Path) -> None:
-    """Compute and what each link carries over the ranks: a panel for each clip and GPU."""
+    """Plot compute and link times over the number of ranks, with a panel for each clip and GPU."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -301,7 +304,7 @@ def draw(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], p
 
 
 def tiny_networks() -> list[str]:
-    """Settings of roles of one narrow block."""
+    """Return the settings that give each role one narrow block."""
     architecture = "{" + ", ".join(f"{key}: {value}" for key, value in QUICK.items()) + "}"
     return [f"{role}.architecture={architecture}" for role in ("teacher", "student", "fake")]
 

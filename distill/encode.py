@@ -18,8 +18,8 @@ from distill.data.sets.encode import EncodeSettings, Source, describe, encode
 from distill.data.sets.write_set import verify
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
-from fsdp_cp.progress import log_to_console
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.progress import log_to_console
 from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)

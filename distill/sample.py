@@ -1,6 +1,6 @@
-"""Clips from the student of a finished run: ``python -m distill.sample RUN_DIR [--steps N] [--caption TEXT ...]``.
+"""Sample clips from the student of a finished run: ``python -m distill.sample RUN_DIR [--steps N] [--caption TEXT]``.
 
-Under ``torchrun --nproc-per-node N -m distill.sample`` the student is sharded over all ranks.
+``torchrun --nproc-per-node N -m distill.sample`` shards the student over all ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import numpy as np
 
 from distill.config import Config, load_config
 from distill.config.checks import check, check_images
+from distill.evaluate.sampling import decode, generate, sample_captions
 from distill.methods import METHODS, build_method
 from distill.report.media import contact_sheet, write_mp4
-from distill.sampling import decode, generate, sample_captions
-from fsdp_cp.error_file import recorded
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import (
     choose_device,
@@ -31,24 +30,25 @@ from fsdp_cp.launch import (
 )
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.paths import user_path
-from fsdp_cp.progress import log_to_console, progress
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.error_file import recorded
+from fsdp_cp.runtime.progress import log_to_console, progress
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.words import counted
 from models.additions.base import named_additions
-from models.checkpoint_files import ADDITIONS
-from models.load import build_role
-from models.published import published, refuse_input, refuse_occupied
-from models.role_plan import RolePlan, plan_role
+from models.files.checkpoint_files import ADDITIONS
+from models.files.published import published, refuse_input, refuse_occupied
+from models.roles.load import build_role
+from models.roles.role_plan import RolePlan, plan_role
 
-_MAX_CLIPS = 1024  # their latents and frames are in memory together
+_MAX_CLIPS = 1024  # the latents and frames of all clips are in memory together
 
 
 def plan_student(config: Config, student: Path) -> RolePlan:
-    """Return the student as its run trained it, from a diffusers folder.
+    """Return the plan of the student in a diffusers folder, with the settings of its run.
 
     Raises:
-        UserError: no such folder, or one that is not this run's student.
+        UserError: a missing folder, or one without the modules that the run's method adds.
     """
     trained = config.student
     sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
@@ -68,7 +68,7 @@ def checked_config(arguments: argparse.Namespace) -> Config:
     """Return the configuration of a finished run, with the device, captions and images of the command line.
 
     Raises:
-        UserError: no run, or arguments that do not fit it.
+        UserError: a folder that is not a run's, or arguments that do not fit the run.
     """
     run_dir = user_path(arguments.run_dir, "RUN_DIR")
     if not run_dir.is_dir():
@@ -77,10 +77,10 @@ def checked_config(arguments: argparse.Namespace) -> Config:
     config.run_dir = str(run_dir)  # the run may have moved since
     config.world, config.dry_run = None, False
     config.sample.captions, config.sample.images = [], []  # the images of the training may be missing by now
-    # A student of GPUs may be looked at anywhere.
+    # A student trained on GPUs can be sampled on any device.
     config.device = arguments.device or ("auto" if config.device == "cuda" else config.device)
     check(config)
-    # A few-step student knows the times of its own list alone.
+    # A few-step student is trained only at the times of its own list.
     most = len(config.method.student_times()) if hasattr(config.method, "student_times") else math.inf
     arguments.steps = max(config.sample.student_steps) if arguments.steps is None else arguments.steps
     for name, value, least, greatest in (
@@ -110,10 +110,10 @@ def checked_config(arguments: argparse.Namespace) -> Config:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    """Write ``OUT/I.mp4`` and ``OUT/samples.png``. Called by all ranks.
+    """Write ``OUT/I.mp4`` and ``OUT/samples.png``. All ranks must call this.
 
     Raises:
-        UserError: arguments that cannot be sampled, or an OUT with other files in it; then nothing in OUT has changed.
+        UserError: arguments that cannot be sampled, or an OUT that holds other files. OUT is then unchanged.
     """
     config = checked_config(arguments)
     run_dir, steps, seed = Path(config.run_dir), arguments.steps, arguments.seed
@@ -131,7 +131,7 @@ def sample(arguments: argparse.Namespace) -> None:
     refuse_input(out, "--out", {"the student": student})
     refuse_occupied(out, "--out", about)
     with ExitStack() as stack, process_group(device):
-        # Before any work: a folder that cannot be written is found now.
+        # Open the output before any work, to find now that it cannot be written.
         folder = on_all_ranks(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
@@ -172,9 +172,9 @@ def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float,
         raise UserError(f"the clips cannot be written ({reason}); nothing was changed, give another --out") from error
 
 
-@recorded  # torchrun's summary ends with the traceback of what is no user's mistake
+@recorded  # torchrun's summary then ends with the traceback, except for a user's mistake
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0; 2 with one line for a user's mistake; 130 after Ctrl-C."""
+    """Run the command. Return exit code 0; 2 with one line for a user's mistake; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m distill.sample", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", help="a run's folder (config.yaml and export/student are read)")
     parser.add_argument("--student", help="diffusers folder of other weights; RUN_DIR/export/student by default")
@@ -203,4 +203,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main() or 0)  # --help leaves main by sys.exit(0), which `recorded` returns None for
+    end_process(main() or 0)  # --help calls sys.exit(0) in main, and `recorded` turns that into None

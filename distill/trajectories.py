@@ -2,8 +2,8 @@
 
 ``torchrun --nproc-per-node N -m distill.trajectories experiment=NAME method.trajectories=FOLDER key=value ...``
 
-``method.num_trajectories`` of them; those that are there already stay. Trajectory i starts from the noise of ``seed``
-and i, towards the i-th caption of the data set.
+Makes ``method.num_trajectories`` trajectories and keeps existing ones. Trajectory i uses the i-th caption of the data
+set, and starts from the noise of ``seed`` and i.
 """
 
 from __future__ import annotations
@@ -24,30 +24,22 @@ from distill.config.usage import information
 from distill.data import ClipDataset, condition_of
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods.ode_regression import OdeRegression, trajectory, trajectory_settings
-from distill.setup import plan_run
+from distill.run.open import open_device, open_mesh
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError, paths_of_the_user
-from fsdp_cp.launch import (
-    choose_allocator,
-    choose_device,
-    end_process,
-    exit_code,
-    process_group,
-    rank,
-    refuse_separate_worlds,
-)
-from fsdp_cp.mesh import Mesh, mesh_of_shape
-from fsdp_cp.progress import log_to_console, progress
+from fsdp_cp.launch import end_process, exit_code, rank
+from fsdp_cp.mesh import Mesh
 from fsdp_cp.reduce import all_gather_objects, on_all_ranks
 from fsdp_cp.rng import StepRandom
-from models.condition import has_image
-from models.load import build_roles
-from models.role import Role
+from fsdp_cp.runtime.progress import log_to_console, progress
+from models.roles.condition import has_image
+from models.roles.role import Role
 
 log = logging.getLogger(__name__)
 
 
 class _TeacherAlone(OdeRegression):
-    """As the method itself, with the roles that its trajectories take."""
+    """Method with only the teacher, which makes the trajectories."""
 
     required_roles = ("teacher",)
     trained_roles = ()
@@ -57,29 +49,29 @@ class _TeacherAlone(OdeRegression):
 
     @classmethod
     def check_files(cls, config: Any) -> None:
-        """The files are what is to be made."""
+        """Check nothing: the files do not exist yet."""
 
 
 def _write(folder: TrajectoryFolder, trajectories: Iterable[tuple[int, Tensor, Tensor, str]]) -> None:
-    for each in trajectories:
-        folder.write(*each)
+    for entry in trajectories:
+        folder.write(*entry)
 
 
 def write_trajectories(
     config: Config, *, teacher: Role, data: ClipDataset, mesh: Mesh, device: torch.device, batch: int
 ) -> int:
-    """Write what is missing of ``config.method.num_trajectories``; how many that was. Called by all ranks.
+    """Write the missing trajectories of ``config.method.num_trajectories``, and return their number. A collective.
 
     Args:
-        config: of ``method=ode_regression``.
-        teacher: the network.
+        config: a configuration with ``method=ode_regression``.
+        teacher: the teacher.
         data: captions and their embeddings.
-        mesh: trajectories are spread over ``mesh.dp``.
+        mesh: the mesh, whose ``dp`` ranks share the trajectories.
         device: this rank's device.
-        batch: trajectories at a time on a data-parallel rank.
+        batch: number of trajectories per forward on a data-parallel rank.
 
     Raises:
-        UserError: a folder that holds trajectories of other settings, or cannot be written.
+        UserError: a folder that holds trajectories of other settings, or that cannot be written.
     """
     settings, folder = config.method, TrajectoryFolder(config.method.trajectories)
     about = trajectory_settings(config) | {"teacher.precision": config.teacher.precision, "seed": config.seed}
@@ -87,20 +79,20 @@ def write_trajectories(
         about["data.fingerprint"] = data.fingerprint
     on_all_ranks(lambda: folder.begin(about) if rank() == 0 else None)
     shape = (len(settings.step_list), *data.latent_shape)
-    # One rank's answer: the ranks must run as many forwards, and need not see a new file at the same moment.
+    # Use rank 0's list: all ranks must run the same number of forwards, but may not see a new file at the same moment.
     missing = all_gather_objects(folder.missing(settings.num_trajectories, shape) if rank() == 0 else None)[0]
     chunk = batch * mesh.dp_size
     with progress(len(missing), "trajectories", "trajectory") as advance:
         for start in range(0, len(missing), chunk):
             first = start + mesh.dp_rank * batch
-            # The last ones are filled up by repeating one, which is not written.
-            mine = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
-            items = [data[i % len(data)] for i in mine]
-            random = StepRandom(seed=config.seed, step=0, positions=mine, device=device)
+            # Fill the last chunk by repeating its last trajectory, without writing the copies.
+            numbers = [missing[min(i, len(missing) - 1)] for i in range(first, first + batch)]
+            items = [data[i % len(data)] for i in numbers]
+            random = StepRandom(seed=config.seed, step=0, positions=numbers, device=device)
             noise = random.normal("trajectories/noise", data.latent_shape)
             condition = condition_of(default_collate(items), data).to(device)
             states, latents = trajectory(teacher, noise, condition, settings)
-            made = zip(mine, states, latents, (item["caption"] for item in items), strict=True)
+            made = zip(numbers, states, latents, (item["caption"] for item in items), strict=True)
             written = islice(made, max(0, len(missing) - first) if mesh.cp_rank == 0 else 0)
             on_all_ranks(partial(_write, folder, written))
             advance(min(chunk, len(missing) - start))
@@ -108,30 +100,19 @@ def write_trajectories(
 
 
 def run(overrides: list[str]) -> None:
-    """Compose the settings, check them, build mesh, data and teacher, and write."""
+    """Compose and check the settings, build mesh, data and teacher, and write the trajectories."""
     config = compose_config(overrides)
     if config.method.name != "ode_regression":
         raise UserError(f"method={config.method.name} takes no trajectories; use method=ode_regression")
     if config.dry_run:
         raise UserError("dry_run=true is train.py's, and nothing here is left out by it; use train.py dry_run=true")
     for other in (config.student, config.fake):
-        other.checkpoint = other.architecture = None  # the plan would say that they are not used
-    refuse_separate_worlds()
-    device = choose_device(config.device)
-    choose_allocator(device, config.cuda_allocator)
+        other.checkpoint = other.architecture = None  # else the plan warns that they are not used
+    device = open_device(config)
     plan = plan_run(config, _TeacherAlone)
-    with process_group(device):
-        mesh = mesh_of_shape(plan.mesh, device_type=device.type)
+    with open_mesh(config, plan, device) as mesh:
         data = config.data.build(seed=config.seed, device=device, run_dir=plan.run_dir)
-        roles = build_roles(
-            plan.roles,
-            trained=(),
-            mesh=mesh,
-            device=device,
-            latent_shape=data.latent_shape,
-            condition_shapes=data.condition_shapes,
-            seed=config.seed,
-        )
+        roles = plan.build_roles(mesh=mesh, device=device, data=data, seed=config.seed)
         written = write_trajectories(
             config, teacher=roles["teacher"], data=data, mesh=mesh, device=device, batch=plan.micro_batch_size
         )
@@ -140,7 +121,7 @@ def run(overrides: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line for a user's mistake."""
+    """Run the command. Return exit code 0, or 2 with one line for a user's mistake."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)

@@ -39,7 +39,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: FSDP and DTensor take as long as half of torch."""
+    """Import a public name at its first use: importing FSDP and DTensor takes half as long as importing torch."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"fsdp_cp.{module}"), name)

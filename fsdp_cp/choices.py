@@ -1,4 +1,4 @@
-"""Values that settings take: one of a few words (fields whose hint is a ``Literal``), numbers of a range."""
+"""Checks of setting values: one of a few words (fields with a ``Literal`` hint), and numbers in a range."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fsdp_cp.errors import UserError, shown
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The hints that ``hint`` allows: those of a union, ``None`` as its type, or ``hint`` alone."""
+    """Return the members of a union hint (``None`` as its type), or ``hint`` alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def words(hint: Any) -> tuple[Any, ...]:
-    """The values that the ``Literal`` in ``hint`` lists, none where there is none."""
+    """Return the values that the ``Literal`` in ``hint`` lists; empty without a ``Literal``."""
     return tuple(value for member in members(hint) if get_origin(member) is Literal for value in get_args(member))
 
 
 @cache
 def _choices(settings: type) -> dict[str, Any]:
-    """Hints of the fields that take nothing but words, a switch and ``None``, by name."""
+    """Return by name the hints of the fields that take only words, a boolean or ``None``."""
     hints = get_type_hints(settings)
     own = {item.name: hints[item.name] for item in dataclasses.fields(settings) if words(hints[item.name])}
     others = {name: {m for m in members(hint) if get_origin(m) is not Literal} for name, hint in own.items()}
@@ -31,16 +31,16 @@ def _choices(settings: type) -> dict[str, Any]:
 
 
 def check_choices(settings: Any, where: str = "") -> None:
-    """Refuse what the ``Literal`` of a field of ``settings``, a dataclass, does not list.
+    """Refuse field values that the field's ``Literal`` does not list.
 
-    Fields that take numbers or lists too, as ``auto`` or a number, are left to whoever knows which are right.
+    Fields that also take numbers or lists (``auto`` or a number) are not checked here.
 
     Args:
-        settings: the dataclass.
-        where: what stands before a field's name in the message, e.g. ``"student."``.
+        settings: a dataclass.
+        where: prefix of a field's name in the message, for example ``"student."``.
 
     Raises:
-        UserError: with the words that are there.
+        UserError: a value is not allowed.
     """
     owner: type = type(settings)
     for name, hint in _choices(owner).items():
@@ -63,17 +63,17 @@ def check_range(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Refuse numbers of ``settings``, a dataclass, outside of a range; ``None`` and a missing value (``"???"``) pass.
+    """Refuse numbers outside of a range. ``None`` and a missing value (``"???"``) pass.
 
     Args:
-        settings: the dataclass.
-        names: its fields: a number, or a list of numbers.
-        where: prefix of a field's name in the message, e.g. ``"method."``.
-        least, above: lower bound, included or not.
-        most, below: upper bound, included or not.
+        settings: a dataclass.
+        names: fields to check; each holds a number or a list of numbers.
+        where: prefix of a field's name in the message, for example ``"method."``.
+        least, above: inclusive or exclusive lower bound.
+        most, below: inclusive or exclusive upper bound.
 
     Raises:
-        UserError: with the range.
+        UserError: a number is outside of the range.
     """
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     inside = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
@@ -81,7 +81,7 @@ def check_range(
     for name in names:
         value = getattr(settings, name)
         for number in value if isinstance(value, list) else [value]:
-            # NaN compares as False.
+            # Negate the test for being inside: NaN compares as False and must be refused.
             if number not in (None, "???") and not all(
                 inside[word](number, bound) for word, bound in bounds.items() if bound is not None
             ):

@@ -1,23 +1,23 @@
-"""Context parallelism for any ``nn.Module`` whose plan says where tokens are split and gathered.
+"""Context parallelism for any ``nn.Module``, by a plan that states where tokens are split and gathered.
 
 The plan has the format of diffusers' ``_cp_plan``: ``{module name: entry}``, where an entry is either
 ``{argument name or output index: split}``, a gather (or a list of gathers, one per output), or :class:`EmbedOwnTokens`.
 A *split* is any object with ``split_dim``, ``expected_dims`` and ``split_output``; a *gather* has ``gather_dim``.
-diffusers' ``ContextParallelInput`` and ``ContextParallelOutput`` are such objects, and so are the two classes here, for
-models from elsewhere. In a module's name ``*`` stands for one child: ``blocks.*.attn``. An argument that is a tuple or
-list has each of its tensors split, by one split or by a list of splits, one per element; one that is ``None`` stays.
-Attention itself is the model's business: its processor calls :func:`fsdp_cp.attention.context_parallel_attention`.
+diffusers' ``ContextParallelInput`` and ``ContextParallelOutput`` are such objects; :class:`SplitTokens` and
+:class:`GatherTokens` are for other models. In a module's name ``*`` stands for one child: ``blocks.*.attn``. If an
+argument is a tuple or list, each of its tensors is split, by one split or by a list of splits, one per element.
+``None`` stays ``None``. The model's attention must call :func:`fsdp_cp.attention.context_parallel_attention`.
 
-What a module returns may be a tensor, a tuple or list, a mapping or a dataclass (``ModelOutput`` is both): a position
-is then that of a value in its order, values that are ``None`` not counted for mappings and dataclasses.
+A module may return a tensor, a tuple or list, a mapping or a dataclass (``ModelOutput`` is both). An output index
+counts the values in order; in mappings and dataclasses it skips ``None``.
 
-Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it has the sequence's length
-from the split of the argument that it names (``of``), of the same forward; attention has it from there too
-(:mod:`fsdp_cp.sequence_lengths`).
+Token counts that ``cp`` does not divide are padded at the tail. A gather drops the pads: it takes the sequence length
+from the split, in the same forward, of the argument that its ``of`` names. Attention takes the length from there too
+(:mod:`fsdp_cp.context.sequence_lengths`).
 
-Once gathered, tokens cannot be split again in the same forward: what lies between is computed by every rank of the
-``cp`` group, and its gradients would be sums of complete and partial ones (docs/gradients.md). That is refused, and so
-is dropout with ``p > 0`` in training: each rank would draw masks of its own, for the mesh's partition.
+Once gathered, tokens cannot be split again in the same forward: every rank of the ``cp`` group computes the modules
+between, and their gradients would mix complete and partial sums (docs/gradients.md). Such a split raises an error. So
+does dropout with ``p > 0`` in training: each rank would draw separate masks, which would depend on the mesh.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
+from fsdp_cp.context.plan import EmbedOwnTokens, GatherTokens, Planned, SplitTokens, arguments, read_plan
+from fsdp_cp.context.sequence_lengths import Lengths, enter, entered, in_backward, leave, records_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
-from fsdp_cp.plan import EmbedOwnTokens, GatherTokens, Planned, SplitTokens, arguments, read_plan
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
-from fsdp_cp.sequence_lengths import Lengths, enter, entered, in_backward, leave, records_of
 
 __all__ = ["EmbedOwnTokens", "GatherTokens", "SplitTokens", "parallelize_context"]
 
 
 def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]) -> None:
-    """Register the hooks that split and gather tokens by ``plan``, in place; before :func:`shard_module`.
+    """Register hooks on ``model`` that split and gather tokens by ``plan``. Call it before :func:`shard_module`.
 
     Args:
-        model: the module whose sub-modules the plan names (``""`` is the model itself). Call it, not its sub-modules,
-            so that the token counts of each forward are its own.
-        mesh: the mesh; when ``cp`` is 1 the plan is checked all the same, and nothing is registered.
-        plan: see the module's docstring.
+        model: the module whose sub-modules the plan names (``""`` is the model itself). Call the model, not its
+            sub-modules: each call of the model starts a new record of token counts.
+        mesh: the mesh. When ``cp`` is 1, the plan is checked but no hook is registered.
+        plan: plan in the format of the module docstring.
 
     Raises:
-        UserError: a mesh of another kind; a model that is sharded already; dropout in training, here or in a forward.
-        ValueError: an entry that names no module or no argument, or that is neither split nor gather; two that split
-            the same; a split and a gather around each of several modules. In a forward: an argument that is neither a
-            tensor nor a tuple or list of them; an output that has not as many values as the plan has gathers, or none
-            that can be gathered; a split after a gather, or of tokens that are split already.
+        UserError: ``mesh`` is not a :class:`Mesh`; the model is already sharded; dropout in training, now or in a
+            forward.
+        ValueError: an entry names an unknown module or argument, or is neither a split nor a gather; two entries split
+            the same argument; several modules each have both a split and a gather. In a forward: an argument is
+            neither a tensor nor a tuple or list of tensors; the outputs do not match the plan's gathers; tokens are
+            split twice, or after a gather.
     """
     check_mesh(mesh)
     if isinstance(model, FSDPModule):
@@ -64,7 +65,7 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
         return
     _refuse_dropout(model)
     forwards = _Forwards(mesh)
-    # Before all hooks of the model, and at the end after them: the root's own splits and gathers are inside.
+    # `begin` runs before and `end` after all other hooks, so that the root's splits and gathers run between them.
     model.register_forward_pre_hook(forwards.begin, prepend=True)
     for planned in found:
         if planned.embedding is not None:
@@ -77,14 +78,14 @@ def parallelize_context(model: nn.Module, *, mesh: Mesh, plan: Mapping[str, Any]
 
 
 class _Forwards:
-    """Hooks of one model, which note what each forward splits."""
+    """Hooks of one model, which record the token counts that each forward splits."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.groups = mesh, mesh.context
 
     def begin(self, model: nn.Module, _args) -> None:
-        _refuse_dropout(model)  # it may have been put into training mode since
-        leave(self)  # an interrupt ends a forward without its hooks
+        _refuse_dropout(model)  # training mode may be set after parallelize_context
+        leave(self)  # after an interrupt the previous forward ended without `end`
         enter(Lengths(self.groups, self))
 
     def end(self, _model: nn.Module, _args, _output: Any) -> None:
@@ -94,7 +95,7 @@ class _Forwards:
         return next((record for record in reversed(entered()) if record.owner is self), None)
 
     def split(self, x: Tensor, dim: int, name: str, where: str) -> Tensor:
-        """Return the rank's own tokens of ``x``, noted under ``name``."""
+        """Return the rank's own tokens of ``x``; record the token count under ``name``."""
         _check_dim(x, dim, where)
         self.note(name, x.shape[dim], where)
         return split_tokens(x, self.mesh, dim)
@@ -103,7 +104,7 @@ class _Forwards:
         """Record that ``total`` tokens are split under ``name`` at the module ``where``."""
         running = self._running()
         if running is None:
-            return  # a block that runs again in backward, or one that is called without the model
+            return  # a block recomputed in backward, or called without the model
         if running.gathered is not None and not in_backward():
             raise ValueError(
                 f"the context-parallel plan splits {name!r} at {where!r} after its gather at {running.gathered!r}:"
@@ -134,7 +135,7 @@ class _Forwards:
         return fitting[0]
 
     def gather(self, x: Tensor, gather: Any, where: str) -> Tensor:
-        """Return the sequence of which ``x`` is the rank's own."""
+        """Return the full sequence, gathered from each rank's ``x``."""
         dim = gather.gather_dim
         _check_dim(x, dim, where)
         full = gather_tokens(x, self.mesh, self.total_of(gather, x.shape[dim], where), dim)
@@ -232,7 +233,7 @@ def _register_embedding(planned: Planned, forwards: _Forwards) -> None:
 
 
 def _own_patches(x: Tensor, kernel: tuple[int, ...], mesh: Mesh) -> tuple[Tensor, int]:
-    """Return the rank's own patches of ``(B, C, T, H, W)``, ``(B, C, S_local pt, ph, pw)``, and the number of all."""
+    """Return the rank's own patches of ``(B, C, T, H, W)``, as ``(B, C, S_local pt, ph, pw)``, and the total number."""
     sizes, dims = x.shape[2:], range(len(kernel))
     if any(size % patch for size, patch in zip(sizes, kernel, strict=True)):
         raise ValueError(f"an input of {tuple(sizes)} positions cannot be cut into patches of {kernel}")
@@ -277,12 +278,12 @@ def _tensor(x: Any, name: str, index: int) -> Tensor:
 
 
 def _outputs(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the values of what a module returned, and a function that puts others in their places."""
+    """Return the values in a module's output, and a function that returns a copy of the output with new values."""
     if isinstance(output, (list, tuple)):
         kind = type(output)
         return list(output), kind._make if hasattr(kind, "_make") else kind
     fields = None
-    if dataclasses.is_dataclass(output):  # ModelOutput too, whose items are the fields that are not None
+    if dataclasses.is_dataclass(output):  # check before Mapping: ModelOutput is both, and its items omit None fields
         fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     elif isinstance(output, Mapping):
         fields = dict(output)
@@ -296,7 +297,7 @@ def _outputs(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
             if isinstance(output, Mapping):
                 changed[name] = value  # a ModelOutput sets its attribute too
             else:
-                object.__setattr__(changed, name, value)  # a frozen dataclass refuses the plain way
+                object.__setattr__(changed, name, value)  # setattr raises for a frozen dataclass
         return changed
 
     return [fields[name] for name in names], rebuilt

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this"."""
+"""Exception for mistakes that the user can fix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""What an ``OSError`` says of a full disk, a quota, a limit on files, or a disk that became read-only."""
+"""``OSError`` codes for a full disk, an exceeded quota, a file-size limit, and a read-only disk."""
 
 
 class UserError(ValueError):
-    """A user's mistake: one line that names the setting and says what would work.
+    """Mistake of a user. The message is one line that names the setting and a value that works.
 
     ``train.py`` and the other commands print it without a traceback and exit with code 2.
     """
@@ -20,13 +20,13 @@ class UserError(ValueError):
 
 @contextmanager
 def paths_of_the_user() -> Iterator[None]:
-    """Around what only looks at paths that were given, as a decorator too: those that cannot be looked at are mistakes.
+    """Turn errors for inaccessible paths that the user gave into ``UserError``; also usable as a decorator.
 
-    ``Path.exists`` and its like say ``False`` of what is not there, and raise for what lies in a folder of somebody
-    else's; ``Path.resolve`` raises for links in a circle (Python 3.11 and 3.12).
+    Use it only around code that reads paths. ``Path.exists`` returns ``False`` for a missing path, but raises for one
+    in a folder without permission. ``Path.resolve`` raises for circular links (Python 3.11 and 3.12).
 
     Raises:
-        UserError: naming the path.
+        UserError: a path cannot be accessed.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def paths_of_the_user() -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as one would type it: ``null``, ``true``, ``[4, 2]``."""
+    """Return a setting's value as a user types it: ``null``, ``true``, ``[4, 2]``."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
     if value is None:

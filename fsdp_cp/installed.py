@@ -1,4 +1,4 @@
-"""Parts that other installed packages add by an entry point."""
+"""Parts that other installed packages register by an entry point."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ def installed_names(group: str) -> list[str]:
 
 
 def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -> T:
-    """Import the object that a package names ``name`` in an entry-point group, and make a part of it.
+    """Import the object that a package registers as ``name`` in an entry-point group, and make a part of it.
 
     Args:
-        group: the entry-point group.
-        name: one of :func:`installed_names`.
+        group, name: entry-point group, and one of its :func:`installed_names`.
         word: the setting and its value, for messages.
-        make: called with the object; raises where the object is not a part.
+        make: function that turns the object into a part, and raises if it cannot.
 
     Raises:
         UserError: the package's import or ``make`` fails.
@@ -31,6 +30,6 @@ def load_installed(group: str, name: str, word: str, make: Callable[[Any], T]) -
     (point, *_) = (point for point in entry_points(group=group) if point.name == name)
     try:
         return make(point.load())
-    except Exception as error:  # whatever the package's own import raises
+    except Exception as error:  # importing the package may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{word}: {point.value} cannot be loaded ({reason})") from error

@@ -1,4 +1,4 @@
-"""Process group set-up for torchrun, and for plain ``python`` as a world of one."""
+"""Start and end of a process: rank, device and process group, under torchrun or as a world of one; exit codes."""
 
 from __future__ import annotations
 
@@ -17,47 +17,43 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fsdp_cp import timeouts
-from fsdp_cp.agent_store import own_part
-from fsdp_cp.error_file import write_error
 from fsdp_cp.errors import NO_ROOM, UserError
 from fsdp_cp.measure.memory import mark_start
-from fsdp_cp.signals import STOPPED, Stopped
+from fsdp_cp.runtime import timeouts
+from fsdp_cp.runtime.agent_store import own_part
+from fsdp_cp.runtime.error_file import write_error
+from fsdp_cp.runtime.signals import STOPPED, Stopped
 
 log = logging.getLogger(__name__)
 
 _OF_WORKERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")  # fmt: skip
-# Sizes of a parallel launch. Not SLURM_NTASKS: sbatch sets it for its script, where one process runs.
+# Number of tasks that a launcher started. Do not use SLURM_NTASKS: sbatch sets it for its script, which is one process.
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 _GPU_FILES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"))
-"""Present if NVIDIA's driver is loaded, also in a container that was given a GPU."""
+"""Files that exist if NVIDIA's driver is loaded, also in a container with a GPU."""
 
 
 def rank() -> int:
-    """Rank in the process group; before there is one, as torchrun gave it (0 under plain ``python``)."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    """Return the rank in the process group, or before it exists torchrun's rank (0 under plain ``python``)."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Rank on this node as torchrun gave it; 0 under plain ``python``."""
+    """Return torchrun's rank on this node; 0 under plain ``python``."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """Size of the process group; before there is one, as torchrun gave it (1 under plain ``python``)."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the size of the process group, or before it exists torchrun's world size (1 under plain ``python``)."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def refuse_separate_worlds() -> None:
     """Refuse several tasks of srun or MPI without torchrun: each would be rank 0 of a world of one.
 
     Raises:
-        UserError: more than one task, and the environment has no ``RANK`` and ``WORLD_SIZE``.
+        UserError: more than one task, but the environment lacks ``RANK`` or ``WORLD_SIZE``.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
@@ -67,13 +63,13 @@ def refuse_separate_worlds() -> None:
             command = f"torchrun --standalone --nproc-per-node {tasks} train.py ..."
             raise UserError(
                 f"{name}={tasks}: {launcher} started {tasks} tasks without torchrun, and each would train alone; use"
-                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, docs/cluster.md on several, or"
+                f" `{'srun --ntasks=1 ' * (launcher == 'srun')}{command}` on one node, docs/running.md on several, or"
                 " export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each task"
             )
 
 
 def outside_of_torchrun() -> dict[str, str]:
-    """The environment without what torchrun gives its workers, for a process that is to be none of them."""
+    """Return the environment without torchrun's variables, for a process that is not a worker of torchrun."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -82,28 +78,28 @@ def outside_of_torchrun() -> dict[str, str]:
 
 
 def report_error(error: UserError) -> int:
-    """Print a user's mistake as one line, once on each node; the exit code for it, 2.
+    """Print a user's mistake as one line, once on each node; return its exit code, 2.
 
-    Under torchrun the line goes into the worker's error file too, from which torchrun repeats it at the end of its own
-    summary ("Root Cause"): the line itself is some forty lines further up by then.
+    Under torchrun also write the line to the worker's error file: torchrun repeats it at the end of its summary ("Root
+    Cause"), about forty lines further down.
 
     Args:
-        error: raised by one rank, or by all of them.
+        error: exception that one rank or all ranks raised.
     """
     line = "error: " + " ".join(str(error).splitlines())
     logging.getLogger(__name__).debug(line)
     if local_rank() != 0:
-        time.sleep(3)  # what all ranks refuse is said once: torchrun ends this one when the first has exited
-    write_error(line)  # without a traceback: torchrun would show that instead
+        time.sleep(3)  # torchrun ends this rank once local rank 0 has exited, so the line appears once
+    write_error(line)  # no traceback: torchrun would show it instead of the line
     print(line, file=sys.stderr)
     return 2
 
 
 def exit_code(work: Callable[[], None]) -> int:
-    """What a command ends with: 0, or 2 with one line where ``work`` met a user's mistake or a full disk.
+    """Run a command and return its exit code: 0, or 2 with one line after a user's mistake or a full disk.
 
-    Told to end by a signal it says so in a line too: 75 where it heeds signals itself, 130 after Ctrl-C elsewhere.
-    Anything else that it raises is ours, and comes with its traceback.
+    A signal also ends it with one line: code 75 if the command handles signals itself, else 130 after Ctrl-C. Any other
+    exception is a defect and propagates with its traceback.
     """
     try:
         work()
@@ -124,36 +120,36 @@ def exit_code(work: Callable[[], None]) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End a command's process with an exit code, as Python does but for the interpreter's finalization.
+    """End the process with an exit code, as Python does, but without finalizing the interpreter.
 
-    A thread of gloo lets go of a collective's tensors after those who waited for it were told, for which it may need
-    the interpreter. Where that is being finalized, the process aborts ("terminate called without an active exception",
-    exit code -6) although all its work is done, and torchrun counts the run as failed. Destroying the process groups
-    does not end those threads while anything refers to a group, as DTensor's caches do (torch 2.13).
+    A gloo thread frees a collective's tensors after it has reported the collective done, and may need the interpreter
+    to do so. During finalization the process then aborts ("terminate called without an active exception", exit code -6)
+    although all work is done, and torchrun counts the run as failed. Destroying the process groups does not end those
+    threads while an object refers to a group, as DTensor's caches do (torch 2.13).
 
     ``multiprocessing`` ends its children in the same way (``BaseProcess._bootstrap``, Python 3.11 to 3.14).
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # a pipe that nobody reads any more, a closed stream
+            except (OSError, ValueError):  # a pipe without a reader, a closed stream
                 code = code or 1
         os._exit(code)
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` (CUDA if there is one), ``cpu`` or ``cuda`` to this rank's device.
+    """Return this rank's device for ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
 
     Raises:
-        UserError: CUDA asked for where there is none, or ``auto`` where there is a GPU that torch does not see, which
-            would otherwise be days on the CPU without a word; more ranks on a node than it has GPUs.
+        UserError: ``cuda`` without a GPU; ``auto`` with a GPU that torch does not see (the run would silently take days
+            on the CPU); or more ranks on a node than GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
+        raise UserError(f"device must be auto, cpu or cuda, got {device}")
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -167,7 +163,7 @@ def choose_device(device: str) -> torch.device:
         )
         raise UserError(f"device={device}, but torch sees no GPU{hint or ''}; or use device=cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if processes > gpus:  # asked alike on all ranks, so that all of them refuse
+    if processes > gpus:  # both numbers are equal on all ranks of the node, so all of them refuse
         raise UserError(
             f"{processes} processes on this node, but torch sees {gpus} GPUs;"
             f" use torchrun --nproc-per-node {gpus}, or device=cpu"
@@ -176,12 +172,12 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_allocator(device: torch.device, settings: str | None) -> None:
-    """Configure torch's CUDA allocator, which reads this once when CUDA starts; what the environment says stays.
+    """Configure torch's CUDA allocator unless the environment does. Call it before CUDA starts, which reads it once.
 
     Args:
-        device: nothing is done on the CPU.
-        settings: as torch documents for ``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; ``None`` for
-            torch's own.
+        device: this rank's device. The CPU needs no configuration.
+        settings: value of ``PYTORCH_CUDA_ALLOC_CONF``, for example ``expandable_segments:True``; ``None`` for torch's
+            default.
     """
     if device.type != "cuda" or settings is None:
         return
@@ -194,47 +190,40 @@ def choose_allocator(device: torch.device, settings: str | None) -> None:
 
 
 def choose_threads(device: torch.device, *, host_optimizer: bool) -> None:
-    """Give a rank on a GPU, whose optimizer steps on the host, its share of this process's cores.
+    """Give a GPU rank its share of the host's cores if its optimizer steps on the host.
 
-    torchrun gives every rank ``OMP_NUM_THREADS=1`` where nothing is set, and so does the Dockerfile: AdamW over a
-    network's shards then takes one core, for seconds, while the others idle. A 1 of the user's cannot be told from
-    those; another number stays. Nothing changes on the CPU, where the number of threads changes the last digits.
+    torchrun and the Dockerfile default to ``OMP_NUM_THREADS=1``: AdamW over a network's shards then runs for seconds on
+    one core while the others idle. A value of 1 that the user set looks the same and is replaced; any other value
+    stays. On the CPU nothing changes, since there the number of threads changes the last digits of results.
 
     Args:
-        device: this rank's.
-        host_optimizer: does a trained role have ``offload=cpu``?
+        device: this rank's device.
+        host_optimizer: whether a trained role has ``offload=cpu``.
     """
     if device.type != "cuda" or not host_optimizer or os.environ.get("OMP_NUM_THREADS", "1") != "1":
         return
     threads = share_of_cores()
     torch.set_num_threads(threads)
     if rank() == 0:
-        log.info("offload=cpu: %d threads a rank (%d cores, %d ranks on this node)", threads, *_cores_and_ranks())
+        log.info("offload=cpu: the optimizer steps with %d threads a rank", threads)
 
 
 def share_of_cores() -> int:
-    """Cores of this node for each of its ranks, at least 1."""
-    cores, ranks = _cores_and_ranks()
-    return max(1, cores // ranks)
-
-
-def _cores_and_ranks() -> tuple[int, int]:
-    # Those that this process may use: a container or SLURM may have fewer than the machine.
-    return len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Return the number of cores for each rank of this node, at least 1."""
+    # Count only the cores that this process may use: a container or SLURM may grant fewer than the machine has.
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta = timedelta(minutes=60)) -> Iterator[None]:
-    """The default process group (gloo, and NCCL for CUDA) for the length of the context.
+    """Open the default process group (gloo, and NCCL for CUDA) within this context.
 
-    After an exception a process that is not the only one must end: what it had begun is not waited for.
+    After an exception, a process of several must exit without waiting for its collectives.
 
     Args:
         device: this rank's device.
-        timeout: of a collective; long, since rank 0 alone writes samples and the report while the others wait.
+        timeout: timeout of a collective. It is long, since rank 0 writes samples and the report while the others wait.
     """
-    from fsdp_cp import hangs  # and with it FSDP, which takes half a second
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
@@ -252,13 +241,17 @@ def process_group(device: torch.device, *, timeout: timedelta = timedelta(minute
         yield
         failed = False
     except BaseException as error:
-        hangs.report(error)
+        from fsdp_cp.runtime.hangs import report_hang  # imports FSDP, which takes half a second
+
+        report_hang(error)
         raise
     finally:
         timeouts.forget()
-        # After an exception on one rank the others may wait in a collective, and destroying the group would wait for
-        # them, with the traceback unprinted. The process ends instead, and torchrun ends the rest.
+        # After an exception on one rank the others may wait in a collective. Destroying the group would wait for them
+        # before the traceback is printed. Exit instead; torchrun then ends the other ranks.
         if not failed or dist.get_world_size() == 1:
             dist.destroy_process_group()
         else:
-            hangs.end_soon()
+            from fsdp_cp.runtime.hangs import end_soon
+
+            end_soon()

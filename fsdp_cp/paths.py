@@ -9,14 +9,12 @@ from fsdp_cp.errors import UserError
 
 
 def user_path(text: str, setting: str) -> Path:
-    """Return ``text`` as a path with a ``~`` at its beginning expanded, which no shell does after ``=``.
+    """Return ``text`` as a path with a leading ``~`` expanded: shells do not expand it after ``=``.
 
-    Args:
-        text: the typed path.
-        setting: what the user calls it, for messages.
+    ``setting`` is its name in messages.
 
     Raises:
-        UserError: a home directory of an unknown user, or a name so long that asking for the file raises ``OSError``.
+        UserError: the home directory of an unknown user, or a path so long that file calls would raise ``OSError``.
     """
     try:
         path = Path(text).expanduser()

@@ -1,4 +1,4 @@
-"""Reductions and object exchange over process groups; the object functions work without a process group too."""
+"""Reductions and object exchange over process groups. The object functions also work without a process group."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.tensor_lists import local_shards, multiply_, squared_norms
+from fsdp_cp.runtime.torch_versions import all_gather_single
+from fsdp_cp.sharding.tensor_lists import local_shards, multiply_, squared_norms
 
 T = TypeVar("T")
 
 
-def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather the flat ``x`` of every rank of ``group`` into the flat ``out``, in rank order."""
-    # torch 2.13 renamed the call and warns at every use of the old name; torch 2.11 has the old name only.
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    gather(out, x, group=group)
-
-
 def all_gather_objects(obj: Any) -> list[Any]:
-    """One object from every rank, in rank order; ``[obj]`` without a process group."""
+    """Return one object from every rank, in rank order; ``[obj]`` without a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [obj]
     objects: list[Any] = [None] * dist.get_world_size()
@@ -34,11 +28,10 @@ def all_gather_objects(obj: Any) -> list[Any]:
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Run ``work`` on every rank; the results in rank order, on all of them.
+    """Run ``work`` on every rank; return the results in rank order, on all ranks.
 
-    Raises, on every rank, if ``work`` raised on any: its own exception there, the same ``UserError`` or a
-    ``RuntimeError`` with the message elsewhere. Without this the other ranks would wait in the next collective until it
-    times out.
+    If ``work`` raises on one rank, all ranks raise: that rank its exception, the others the same ``UserError`` or, for
+    any other exception, a ``RuntimeError``. Otherwise they would wait in the next collective until it times out.
     """
     failure, note, result = None, None, None
     try:
@@ -56,9 +49,9 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
 
 
 def gathered(work: Callable[[], T]) -> list[T] | None:
-    """Run ``work`` on every rank; the results in rank order on rank 0, ``None`` elsewhere. Raises as ``on_all_ranks``.
+    """Run ``work`` on every rank; return the results in rank order on rank 0, ``None`` elsewhere.
 
-    For what is large: :func:`on_all_ranks` brings all of it to every rank.
+    Use it for large results: :func:`on_all_ranks` sends all of them to every rank. Raises like :func:`on_all_ranks`.
     """
     made: list[T] = []
     on_all_ranks(lambda: made.append(work()))
@@ -70,7 +63,7 @@ def gathered(work: Callable[[], T]) -> list[T] | None:
 
 
 def barrier() -> None:
-    """Wait for every rank; nothing without a process group."""
+    """Wait for every rank. Does nothing without a process group."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
@@ -78,8 +71,8 @@ def barrier() -> None:
 def all_reduce_scalars(
     values: list[float], mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> list[float]:
-    """Reduce several numbers over a one-dimensional mesh in one fp64 collective; the same result on every rank."""
-    if mesh.size() == 1:  # NCCL would make a communicator for it, with buffers of its own
+    """Reduce several numbers over a one-dimensional mesh in one fp64 collective; return the same on every rank."""
+    if mesh.size() == 1:  # NCCL would make a communicator with additional buffers
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     dist.all_reduce(packed, op=op, group=mesh.get_group())
@@ -87,7 +80,7 @@ def all_reduce_scalars(
 
 
 def gather_samples(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``(n, ...)`` on every rank of a one-dimensional mesh to ``(ranks x n, ...)``, in rank order."""
+    """Gather ``(n, ...)`` from every rank of a one-dimensional mesh to ``(ranks x n, ...)``, in rank order."""
     if mesh.size() == 1:
         return x
     out = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
@@ -96,17 +89,16 @@ def gather_samples(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Euclidean norm of the gradient of all parameters together, the same on every rank; see :func:`grad_square`."""
+    """Return the Euclidean norm of all gradients together, the same on every rank; see :func:`grad_square`."""
     return grad_square(parameters).sqrt().item()
 
 
-@torch.no_grad()  # with gradients on, every shard of a DTensor would be a call of autograd
+@torch.no_grad()  # with gradients enabled, every shard of a DTensor would cost an autograd call
 def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Square of the norm of the gradient of all parameters together, fp64, the same on every rank.
+    """Return the squared norm of all gradients together, in fp64, the same on every rank.
 
-    The shards' squares are summed locally in fp64 and reduced once for all parameters (a norm of each DTensor would
-    be a collective each). A parameter without a gradient counts as zero, so ranks may differ in that. Replicas
-    (hybrid sharding) are counted once.
+    One all-reduce serves all parameters (the norm of a DTensor would be one collective per tensor). A missing gradient
+    counts as zero, so ranks may lack different gradients. Replicas (hybrid sharding) count once.
 
     Args:
         parameters: DTensors of one mesh, sharded over its last axis.
@@ -124,26 +116,25 @@ def grad_square(parameters: Iterable[nn.Parameter]) -> Tensor:
             grads.append(parameter.grad)
     assert mesh is not None, "no parameters"
     if grads:
-        # One after the other, as a loop would: sum() adds in an order of its own, and the last digits of a run's norms
-        # would depend on it.
+        # cumsum() adds in the order of a loop; sum() would change the last digits of norms.
         square = squared_norms(local_shards(grads)).cumsum(0)[-1]
     else:
         square = torch.zeros((), dtype=torch.float64, device=device)
-    square = square.to(mesh.device_type)  # gradients offloaded to the CPU: the mesh may have NCCL alone
+    square = square.to(mesh.device_type)  # offloaded gradients are on the CPU, but the mesh may have only NCCL
     if mesh.size(mesh.ndim - 1) > 1:
         dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
     return square
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """All of a DTensor on every rank, on its mesh's device; another tensor as it is. A collective.
+    """Gather a DTensor in full on every rank, on its mesh's device; return another tensor unchanged. A collective.
 
-    Shards that are offloaded to the CPU are moved first: the mesh may have NCCL alone.
+    Shards that are offloaded to the CPU are moved first: the mesh may have only NCCL.
     """
     if not isinstance(x, DTensor):
         return x
     moved = cast(DTensor, x.to(x.device_mesh.device_type))
-    # A copy, as a gather makes: what the caller does to it must not reach the weights.
+    # On one rank clone, since a gather copies too: the caller must not be able to change the weights.
     return moved.to_local().clone() if x.device_mesh.size() == 1 else moved.full_tensor()
 
 
@@ -154,5 +145,5 @@ def scale_grads(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """Return this rank's part of a DTensor; return another tensor unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -1,12 +1,12 @@
-"""Split a full sequence into the rank's own tokens, and gather it back, with the project's gradient convention.
+"""Splitting of a full sequence into the rank's own tokens, and gathering, with the project's gradient convention.
 
 Every rank of a ``cp`` group holds ``ceil(S / cp)`` tokens, in rank order. Only the tail of the whole sequence is
-padded, so the last ranks may own fewer true tokens, or none: nobody has to ask anybody how many there are.
+padded, so the last ranks may hold fewer true tokens, or none. Each rank can compute all counts without communication.
 
-Every rank of a ``cp`` group holds the same full tensor and the same loss (docs/gradients.md). So splitting needs no
-communication in either direction (its backward pads with zeros: the gradient is a partial sum), and gathering needs
-none in backward (each rank takes the slice that is its own). The parameter gradients that follow are partial sums
-over the rank's own tokens, and the true gradient is their SUM over all ranks.
+Every rank of a ``cp`` group starts from the same full tensor and ends with the same loss (docs/gradients.md). So a
+split needs no communication in forward or backward; its backward pads with zeros, which gives a partial sum. A gather
+needs none in backward: each rank takes its own slice. Parameter gradients are partial sums over the rank's own tokens,
+and the true gradient is their SUM over all ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fsdp_cp.duals import may_be_dual, unpack_duals
+from fsdp_cp.context.duals import may_be_dual, unpack_duals
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh, check_mesh
-from fsdp_cp.reduce import all_gather_single
+from fsdp_cp.runtime.torch_versions import all_gather_single
 
 
 def is_count(x: Any) -> bool:
-    """Whether ``x`` is a number of at least 1."""
+    """Return whether ``x`` is an integer of at least 1."""
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool) and x >= 1
 
 
@@ -41,7 +41,7 @@ def local_token_count(total: int, cp: int) -> int:
 
 
 def local_token_range(total: int, cp: int, rank: int) -> tuple[int, int]:
-    """Return ``(start, stop)`` of the true tokens of the ``cp`` rank ``rank``; equal where it holds pads alone."""
+    """Return ``(start, stop)`` of the true tokens of ``cp`` rank ``rank``. They are equal if it holds only pads."""
     local = local_token_count(total, cp)
     return min(rank * local, total), min((rank + 1) * local, total)
 
@@ -51,19 +51,19 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
 
     Args:
         x: ``(..., S, ...)`` with the ``S`` tokens along ``dim``, equal on all ranks of the ``cp`` group.
-        mesh: the mesh; ``mesh.cp`` is split over.
+        mesh: mesh over whose ``cp`` axis the tokens are split.
         dim: the token dimension.
 
     Returns:
-        ``(..., ceil(S / cp), ...)``, the sequence's tail padded with zeros; a copy (``x`` itself when ``cp`` is 1).
-        Backward gives the other ranks' positions zeros. Forward-mode AD and ``torch.compile`` pass through.
+        ``(..., ceil(S / cp), ...)``, the sequence's tail padded with zeros; a copy (``x`` itself when ``cp`` is 1). The
+        gradient is zero at other ranks' positions. Forward-mode AD and ``torch.compile`` work.
 
     Raises:
-        UserError: a sequence without tokens, a dimension that ``x`` does not have, or a mesh of another kind.
+        UserError: a sequence without tokens, an invalid ``dim``, or a ``mesh`` that is not a :class:`Mesh`.
     """
     dim = _checked_dim(x, mesh, dim)
     cp = mesh.context.cp_size
-    local_token_count(x.shape[dim], cp)  # on one rank too, so that a mistake does not wait for a cluster
+    local_token_count(x.shape[dim], cp)  # check on one rank too, so that mistakes show before a run on a cluster
     if cp == 1:
         return x
     start, stop = local_token_range(x.shape[dim], cp, mesh.context.cp_rank)
@@ -71,31 +71,31 @@ def split_tokens(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     own = x.narrow(dim, start, stop - start)
     if pads:
         return torch.cat((own, own.new_zeros((*x.shape[:dim], pads, *x.shape[dim + 1 :]))), dim)
-    # A copy: a view would keep the full sequence alive for as long as autograd keeps this slice.
+    # Copy: a view would keep the full sequence alive as long as autograd keeps this slice.
     return own.clone(memory_format=torch.contiguous_format)
 
 
 def gather_tokens(
     x: Tensor, mesh: Mesh, total: int | None = None, dim: int = 1, *, partial_grad: bool = False
 ) -> Tensor:
-    """Return the full sequence out of every rank's slice, pads dropped.
+    """Gather the full sequence from every rank's slice, without pads.
 
     Args:
         x: ``(..., ceil(S / cp), ...)``, the rank's own tokens.
-        mesh: the mesh; ``mesh.cp`` is gathered over.
-        total: ``S``; by default there are no pads.
+        mesh: mesh over whose ``cp`` axis the tokens are gathered.
+        total: ``S``; by default the sequence has no pads.
         dim: the token dimension.
-        partial_grad: what the gradient of the result is on each rank. By default it is the same on all: a loss that
-            all ranks hold follows, and backward takes the rank's own slice. With ``True`` it is a partial sum: split
+        partial_grad: whether the gradient of the result is a partial sum on each rank. ``False``: all ranks compute the
+            same loss from it, the gradient is the same on all, and backward takes the rank's own slice. ``True``: split
             computation follows (keys and values, features), and backward sums and splits it (reduce-scatter).
 
     Returns:
-        ``(..., S, ...)``, equal on all ranks of the ``cp`` group. A dual tensor gives a dual tensor, the primal and the
-        tangent gathered in one collective.
+        ``(..., S, ...)``, equal on all ranks of the ``cp`` group. For a dual tensor the result is dual; one collective
+        gathers the primal and the tangent.
 
     Raises:
-        ValueError: if ``total`` tokens are not ``x``'s number of tokens per rank; a dimension that ``x`` has not, or a
-            mesh of another kind.
+        ValueError: ``total`` does not fit ``x``'s number of tokens per rank, ``dim`` is invalid, or ``mesh`` is not a
+            :class:`Mesh`.
         RuntimeError: a dual tensor with gradients enabled.
     """
     dim = _checked_dim(x, mesh, dim)
@@ -115,15 +115,15 @@ def gather_tokens(
             (tangent,) = tangents
             assert tangent is not None, "of one tensor, it is the one that there is"
             full = _gather(torch.stack((x, tangent)), group, total, dim + 1)
-            # Apart: make_dual would copy a tangent at another place of the primal's storage into one as large.
+            # Clone both: make_dual would copy a tangent that shares the primal's storage into a storage as large.
             return forward_ad.make_dual(full[0].clone(), full[1].clone())
-    if not torch.is_grad_enabled():  # torch.func transforms refuse such a Function even then
+    if not torch.is_grad_enabled():  # torch.func transforms refuse a Function without jvp even without gradients
         return _gather(x, group, total, dim)
     return _Gather.apply(x, group, total, dim, partial_grad)
 
 
 def _checked_dim(x: Tensor, mesh: Mesh, dim: int) -> int:
-    """Check the arguments that splitting and gathering share; return ``dim`` from the front."""
+    """Check the arguments that splitting and gathering share; return ``dim`` as a non-negative index."""
     check_mesh(mesh)
     if not isinstance(x, Tensor):
         raise UserError(f"x must be a tensor with the tokens along dim, got a {type(x).__name__}")
@@ -135,14 +135,14 @@ def _checked_dim(x: Tensor, mesh: Mesh, dim: int) -> int:
 def _gather(x: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor:
     local, x = x.shape[dim], x.contiguous()
     chunks = x.new_empty((dist.get_world_size(group), *x.shape))
-    # gloo and NCCL lay the ranks out along the first axis: gather there, then put them side by side along `dim`.
+    # gloo and NCCL gather along the first dimension. Gather there, then concatenate along `dim`.
     all_gather_single(chunks.view(-1), x.view(-1), group)
     lengths = [min(local, total - rank * local) for rank in range(len(chunks)) if rank * local < total]
     return torch.cat([chunk.narrow(dim, 0, n) for chunk, n in zip(chunks, lengths, strict=False)], dim)
 
 
 class _Gather(torch.autograd.Function):
-    """Without a ``jvp``, so that forward-mode AD raises here instead of losing the tangent."""
+    """Gather with its backward. It has no ``jvp``, so forward-mode AD raises here instead of losing the tangent."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, total: int, dim: int, partial_grad: bool) -> Tensor:
@@ -151,8 +151,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # in a backward: with create_graph=True
-            # Each rank would have the derivative by its own tokens, and the reduce-scatter below would end its graph.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a backward with create_graph=True
+            # Each rank would only have the derivative by its own tokens, and the reduce-scatter is not differentiable.
             raise UserError(
                 "a backward with create_graph=True (a gradient penalty) through split tokens gives each rank a part of"
                 " the gradient; take a finite difference (docs/gradients.md, 'Gradient penalties')"
@@ -164,7 +164,7 @@ class _Gather(torch.autograd.Function):
                 start, stop = local_token_range(ctx.total, size, rank)
                 chunks[rank].narrow(dim, 0, stop - start).copy_(grad.narrow(dim, start, stop - start))
             own = grad.new_empty(ctx.shape)
-            # As all_gather_single: torch 2.13 renamed the call and warns at the old name.
+            # torch 2.13 renamed the call and warns about the old name.
             reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             reduce_scatter(own.view(-1), chunks.view(-1), group=ctx.group)
             return own, None, None, None, None

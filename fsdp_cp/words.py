@@ -1,10 +1,10 @@
-"""Counts and durations in words, as messages and pages show them."""
+"""Counts and durations in words, for messages and pages."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``1 clip`` or ``2 clips``; ``plural`` is for nouns that take more than an s."""
+    """Return ``1 clip`` or ``2 clips``; ``plural`` is for nouns whose plural is irregular."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -1,7 +1,7 @@
-"""A role's weights in a training checkpoint as a diffusers folder, or its adapters as a file that others read.
+"""Export of a role's weights from a training checkpoint, as a diffusers folder or as an adapter file.
 
-``python -m models.export RUN OUT``, in one process. OUT is a new or empty folder, or an earlier export, which is
-replaced when the new one is whole; any other folder is refused and left as it is.
+Run ``python -m models.export RUN OUT`` in one process. OUT is a new or empty folder, or an earlier export. The new
+export replaces an earlier one when complete. Any other folder is refused and not changed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp_cp.checkpoint import find_checkpoint, read_state, readable, reader
+from fsdp_cp.checkpoint.save_load import find_checkpoint, read_state, readable, reader
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.shard import materialise
-from models.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
-from models.export_folder import write_folder
 from models.families.registry import family_of
-from models.load import seed_of_expert
+from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
+from models.files.export_folder import write_folder
+from models.files.published import refuse_input, refuse_occupied
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
-from models.published import refuse_input, refuse_occupied
-from models.role import EXPERTS
+from models.roles.load import seed_of_expert
+from models.roles.role import EXPERTS
 
 _KINDS = {"raw": "weights", "ema": "ema"}
 
 
 def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
-    """Return a role's weights in a checkpoint, of each expert, by the part's name in the checkpoint.
+    """Return a role's weights in a checkpoint, one entry per network, by the part's name in the checkpoint.
 
     Raises:
         UserError: a role or average that the checkpoint does not hold.
@@ -49,15 +49,15 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
     parts = [role, *(f"{role}.{expert}" for expert in EXPERTS)]
     prefixes = {part: f"{part}.{_KINDS[weights]}." for part in parts}
     if not state.get("boundaries", {}).get(role):
-        del parts[1:]  # a network's own names may begin with anything
+        del parts[1:]  # parameter names of a network may begin with anything
     found = {part: [key for key in stored if key.startswith(prefixes[part])] for part in parts}
 
     def read(prefix: str, name: str) -> Tensor:
         key = prefix + name
-        tensor = cast(TensorStorageMetadata, stored[key])  # weights are nothing else
+        tensor = cast(TensorStorageMetadata, stored[key])  # all weights are tensors
         value = torch.empty(tensor.size, dtype=tensor.properties.dtype)
         with readable(checkpoint), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is wanted
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
             dcp.load({key: value}, storage_reader=files, no_dist=True)
         return value
 
@@ -89,25 +89,25 @@ def export_checkpoint(
     base: str | None,
     expert: str | None = None,
 ) -> str:
-    """Export a role of a training checkpoint; needs no process group and never holds more than one file.
+    """Export a role of a training checkpoint without a process group, with at most one output file in memory.
 
     Args:
         checkpoint: a ``step_*`` folder.
-        out: the folder to write; see :func:`models.published.refuse_occupied`.
+        out: the folder to write; see :func:`models.files.published.refuse_occupied`.
         role: ``student`` or ``fake``.
         weights: ``raw`` or ``ema``.
-        dtype: of the files.
+        dtype: dtype of the files.
         kind: ``merged``, or one of :data:`models.lora.files.FORMATS`; ``None`` for the whole network, which is
             ``merged`` where the role has adapters.
-        base: the folder of the adapters' base, where it has moved.
-        expert: ``high`` or ``low``, for one of a role's two experts as a network of its own.
+        base: folder of the adapters' base, if it has moved.
+        expert: ``high`` or ``low`` to export one of a role's two experts as a single network.
 
     Returns:
-        A description of what was written.
+        Description of the export.
 
     Raises:
-        UserError: a role or average that the checkpoint does not hold, a damaged checkpoint, a folder that must not be
-            written, a base that is not the adapters' own.
+        UserError: the checkpoint lacks the role or its EMA or is damaged, ``out`` cannot be replaced, or the base is
+            not the one that the adapters were trained on.
     """
     refuse_occupied(out, "OUT")
     state = read_state(checkpoint)
@@ -159,14 +159,14 @@ def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: s
     """Return the base of the adapters of each network of the role.
 
     Raises:
-        UserError: a base that is not there, that has other weights, or that ``out`` would replace.
+        UserError: the base is missing, has other weights, or would be replaced by ``out``.
     """
     base = state["adapters"][role]["base"]
     if base["path"] is None:
         experts = range(len(state.get("boundaries", {}).get(role) or ()) + 1)
         return [_random_base(state, role, config, i) for i in experts]
     path = moved or base["path"]
-    # A pipeline's networks are in its folders: one of them may be an earlier export, which would be replaced.
+    # Check a pipeline's network folders too: one of them may be an earlier export, which would be replaced.
     for place in (".", *EXPERT_FOLDERS):
         refuse_input(out, "OUT", {"the adapters' base": Path(path) / place})
     found = inspect_checkpoint(path, "--base")
@@ -189,7 +189,7 @@ def _random_base(state: Mapping[str, Any], role: str, config: dict[str, Any], ex
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line for a user's mistake."""
+    """Return exit code 0, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.export", description=__doc__.splitlines()[0])
     parser.add_argument("run", metavar="RUN", help="a run folder (its newest checkpoint is taken) or a step_* folder")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""Comparison of one step of a role on some mesh with the same step of the unmodified network in one process.
+"""Comparison of one step of a role on a mesh with the same step of the unmodified network in one process.
 
-models/verify.py prints it.
+models/verify.py prints the results.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsdp_cp.check_parallel import gradient_errors, relative_error
+from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.errors import UserError
-from fsdp_cp.host_memory import available_host_memory
-from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.measure.host_memory import available_host_memory
 from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
+from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
-from models.checkpoint_files import TransformerFolder, tensor_reader
-from models.condition import Condition
-from models.export_folder import export_weights
 from models.families.base import LatentShape
-from models.load import build_role
-from models.role_plan import RolePlan, plan_role
+from models.files.checkpoint_files import TransformerFolder, tensor_reader
+from models.files.export_folder import export_weights
+from models.roles.condition import Condition
+from models.roles.load import build_role
+from models.roles.role_plan import RolePlan, plan_role
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
-"""dp_shard x cp."""
+"""Mesh sizes, dp_shard x cp."""
 GRIDS = ((3, 3, 5), (2, 2, 4))
-"""Tokens of a sample in frames, height, width: 45, which 2 and 4 ranks cannot share evenly, and 16, which 3 cannot."""
+"""Token grids (frames, height, width): 45 tokens do not divide over 2 or 4 ranks, 16 do not divide over 3."""
 BATCH = 2
 TEXT_TOKENS = 7
 BOUND = 1e-5
-"""Greatest relative error."""
+"""Maximum relative error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Case:
     grid: tuple[int, int, int]
     checkpointing: bool
     expert: int = 0
-    """Which of the folder's networks."""
+    """Position of the network in the folder."""
     optional: bool = False
-    """Whether the condition has the tensors of :meth:`models.families.base.Family.optional_shapes`."""
+    """Whether the condition includes the tensors of :meth:`models.families.base.Family.optional_shapes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ class Result:
     """Results of one step, in float64."""
 
     output: Tensor
-    """The velocity ``(B, C, T, H, W)``."""
+    """Velocity ``(B, C, T, H, W)``."""
     tangent: Tensor
-    """Its derivative along random directions of the state and the time."""
+    """Derivative of the velocity along random directions of the state and the time."""
     gradients: Mapping[str, Tensor]
     """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
     norm: float
-    """Of all gradients, as clipping has it."""
+    """Norm of all gradients, as clipping computes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +78,17 @@ class Errors:
 
     output: float
     gradient: float
-    """The greatest of :func:`fsdp_cp.check_parallel.gradient_errors`."""
+    """Maximum of :func:`fsdp_cp.context.check_parallel.gradient_errors`."""
     norm: float
     tangent: float
     weights: float
-    """Number of tensors that loading, sharding and writing changed in any bit."""
+    """Number of tensors in which loading, sharding and writing changed any bit."""
     worst: str
-    """The parameter with the greatest difference."""
+    """Name of the parameter with the largest gradient error."""
 
     @property
     def largest(self) -> float:
-        """The greatest of all."""
+        """Maximum of all errors."""
         return max(astuple(self)[:-1])
 
 
@@ -105,7 +105,7 @@ def inputs(
     x, direction, cotangent = (normal(*latent_shape) for _ in range(3))
     t = torch.rand(BATCH, generator=generator, dtype=torch.float64)
     tensors = {name: normal(*shape) for name, shape in shapes.items()}
-    # Captions of different lengths, of which one without any token is none; but one that quotes nothing is.
+    # Use captions of different lengths. Each needs at least one token, but may have no quoted text.
     for name, least in (("text_mask", 1), ("glyph_mask", 0)):
         if name in shapes:
             lengths = least + torch.arange(BATCH) * 3 % shapes[name][0]
@@ -139,7 +139,7 @@ def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = Fa
     output = family.outputs(network, x, t, condition)[0]
     (output * cotangent).sum().div(BATCH).backward()
     gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
-    # torch's other kernels on the CPU have no forward-mode AD.
+    # Use the math kernel: torch's other CPU kernels lack forward-mode AD.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
         duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
         tangent = forward_ad.unpack_dual(family.outputs(network, *duals, condition)[0]).tangent.clone()
@@ -147,7 +147,7 @@ def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = Fa
     return Result(output=output.detach(), tangent=tangent, gradients=gradients, norm=norm)
 
 
-@lru_cache  # each has process groups, with threads of their own
+@lru_cache  # each mesh creates process groups with threads
 def _mesh(dp_shard: int, cp: int, heads: int) -> Mesh:
     return build_mesh(dp_shard=dp_shard, cp=cp, heads=heads, device_type="cpu")
 
@@ -187,7 +187,7 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
 
 
 def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:
-    """How many tensors are not the folder's, bit for bit, after they were written from their shards."""
+    """Return the number of tensors that differ in any bit from the folder's after writing them from their shards."""
     (folder,) = plan.folders
     export_weights(scratch, [weights], plan.config, dtype=torch.float32)
     before = _weights(folder)
@@ -228,15 +228,15 @@ def verify(
     """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
     Args:
-        folder, family, expert, optional: of :class:`Case`.
-        ranks: most processes.
+        folder, family, expert, optional: as for :class:`Case`.
+        ranks: maximum number of processes.
 
     Raises:
-        UserError: a folder that is no network of the family, or one that does not fit this host's memory.
+        UserError: the folder's network is not of the family, or does not fit this host's memory.
     """
     plan = planned(folder, family, expert)
     size = sum(p.numel() for p in plan.network.parameters())
-    # The plain network and its gradients, and the ranks' shards, gathered copies and gradients, in float64.
+    # Memory in float64 for the plain network and its gradients, and the ranks' shards, gathered copies and gradients.
     needed, free = size * 8 * (2 + 4 * ranks), available_host_memory()
     if free is not None and needed > free:
         raise UserError(
@@ -245,7 +245,7 @@ def verify(
             " which tries small networks of the same class"
         )
     for grid in GRIDS:
-        plan.tokens(*sample_shapes(plan, grid, optional))  # a network that is too small for them
+        plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
     truth = {grid: plain_result(plan, grid, optional) for grid in GRIDS}
     for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
         with RankPool(world, timeout=1800.0, preload=("torch", "models.verification")) as pool:

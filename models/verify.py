@@ -1,9 +1,9 @@
-"""Is a network exact on every mesh? ``python -m models.verify FOLDER_OR_FAMILY`` compares it with itself unsplit.
+"""Check that a network computes the same on every mesh: ``python -m models.verify FOLDER_OR_FAMILY``.
 
-A FAMILY is tried with its own small examples and random weights, a FOLDER (a diffusers transformer or pipeline folder)
-with the network in it, or both experts. Each is built as a role, split and sharded on each mesh that ``--ranks`` local
-processes make; its outputs, gradients and derivatives are compared in float64 with those of the unmodified network in
-one process. A network that may be given more, such as a first frame, is tried with and without it.
+For a FAMILY it uses small example networks with random weights. For a FOLDER (a diffusers transformer or pipeline
+folder) it uses the network in it, or both experts. It builds each network as a role, then splits and shards it on each
+mesh that ``--ranks`` local processes allow. It compares outputs, gradients and derivatives in float64 with those of the
+unmodified network in one process. It runs a network with optional inputs, such as a first frame, with and without them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from models.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
-from models.export_folder import write_folder
 from models.families.base import config_of
 from models.families.registry import family_names, family_of
+from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
+from models.files.export_folder import write_folder
 from models.lora.merge import Weights
 from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
-    """Print a table of each network, and one with its optional inputs; return whether all errors are within bounds."""
+    """Print one table per network and one with its optional inputs; return whether all errors are within the bound."""
     experts = len(inspect_checkpoint(str(folder), "FOLDER").folders)
     plan = planned(folder, family)
     latents, needed = sample_shapes(plan, GRIDS[0])
@@ -65,11 +65,11 @@ def _table(title: str, folder: Path, family: str, ranks: int, expert: int, *, op
 
 
 def write_example(folder: Path, family: str, config: Mapping[str, Any]) -> None:
-    """Write a network of ``config`` with random weights as a diffusers folder."""
+    """Write a network of ``config`` with random weights to a diffusers folder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = family_of(family, "student").build(config, "models.verify")
-        for parameter in network.parameters():  # constructors leave biases at 0, which would hide errors
+        for parameter in network.parameters():  # constructors set biases to 0, which would hide errors
             parameter.data += 0.05 * torch.randn_like(parameter)
     tensors = network.state_dict()
     weights = Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
@@ -81,7 +81,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
     """Print the tables of a folder, or of a family's examples; return whether all errors are within the bound.
 
     Raises:
-        UserError: neither a folder nor a family; a folder whose network is not the family's.
+        UserError: ``target`` is neither a folder nor a family, or the folder's network is not of the family.
     """
     folder = user_path(target, "FOLDER_OR_FAMILY")
     for name in (family, None if folder.is_dir() else target):
@@ -89,7 +89,7 @@ def run(target: str, family: str | None, ranks: int) -> bool:
             raise UserError(f"{name} is neither a folder nor a family; use a folder, or {' or '.join(family_names())}")
     if folder.is_dir():
         family = family or _family_of(folder)
-        planned(folder, family)  # refused before anything is printed
+        planned(folder, family)  # raises before anything is printed
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers"))
     print(f"python -m models.verify {target}: largest relative differences from the plain network in one process,")
     print(f"float64, {packages}, at most {ranks} ranks; {BATCH} samples")
@@ -106,18 +106,19 @@ def run(target: str, family: str | None, ranks: int) -> bool:
 
 
 def _family_of(folder: Path) -> str:
-    """The family whose class a folder's network has; the first where there is none, which then says what it needs."""
+    """Return the family of the folder's network class. If none matches, return the first family, whose check then
+    reports the mismatch."""
     found = inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")
     names = family_names()
     for name in names:
-        with suppress(UserError):  # one of another package that cannot be imported is not asked for here
+        with suppress(UserError):  # skip a family of another package that cannot be imported
             if family_of(name, "FOLDER").class_name == found:
                 return name
     return names[0]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, 1 where an error is too large, or 2 with one line for a user's mistake."""
+    """Return exit code 0, 1 if an error is too large, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.verify", description=__doc__.splitlines()[0])
     parser.add_argument(
         "target", metavar="FOLDER_OR_FAMILY", help=f"a diffusers folder, or {', '.join(family_names())}"

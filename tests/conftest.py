@@ -5,19 +5,19 @@ import os
 
 import pytest
 
-from fsdp_cp import local_ranks
+from fsdp_cp.runtime import local_ranks
 
 # A failed assertion of what tests share says as much as one of a test.
 pytest.register_assert_rewrite("tests.oracles", "tests.e2e", "tests.unit")
 # The server of forks imports it once for all ranks of a pytest process: what the first one to start asks for counts.
-local_ranks.PRELOAD = ("torch", "distill.run")
+local_ranks.PRELOAD = ("torch", "distill.train.trainer")
 # Ranks share two cores: without this, each would start a thread per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
 def _logging_begins_anew():
-    """A command that ran inside the tests' process has set the root logger up: the next test must not see it."""
+    """Reset the root logger before each test, since commands in the tests' process set it up."""
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     for handler in [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest")]:

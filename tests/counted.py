@@ -1,4 +1,4 @@
-"""Counters for tests of what units compute, keep and compile: use them in the process that computes."""
+"""Counters of computation, kept tensors and compilation, for use in the process that computes."""
 
 from collections import Counter
 from functools import partial
@@ -12,7 +12,7 @@ from fsdp_cp.sharding import activations
 
 
 class Counted:
-    """Inside: graphs compiled (by ``backend``), calls of the attention's ring, bytes copied to CPU memory."""
+    """Context that counts compiled graphs (by ``backend``), calls of ring attention, and bytes copied to CPU memory."""
 
     def __init__(self, backend="aot_eager"):
         self.graphs = self.rings = self.host_bytes = 0
@@ -46,7 +46,7 @@ class Counted:
 
 
 class Calls(TorchDispatchMode):
-    """How often each operator was called."""
+    """Context that counts the calls of each operator."""
 
     def __init__(self):
         super().__init__()

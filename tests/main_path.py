@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import train
-from distill.trainer import Trainer
+from distill.train.trainer import Trainer
 
 ROOT = f"{Path(__file__).resolve().parent.parent}/"
 PROFILED = ("fsdp_cp/", "models/", "distill/", "train.py")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_cp.local_ranks import RankPool
+from fsdp_cp.runtime.local_ranks import RankPool
 
 TIMEOUT = 240.0
 """Seconds for one function on the ranks."""
 
 
 class Pools(dict[int, RankPool]):
-    """``pools[size]`` are ``size`` ranks, started when they are first used. Use it as a context manager."""
+    """Context whose ``pools[size]`` are ``size`` ranks, started at their first use."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         super().__init__()

@@ -116,7 +116,7 @@ def build_tiny_pipeline(
 
 
 def _image_parts() -> dict[str, object]:
-    """A CLIP of 2 x 2 patches, and its processor."""
+    """Return a CLIP of 2 x 2 patches and its processor."""
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     from distill.data.encoders.image import CLIP, _processor_class
@@ -128,7 +128,7 @@ def _image_parts() -> dict[str, object]:
 
 
 def _tokenizer():
-    """A T5 tokenizer over single characters and a few words: every ASCII caption has tokens of its own."""
+    """Return a T5 tokenizer of single characters and a few words, so that ASCII captions have different tokens."""
     from transformers import T5Tokenizer
 
     words = ["▁a", "▁the", "▁of", "▁on", "▁in", "ing", "er", *(f"▁{colour}" for colour in COLOURS)]
@@ -150,10 +150,10 @@ def render_clips(
     short: bool = False,
     missing: bool = False,
 ) -> Path:
-    """Write ``n`` good clips of a bright square that drifts over a grey ramp, and metadata.csv; returns the folder.
+    """Write ``n`` good clips of a bright square that drifts over a grey ramp, and metadata.csv. Return the folder.
 
-    ``broken`` adds a row for broken.mp4 (an mp4 cut in its middle), ``short`` one for short.mp4 (3 frames), ``missing``
-    one for a file that is not there. They stand first, in this order: leaving them out shifts every good clip.
+    ``broken`` adds a row for broken.mp4 (a truncated mp4), ``short`` for short.mp4 (3 frames), ``missing`` for a file
+    that does not exist. These rows come first, in this order, so that skipping them shifts every good clip.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def write_metadata(
 
 
 def moving_square(colour: str, frames: int, height: int, width: int, speed: int = 1) -> np.ndarray:
-    """uint8 (frames, height, width, 3): a square of ``colour`` that moves ``speed`` pixels a frame to the right."""
+    """Return uint8 (frames, height, width, 3): a square of ``colour`` that moves right, ``speed`` pixels per frame."""
     ramp = np.linspace(20, 110, width, dtype=np.float32)[None, None, :, None]
     video = np.broadcast_to(ramp, (frames, height, width, 3)).astype(np.uint8)
     side = height // 3
@@ -205,7 +205,7 @@ def write_video(
     times: list[int] | None = None,
     pixel_aspect: Fraction | None = None,
 ) -> None:
-    """Encode uint8 (T, H, W, 3) as H.264 (MPEG-4 where the wheel has no libx264).
+    """Encode uint8 (T, H, W, 3) as H.264, or as MPEG-4 if the wheel lacks libx264.
 
     ``colorspace``: AVColorSpace to convert to and tag (1 BT.709, 6 BT.601); None leaves the file untagged.
     ``times``: a time stamp per frame, in frames, for variable frame rates.
@@ -231,7 +231,7 @@ def write_video(
 
 
 def new_folder(name: str) -> Path:
-    """An argument of a command line: nothing of anybody's may be in it."""
+    """Parse a folder for ``argparse``. It must be new or empty."""
     folder = Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise argparse.ArgumentTypeError(f"{folder} is there and not empty; give a new folder")

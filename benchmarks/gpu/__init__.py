@@ -1,1 +1,1 @@
-"""One command for one GPU: ``python -m benchmarks.gpu``; see :mod:`benchmarks.gpu.command`."""
+"""All measurements for one GPU, as one command: ``python -m benchmarks.gpu``; see :mod:`benchmarks.gpu.command`."""

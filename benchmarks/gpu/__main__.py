@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``."""
+"""Entry point of ``python -m benchmarks.gpu``."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Each local attention kernel and the forward-mode derivative at a video's sizes, with plain torch beside."""
+"""Local attention kernels and the forward-mode derivative at the sizes of real videos, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from benchmarks.attention_kernels import (
 )
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.kernels import refused_at_once
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.mesh import build_mesh
 
 SIZES, TINY_SIZES = ((32760, 12), (75600, 5), (32760, 3), (8192, 12)), ((384, 2), (512, 2))
 """Tokens and heads of a rank: Wan 1.3B at 480p on one rank, 14B at 720p on 8, 1.3B at 480p on 4, and a short clip.
 
-No token count is a multiple of a tile, as in real clips; the size that says most comes first.
+As in real clips, token counts are not multiples of a tile. The most informative size comes first.
 """
 DERIVATIVES = ("auto", "reference")
-"""Names whose derivative is timed: the default choice on this device, and chunked torch."""
+"""Kernels whose derivative is timed: the default choice on this device, and chunked torch."""
 TIMED = 0.5
-"""Seconds of each pass that are timed, at least three runs."""
+"""Seconds of timing per pass. At least three runs are timed."""
 OWN_TARGET, OTHER_TARGET = 3.5, 6.0
-"""The derivative over the same kernel's forward, six matrix products against two; and over the fastest kernel's."""
+"""Target ratios of the derivative's time to the same kernel's forward (six matrix products to two), and to the fastest
+kernel's forward."""
 MATH = "torch SDPA, math"
 MATH_TOKENS = 8192
-"""It writes out all of the attention matrix: ten times 1.5 GiB here, 26 GiB each at 32,760 tokens."""
+"""Tokens for torch's math backend. It stores ten whole attention matrices, 1.5 GiB each here, 26 GiB at 32,760."""
 
 
 def attention(context: Context) -> None:
-    """The part: the ceiling, each kernel in a process of its own, and the derivative over forwards."""
+    """Measure the ceiling, each kernel in a separate process, and ratios of derivatives to forwards."""
     context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=60)
     found = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
     rate = repr(found[0] * 1e12) if found else "nan"
-    # The derivatives come before the others: what they are compared with may be cut, they may not.
+    # Measure the derivatives first: if time runs out, only kernels to compare with may be missing.
     names = [*DERIVATIVES, *(name for name in all_kernels() if name not in DERIVATIVES), "torch SDPA", MATH]
     for i, name in enumerate(names):
         kernel = all_kernels().get(name)
@@ -53,7 +54,7 @@ def attention(context: Context) -> None:
         if refusal is not None:
             context.row(name, refused=refusal)
             continue
-        # Half of what is left at most, so that one that is slow or hangs does not take the time of all others.
+        # Give each kernel at most half of the remaining time, so that a slow or hanging one leaves time for the others.
         share = context.left() if i == len(names) - 1 else context.left() / 2
         context.isolated(name, "benchmarks.gpu.attention:one_kernel", name, rate, seconds=share)
     for row in ratios(context.written()):
@@ -61,18 +62,18 @@ def attention(context: Context) -> None:
 
 
 def ceiling(context: Context) -> None:
-    """The row of the fastest matrix product."""
+    """Write the row of the fastest matrix product."""
     rate = matmul_rate(context.device_type)
     context.row("fastest bf16 matrix product", **{"TFLOP/s": rate / 1e12, "share": 1.0})
 
 
 def one_kernel(context: Context, name: str, rate: str) -> None:
-    """The rows of one kernel.
+    """Write the rows of one kernel.
 
     Args:
-        context: of the part.
-        name: of a kernel, or of what it is compared with.
-        rate: of the ceiling, operations per second.
+        context: the part's context.
+        name: name of a kernel, or of torch's attention.
+        rate: operations per second of the fastest matrix product.
     """
     device = context.device_type
     sizes = TINY_SIZES if context.tiny else ((MATH_TOKENS, 12),) if name == MATH else SIZES
@@ -98,7 +99,7 @@ def one_kernel(context: Context, name: str, rate: str) -> None:
 
 
 def _attend(device: str, name: str) -> tuple[Attend | None, str | None]:
-    """What runs ``(1, S, H, D)`` tensors, or why nothing does."""
+    """Return the attention for ``(1, S, H, D)`` tensors, or ``None`` and the reason of refusal."""
     if name == MATH:
         return _math, None
     mesh = build_mesh(cp=1, device_type=device)
@@ -107,13 +108,13 @@ def _attend(device: str, name: str) -> tuple[Attend | None, str | None]:
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The only one of torch's own with a forward-mode derivative."""
+    """Attend with torch's math backend, its only one with a forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 def ratios(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The derivative's time over that of forwards, of each size for which both are among ``rows``."""
+    """Return the ratios of the derivative's time to forwards, for each size with both in ``rows``."""
     times: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
     for row in rows:
         if "ms" in row and "pass" in row:

@@ -1,4 +1,4 @@
-"""One block of Wan 14B as a rank of ``cp=8`` runs it at 720p: time and what its graph keeps, by what is recomputed."""
+"""Time and memory of one block of Wan 14B on a rank of ``cp=8`` at 720p, by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.attention_kernels import MIB, timed, world_of_one
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import Peak, architecture_of
 from fsdp_cp.mesh import Mesh, build_mesh
-from fsdp_cp.sharding.activations import apply_checkpointing, apply_compile
+from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.settings import ShardSettings
 from models.families import wan_attention
 from models.families.wan import Wan
 
 RANKS = 8
 LATENTS, TINY_LATENTS = (21, 90, 160), (3, 8, 16)
-"""Of a clip at 720p, behind the channels: 21 x 45 x 80 tokens, of which a rank has an eighth; and in small."""
+"""Latent shape without channels of a clip at 720p (21 x 45 x 80 tokens, an eighth on each rank), and of a test clip."""
 TEXT_TOKENS = 512
 ULYSSES, RING = "Ulysses 8", "ring 8, one of its chunks"
 TARGET = "benchmarks.gpu.block:one_way"
@@ -29,15 +29,15 @@ CHECKPOINTING = ("none", "full", "selective")
 
 
 def block(context: Context) -> None:
-    """The part: each exchange, with each of the ways to recompute, eager and compiled."""
-    # All eager ones first: a compiler may take, or hang for, all the time that is left.
+    """Measure each exchange with each kind of activation checkpointing, eager and compiled."""
+    # Measure all eager cases first: a compiler may use up, or hang for, all the remaining time.
     for compiled in ("eager",) if context.tiny else ("eager", "compiled"):
         for exchange in (ULYSSES, RING):
             context.isolated(f"{exchange}, {compiled}", TARGET, exchange, compiled, seconds=120)
 
 
 def one_way(context: Context, exchange: str, compiled: str) -> None:
-    """The rows of one exchange, eager or compiled."""
+    """Write the rows of one exchange, eager or compiled."""
     with world_of_one(context.device_type):
         mesh = build_mesh(cp=1, device_type=context.device_type)
         for kept in CHECKPOINTING:
@@ -49,12 +49,12 @@ def one_way(context: Context, exchange: str, compiled: str) -> None:
 
 
 def _measure(context: Context, mesh: Mesh, exchange: str, settings: ShardSettings) -> dict[str, Any]:
-    """Cells of forward and backward of one block."""
+    """Return the cells of forward and backward of one block."""
     device, peak = context.device, Peak(context.device)
     run, tokens, heads = _block(context, mesh, settings)
     patched = mock.patch.object(wan_attention, "context_parallel_attention", _exchanged)
     with patched if exchange == ULYSSES else nullcontext():
-        for _ in range(2):  # the first compiles, and what libraries allocate at their first call stays
+        for _ in range(2):  # the first call compiles, and libraries keep what they allocate then
             torch.autograd.grad(*run())
         kept, most, out_bytes = _memory(device, peak, run)
         forward = timed(lambda: run()[0], context.device_type, limit=2.0)
@@ -72,7 +72,10 @@ def _measure(context: Context, mesh: Mesh, exchange: str, settings: ShardSetting
 def _block(
     context: Context, mesh: Mesh, settings: ShardSettings
 ) -> tuple[Callable[[], tuple[Tensor, list[Tensor], Tensor]], int, int]:
-    """What runs the block: its output, what gradients are asked for, and the output's gradient; tokens and heads."""
+    """Return a function that runs the block, and the numbers of tokens and heads.
+
+    The function returns the output, the leaves that need gradients, and the output's gradient.
+    """
     device, family = context.device, Wan()
     architecture = architecture_of("14b", tiny=False, layers=1)
     if context.tiny:
@@ -83,8 +86,7 @@ def _block(
     family.restore_buffers(network, device)
     family.parallelize(network, mesh)
     (unit,) = family.blocks(network)
-    apply_checkpointing(unit, settings)
-    apply_compile(unit, settings)
+    wrap_unit(unit, settings)
     width, channels = family.width(architecture), architecture["in_channels"]
     latents = torch.empty(1, channels, *(TINY_LATENTS if context.tiny else LATENTS), device=device)
     rotary = network.rope(latents)
@@ -96,7 +98,7 @@ def _block(
         return torch.randn(*shape, generator=generator, device=device)
 
     x = draw(1, tokens, width).bfloat16().requires_grad_()
-    # The modulation is added in fp32, as diffusers writes it; times of a whole sample.
+    # As in diffusers, the modulation is fp32. One time per sample.
     text, modulation, grad = (
         draw(1, TEXT_TOKENS, width).bfloat16(),
         draw(1, 6, width),
@@ -112,13 +114,13 @@ def _block(
 
 
 def _exchanged(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh, total_tokens: int | None, **options: Any) -> Tensor:
-    """Attention as a rank of a Ulysses group has it: all tokens and an eighth of the heads.
+    """Attend like a rank of a Ulysses group, over all tokens and an eighth of the heads.
 
-    The all-to-all is a copy of the rank's own, of the same size, in place of what the other ranks would send.
+    In place of the all-to-all, the rank copies its own tensor, which has the size of the data from the other ranks.
     """
 
     def to_all_tokens(x: Tensor) -> Tensor:
-        """``(B, S, H, D)`` to ``(B, 8 S, H / 8, D)``."""
+        """Reshape ``(B, S, H, D)`` to ``(B, 8 S, H / 8, D)``."""
         return x.unflatten(2, (RANKS, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
     out = _ATTENTION(*(to_all_tokens(x) for x in (q, k, v)), mesh=mesh, total_tokens=None, **options)
@@ -131,8 +133,10 @@ _ATTENTION = wan_attention.context_parallel_attention
 def _memory(
     device: torch.device, peak: Peak, run: Callable[[], tuple[Tensor, list[Tensor], Tensor]]
 ) -> tuple[int | None, int | None, int]:
-    """Bytes that a forward leaves behind and that forward and backward hold at most, beyond what is there before; and
-    of the output."""
+    """Return the bytes kept after a forward, the peak bytes of forward and backward, and the bytes of the output.
+
+    The first two do not include earlier allocations.
+    """
     with peak.watched():
         before = peak.now()
         peak.reset()

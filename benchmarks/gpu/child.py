@@ -1,8 +1,8 @@
-"""The process that measures one part of ``benchmarks.gpu``, and what a part is given.
+"""Process that measures one part of ``benchmarks.gpu``, and the context of a part.
 
-A part is a function of one :class:`Context` (and of words, where another part calls it). It writes a row as soon as it
-has one, so that a crash or a hang behind it loses nothing. torch is imported by parts alone: this module stays quick to
-start, and a machine that lacks a package gives a row that says so.
+A part is a function of one :class:`Context` (and of words, if another part calls it). It writes each row at once, so
+that a later crash or hang loses nothing. Only parts import torch: this module starts quickly, and a missing package
+becomes a row with the error.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RAISED = 1
-"""The exit code of a process whose part raised, and which has said so in a row."""
+"""Exit code of a process whose part raised an error, after writing the error to a row."""
 GRACE = 30
-"""Seconds after its limit at which a process ends itself, should nobody have ended it."""
+"""Seconds after its limit at which a process ends itself, if no other process has ended it."""
 
 
 class DeviceLost(RuntimeError):
-    """The GPU answers this process no more, after an illegal access, say: whatever it measured next would fail too."""
+    """Error for a GPU that no longer works in this process, e.g. after an illegal access."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a part is told, and where its rows go."""
+    """Settings of a part, and its output of rows."""
 
     device_type: str
     """``cuda`` or ``cpu``."""
     tiny: bool
-    """Test sizes?"""
+    """Whether to use test sizes."""
     rows: Path
-    """A file of one JSON object a line."""
+    """File of rows, one JSON object per line."""
     deadline: float
-    """The time (``time.time``) at which the part is ended."""
+    """Time (``time.time``) at which the part is ended."""
 
     @property
     def device(self) -> Any:
-        """The ``torch.device``: the first GPU, or the CPU."""
+        """First GPU, or the CPU, as a ``torch.device``."""
         import torch
 
         return torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
 
     def left(self) -> float:
-        """Seconds until the part is ended."""
+        """Return the seconds until the part is ended."""
         return self.deadline - time.time()
 
     def row(self, what: str, **cells: Any) -> None:
-        """Write a row at once; cells are numbers, texts or ``None``, by the column's title with its unit."""
+        """Write a row at once. Cells are numbers, texts or ``None``, by column title, which includes the unit."""
         line = json.dumps({"what": what, **{name: _plain(value) for name, value in cells.items()}})
         with self.rows.open("a") as file:
             file.write(line + "\n")
 
     def written(self) -> list[dict[str, Any]]:
-        """The rows of the part so far, those of its other processes among them."""
+        """Return the rows of the part so far, including those of its other processes."""
         return read_rows(self.rows)
 
     def attempt(self, what: str, measure: Callable[[], Mapping[str, Any]], *, needs: float = 0.0, **cells: Any) -> bool:
-        """Write what ``measure`` finds as a row, or what it raises; is it there?
+        """Write the cells of ``measure``, or its error, as a row. Return whether it succeeded.
 
         Args:
-            what: the row's name.
-            measure: its cells.
-            needs: seconds that it takes at least; with fewer left it is not begun, and the row says so.
-            cells: what is known before.
+            what: name of the row.
+            measure: returns the cells.
+            needs: minimum seconds of ``measure``. With less time left, the row says that it was left out.
+            cells: cells that are known before.
 
         Raises:
-            DeviceLost: what failed has taken the GPU with it.
+            DeviceLost: the GPU failed too.
         """
         if self.left() < needs:
             self.row(what, **cells, error=f"left out: {max(0.0, self.left()):.0f} s were left of the part's time")
@@ -91,12 +91,12 @@ class Context:
             self.row(what, **cells, **found)
             return True
         self.row(what, **cells, error=failure)
-        # Only here: inside the clause the traceback holds the frames, and they hold the tensors of what failed.
+        # Free memory here: within the except clause, the traceback's frames still hold the tensors of the failed call.
         self.let_go()
         return False
 
     def let_go(self) -> None:
-        """Give back memory that nobody refers to any more.
+        """Free unreferenced memory.
 
         Raises:
             DeviceLost: the GPU has failed.
@@ -115,9 +115,9 @@ class Context:
             raise DeviceLost(said(error)) from error
 
     def isolated(self, what: str, target: str, *words: str, seconds: float = math.inf, **environment: str) -> bool:
-        """Call ``target`` in a process of its own, with the ``words``, for so long at most; did it end well?
+        """Call ``target`` with ``words`` in a new process for at most ``seconds``. Return whether it succeeded.
 
-        Its rows are this part's. One that fails or hangs is a row called ``what``, and its GPU memory is free again.
+        Its rows belong to this part. A failure or a hang becomes a row called ``what``. Its GPU memory is then free.
         """
         limit = min(seconds, self.left() - 5)
         if limit <= 0:
@@ -125,7 +125,7 @@ class Context:
             return False
         command = command_of(target, what, self.rows, self.device_type, self.tiny, limit, *words)
         try:
-            # In this process's group, which is ended as a whole where the part is.
+            # Keep it in this process's group, which is killed as a whole at the end of the part.
             done = subprocess.run(
                 command, cwd=ROOT, env=os.environ | environment, stdin=subprocess.DEVNULL, timeout=limit
             )
@@ -138,10 +138,10 @@ class Context:
 
 
 def in_two_lanes(first: Sequence[Callable[[], object]], second: Sequence[Callable[[], object]]) -> None:
-    """Call those of each in turn, the two beside each other: one has the GPU, the other plans on the CPU.
+    """Call the functions of each lane in order, with both lanes in parallel: one uses the GPU, the other the CPU.
 
     Raises:
-        Exception: what one of them raised, when the other lane is through.
+        Exception: an error of a call. Raised after the other lane has ended.
     """
 
     def through(calls: Sequence[Callable[[], object]]) -> None:
@@ -154,20 +154,20 @@ def in_two_lanes(first: Sequence[Callable[[], object]], second: Sequence[Callabl
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: a number that is not finite has no place there, and would make the file unreadable elsewhere."""
+    """Convert non-finite numbers to strings, since JSON does not have them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
 def said(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:300]
 
 
 def ended(code: int) -> str:
-    """How a process came to an exit code that is no success."""
+    """Describe a non-zero exit code."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -177,7 +177,7 @@ def ended(code: int) -> str:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """What is in a file of rows; a last line that was torn by the end of its process is left out."""
+    """Return the rows of a file, without a last line that the end of its process has torn."""
     rows = []
     for line in file.read_text().splitlines() if file.is_file() else ():
         try:
@@ -190,17 +190,17 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def command_of(
     target: str, what: str, rows: Path, device_type: str, tiny: bool, seconds: float, *words: str
 ) -> list[str]:
-    """The command line that calls ``target`` (``module:function``); a row called ``what`` says what it raised."""
+    """Return the command line that calls ``target`` (``module:function``). Its errors go to a row called ``what``."""
     settings = [what, str(rows), device_type, "tiny" if tiny else "whole", f"{seconds:.3f}"]
     return [sys.executable, "-u", "-m", "benchmarks.gpu.child", target, *settings, *words]
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0; 1 where the part raised, which is its last row."""
+    """Run the part. Return exit code 0, or 1 if the part raised an error, which is then its last row."""
     target, what, rows, device_type, size, seconds, *words = arguments
-    # If whoever started this process is gone, nobody else ends it; the default action of SIGALRM does, in a hang too.
+    # If the parent process is gone, the default action of SIGALRM ends this process, even in a hang.
     signal.alarm(math.ceil(float(seconds)) + GRACE)
-    if os.getpgrp() == os.getpid():  # the part's own process: when it is told to end, its other ones end too
+    if os.getpgrp() == os.getpid():  # the part's main process: on SIGTERM its other processes end too
         signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     context = Context(
         device_type=device_type, tiny=size == "tiny", rows=Path(rows), deadline=time.time() + float(seconds)
@@ -217,6 +217,6 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # gloo's threads abort a process that is being finalised; a part that has no process group has no such module.
+    # gloo's threads abort a process during its finalization. A part without a process group has not loaded this module.
     launch = sys.modules.get("fsdp_cp.launch")
     sys.exit(code) if launch is None else launch.end_process(code)

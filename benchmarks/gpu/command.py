@@ -1,17 +1,17 @@
-"""Everything that one GPU can show of this project, as one command: ``python -m benchmarks.gpu``.
+"""Measurements of this project on one GPU, as one command: ``python -m benchmarks.gpu``.
 
-At most 30 minutes, in parts of at most 8, each a process of its own with a time limit: one that crashes or hangs is a
-row with its error, and the others are measured. A part that has its result is not measured again (``--again NAME``),
-and one that has none is, so that the same command goes on where an earlier one was cut. Results are written after each
-part, to ``benchmarks/results/gpu_DEVICE.md`` and ``.json``: device, driver, versions, commit.
+The command takes at most 30 minutes, in parts of at most 8 minutes. Each part is a process with a time limit: a crash
+or a hang becomes a row with its error, and the other parts run. A finished part is not measured again, except with
+``--again NAME``; the same command therefore resumes an interrupted one. Results go to
+``benchmarks/results/gpu_DEVICE.md`` and ``.json`` after each part, with device, driver, versions and commit.
 
-``python -m benchmarks.gpu --device cpu --tiny`` runs every part at test size, on a machine without a GPU; without
-``--out`` it keeps nothing. fp8 has its row on a GPU alone.
+``python -m benchmarks.gpu --device cpu --tiny`` runs every part at test size on a machine without a GPU; without
+``--out`` it keeps nothing. fp8 is measured only on a GPU.
 
-Exit codes: 0; 1 where a part that was wanted is not finished; 2 with one line for a user's mistake; 75 after SIGTERM.
+Exit codes: 0; 1 if a requested part is not finished; 2 with one line for a user's mistake; 75 after SIGTERM.
 
-From Python, :func:`main` takes other parts: a part is any function of a :class:`benchmarks.gpu.child.Context` that can
-be imported, by its name.
+From Python, :func:`main` takes other parts. A part names an importable function of a
+:class:`benchmarks.gpu.child.Context`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from benchmarks.gpu.process import FINISHED, run_part
 from benchmarks.gpu.report import NOT_RUN, Results
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
-from fsdp_cp.signals import Stopped
+from fsdp_cp.runtime.signals import Stopped
 
 MINUTES = 30.0
 LEAST_SECONDS = 15.0
-"""With less of the whole time left a part is not begun: it would hardly have started."""
+"""Minimum remaining time for starting a part."""
 
 
 def main(argv: list[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Exit code 0; 1 where a part is not finished; 2 with one line for a user's mistake.
+    """Run the command. Return exit code 0; 1 if a part is not finished; 2 with one line for a user's mistake.
 
     Args:
-        argv: the words behind the command.
-        parts: what is measured, in this order.
+        argv: the words after the command.
+        parts: the parts to measure, in this order.
     """
     args = _parser(parts).parse_args(argv)
     unfinished: list[str] = []
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Of SIGTERM, whose own action would leave the part that is measured to run on: it is ended on the way out.
+    """Handle SIGTERM by an exception, which ends the running part. The default action would leave the part running.
 
     Raises:
         Stopped: always.
@@ -69,7 +69,7 @@ def stop(number: int, frame: object) -> NoReturn:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage, which ``--help`` has."""
+        """Exit with one line and without the usage, which ``--help`` prints."""
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
@@ -88,10 +88,10 @@ def _parser(parts: Sequence[Part]) -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[str]:
-    """Measure what is wanted and missing, print the page, and return the names of what is not finished.
+    """Measure the requested parts that are missing, print the page, and return the names of unfinished parts.
 
     Raises:
-        UserError: names that no part has, sizes of a GPU on a CPU, no GPU, a folder that cannot be written.
+        UserError: unknown parts, GPU sizes on a CPU, no GPU, a folder that cannot be written.
     """
     known = [part.name for part in parts]
     for option in ("again", "only"):
@@ -112,7 +112,7 @@ def _measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[str]:
         if folder is None and args.tiny:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_")))
         results = Results.read(folder or ROOT / "benchmarks" / "results", device, args.tiny)
-        results.write(parts)  # a folder that cannot be written is refused now, not in half an hour
+        results.write(parts)  # find now, not in half an hour, that the folder cannot be written
         for part in wanted:
             if results.has(part.name) and part.name not in args.again:
                 print(f"{part.name}: has its result (--again '{part.name}' measures it once more)", file=sys.stderr)
@@ -139,11 +139,11 @@ def _not_run(minutes: float) -> dict[str, object]:
     return {"status": NOT_RUN, "error": f"the {minutes:g} minutes were over; start the command again", "rows": []}
 
 
-# --- what it ran on ---
+# --- device and versions ---
 
 
 def described(device_type: str) -> tuple[str, dict[str, str]]:
-    """The device's name, and the commit and versions.
+    """Return the device's name, and the commit and versions.
 
     Raises:
         UserError: no GPU.
@@ -151,7 +151,7 @@ def described(device_type: str) -> tuple[str, dict[str, str]]:
     made_with = {"commit": _commit(), "torch": _version("torch"), "python": platform.python_version()}
     if device_type == "cpu":
         return f"cpu {platform.machine()}", made_with
-    # In another process: what asks a GPU for its name holds some of its memory from then on.
+    # Ask in another process: a process that asks a GPU for its name keeps some of its memory.
     code = "import sys; from benchmarks.gpu.command import print_gpu; sys.exit(print_gpu())"
     try:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -165,7 +165,7 @@ def described(device_type: str) -> tuple[str, dict[str, str]]:
 
 
 def print_gpu() -> int:
-    """Print a JSON object: the first GPU's ``name``, and versions of what drives it; 1 where there is none."""
+    """Print a JSON object with the first GPU's ``name`` and versions of its software. Return 0, or 1 without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -198,13 +198,13 @@ def _driver() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):  # not in every container
+    except (OSError, subprocess.TimeoutExpired):  # some containers lack the command
         return "unknown"
     return done.stdout.split("\n")[0].strip() or "unknown"
 
 
 def _commit() -> str:
-    """Short, with a note of changes that are in no commit; ``unknown`` outside of a checkout."""
+    """Return the short commit, with a note of uncommitted changes; ``unknown`` outside of a checkout."""
     try:
         found = [
             subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)

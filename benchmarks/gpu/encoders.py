@@ -1,4 +1,4 @@
-"""Wan's VAE and text encoder alone: seconds, peak, and what bf16 and tiling change."""
+"""Time and peak memory of Wan's VAE and text encoder, with the effects of bf16 and tiling."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ TINY_SIZES = {"tiny": (5, 48, 48)}
 TINY_VAE = {"base_dim": 8, "z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "num_res_blocks": 1}
 TINY_TEXT = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
 TINY_TILES = (32, 32, 24, 24)
-"""Pixels of a tile, and from one to the next, so that a test's clip has some too; the VAE's own are 256 and 192."""
+"""Tile sizes and strides in pixels, small enough to tile a test's clip. The VAE's defaults are 256 and 192."""
 WAYS = {"fp32": (torch.float32, False), "fp32, tiled": (torch.float32, True), "bf16": (torch.bfloat16, False),
         "bf16, tiled": (torch.bfloat16, True)}  # fmt: skip
 CAPTION_TOKENS = 512
 WARM_FRAMES = 5
-"""Of a clip that is encoded and decoded before any is timed."""
+"""Number of frames of the warm-up clip."""
 
 
 def encoders(context: Context) -> None:
-    """The part: each of both in a process of its own, since what one holds is no part of the other's."""
+    """Measure both in separate processes, so that neither counts the other's memory."""
     context.isolated("text encoder", "benchmarks.gpu.encoders:text_encoder", seconds=90)
     context.isolated("VAE", "benchmarks.gpu.encoders:vae")
 
 
 @torch.no_grad()
 def text_encoder(context: Context) -> None:
-    """A caption through umT5-XXL, in fp32 as data sets run it, and in bf16."""
+    """Measure umT5-XXL on one caption, in fp32 as data sets run it, and in bf16."""
     device = context.device
-    settings = TINY_TEXT | {"feed_forward_proj": "gated-gelu"} if context.tiny else dict(Wan.text_encoder)
+    settings = TINY_TEXT | {"feed_forward_proj": "gated-gelu"} if context.tiny else dict(Wan.planning.text_encoder)
     tokens = 8 if context.tiny else CAPTION_TOKENS
     exact: Tensor | None = None
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -47,7 +47,7 @@ def text_encoder(context: Context) -> None:
         def measure(dtype: torch.dtype = dtype) -> dict[str, Any]:
             nonlocal exact
             torch.manual_seed(0)
-            # Drawn in fp32 in both, so that they are the same weights; on the device, where that takes a second.
+            # Draw the weights in fp32 for both dtypes, so that they are the same; on the device this takes a second.
             with torch.device(device):
                 model = build_text_encoder(settings).eval().to(dtype)
             words = torch.arange(1, tokens + 1, device=device)[None] % settings["vocab_size"]
@@ -62,7 +62,7 @@ def text_encoder(context: Context) -> None:
 
 @torch.no_grad()
 def vae(context: Context) -> None:
-    """A clip through the VAE and back, at each size and in each of the :data:`WAYS`."""
+    """Encode and decode a clip with the VAE, at each size and in each of the :data:`WAYS`."""
     device = context.device
     torch.manual_seed(0)
     with torch.device(device):
@@ -83,7 +83,7 @@ def _decode(model: Any, dtype: torch.dtype, latents: Tensor) -> Tensor:
 
 
 def _there_and_back(context: Context, label: str, model: Any, weights: dict[str, Tensor], video: Tensor) -> None:
-    """The rows of one clip ``(1, 3, T, H, W)``; what is decoded are the latents of fp32, in every way."""
+    """Write the rows of one clip ``(1, 3, T, H, W)``. Every way decodes the fp32 latents."""
     exact: dict[str, Tensor | None] = {"encode": None, "decode": None}
 
     def measure(what: str, call: Callable[[Tensor], Tensor], given: Tensor) -> dict[str, Any]:
@@ -92,12 +92,12 @@ def _there_and_back(context: Context, label: str, model: Any, weights: dict[str,
         return cells | found
 
     for name, (dtype, tiled) in WAYS.items():
-        model.to(dtype).load_state_dict(weights)  # not what an earlier way has rounded
+        model.to(dtype).load_state_dict(weights)  # undo the rounding of an earlier way
         model.enable_tiling(*(TINY_TILES if context.tiny else ())) if tiled else model.disable_tiling()
         encode, decode = partial(_encode, model, dtype), partial(_decode, model, dtype)
 
         def forth(encode: Callable[[Tensor], Tensor] = encode, decode: Callable[[Tensor], Tensor] = decode) -> Any:
-            decode(encode(video[:, :, :WARM_FRAMES]))  # kernels are chosen and loaded now
+            decode(encode(video[:, :, :WARM_FRAMES]))  # warm up: choose and load kernels
             return measure("encode", encode, video)
 
         context.attempt(f"{label}, encode, {name}", forth, needs=15)
@@ -110,14 +110,14 @@ def _there_and_back(context: Context, label: str, model: Any, weights: dict[str,
 
 
 def _measured(device: torch.device, call: Callable[[], Tensor]) -> tuple[dict[str, Any], Tensor]:
-    """Seconds and the most that was held in one call, weights and inputs among it; and what it gave, on the CPU."""
+    """Return the seconds and the peak memory of one call, including weights and inputs, and its result on the CPU."""
     peak = Peak(device)
     with peak.watched():
         _wait(device)
         peak.reset()
         began = time.perf_counter()
         out = call()
-        _wait(device)  # the host is through long before the device
+        _wait(device)  # the host returns long before the device has finished
         seconds = time.perf_counter() - began
         most = peak.read()
     return {"seconds": seconds, "peak GiB": gib(most)}, out.float().cpu()
@@ -129,7 +129,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _error(found: Tensor, exact: Tensor | None) -> tuple[dict[str, Any], Tensor]:
-    """The relative error by norm, where there is something to compare with; else that is what was found."""
+    """Return cells, with the relative error by norm if ``exact`` is given, and the tensor for later comparisons."""
     cells: dict[str, Any] = {"finite": bool(found.isfinite().all())}
     if exact is None:
         return cells, found

@@ -1,4 +1,4 @@
-"""What this process holds of a device: of communicators, of the allocator, and of tensors in each phase of a step."""
+"""Device memory of this process: of communicators, of the allocator, and of tensors in each phase of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.oracles.clips import RandomClips
 
 MIB = 2**20
 STEPS = 4
-"""Of the two roles in turn; the first of each allocates what optimizers keep."""
+"""Number of steps, in which two roles take turns. Each role's first step allocates the optimizer's state."""
 
 
 def used_mib(device: torch.device) -> float:
-    """Of a GPU's memory what is taken by whomever, by the driver; of the CPU's what is resident of this process."""
+    """Return the used memory of a GPU over all processes, by the driver, or this process's resident memory on a CPU."""
     if device.type == "cpu":
         return 1024 * resident_gib()
     free, total = torch.cuda.mem_get_info(device)
@@ -30,13 +30,13 @@ def used_mib(device: torch.device) -> float:
 
 
 def communicators(context: Context) -> None:
-    """What each step of the way to a mesh whose groups have communicated adds."""
+    """Write the memory that each step of creating a mesh adds, up to the first communication of its groups."""
     device = context.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.init()
     before = used_mib(device)
-    # The first row holds what the driver gives to a process, whichever call it was that took it.
+    # The first row includes the driver's memory per process, whichever call allocates it.
     context.row("before this process's first tensor", MiB=before)
 
     def more(what: str) -> None:
@@ -61,18 +61,18 @@ def communicators(context: Context) -> None:
         for group in groups.values():
             dist.all_reduce(tensor, group=group)
         more(f"a first collective on each of the mesh's groups: {len(groups)}")
-        assert float(tensor[0]) == 1.0  # of one rank: sums are what they were
+        assert float(tensor[0]) == 1.0  # one rank: a sum does not change the value
 
 
 def phases(context: Context, name: str, size: str, method: str, *more: str) -> None:
-    """The peak of each phase of a run's steps, and of the allocator what it holds beyond tensors."""
+    """Write the peak of each phase of a run's steps, and the allocator's memory in addition to tensors."""
     device, peak = context.device, Peak(context.device)
     words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
     shapes = shapes_of(words)
     clips, peaks, place = RandomClips(*shapes), dict[str, int](), ""
 
     def border() -> None:
-        """What was held since the last border belongs to the phase in which that was."""
+        """Assign the peak since the last border to the phase that began there."""
         nonlocal place
         held = peak.read()
         assert held is not None
@@ -80,7 +80,7 @@ def phases(context: Context, name: str, size: str, method: str, *more: str) -> N
         peak.reset()
         place = phase_now()
 
-    with process_group(device), peak.watched(), mock.patch("models.load.set_first_values", fill_on_device):
+    with process_group(device), peak.watched(), mock.patch("models.roles.load.set_first_values", fill_on_device):
         trainer = open_trainer(words, device, shapes, clips)
         data = trainer._steps_of_data()
         peak.reset()
@@ -91,7 +91,7 @@ def phases(context: Context, name: str, size: str, method: str, *more: str) -> N
         for phase, size_of in sorted(peaks.items(), key=lambda item: -item[1]):
             context.row(name, phase=phase or "between phases", **{"peak GiB": gib(size_of)})
         if device.type == "cuda":
-            # The allocator's own peaks: those of tensors above begin anew at every border, with it too.
+            # Read the allocator's peaks, which each border resets together with the peaks of tensors.
             stats = torch.cuda.memory_stats(device)
             reserved, tensors = torch.cuda.memory_reserved(device), max(peaks.values())
             context.row(

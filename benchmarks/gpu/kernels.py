@@ -1,7 +1,7 @@
-"""Every local attention kernel against attention written out in float64 (``tests/oracles/attention_kernels.py``).
+"""Errors of local attention kernels against attention written out in float64.
 
-The cases are those of the tests that wait for a GPU; here each kernel has a process of its own, since one that reaches
-out of its bounds takes the device's context with it, and the largest error is a number in the table.
+The cases are those of the GPU tests (``tests/oracles/attention_kernels.py``). Here each kernel runs in a separate
+process, since an illegal access destroys the device's context, and the table shows the largest error.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.child import Context, DeviceLost, said
-from fsdp_cp.attention.kernel import Kernel
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.kernel import Kernel
 from tests.oracles.attention_kernels import CASES, TOLERANCE, check_derivative, check_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIM = 32
-"""Of the cases."""
+"""Head size of the cases."""
 
 
 def kernels(context: Context) -> None:
-    """The part: a row for each kernel and dtype, without masks and with them."""
+    """Write a row for each kernel and dtype, without and with masks."""
     for name, kernel in all_kernels().items():
         refusal = refused_at_once(kernel, context.device_type, HEAD_DIM)
         if refusal is not None:
@@ -32,20 +32,20 @@ def kernels(context: Context) -> None:
 
 
 def refused_at_once(kernel: Kernel, device_type: str, head_dim: int) -> str | None:
-    """Return why ``kernel`` cannot run, as far as this is known without a process that starts CUDA.
+    """Return why ``kernel`` cannot run, as far as this is known without starting CUDA.
 
-    On a GPU only missing packages are known: starting CUDA here would take GPU memory from every other process.
+    On a GPU only missing packages are known. Starting CUDA here would take GPU memory from the other processes.
     """
     if device_type == "cpu":
         return kernel.refuses(torch.device("cpu"), torch.bfloat16, head_dim, False)
     if kernel.name == "cpu_flash":
         return "runs on the CPU"
-    package = getattr(kernel, "functions", None)
-    return None if package is None else package().problem
+    package = kernel.package() if hasattr(kernel, "package") else None
+    return f"not carried: {package}" if isinstance(package, str) else None
 
 
 def one_kernel(context: Context, name: str) -> None:
-    """The rows of one kernel; of the reference, the only one that has it, those of its derivative too."""
+    """Write the rows of one kernel. Only the reference has a derivative, and rows for it."""
     kernel = all_kernels()[name]
     for dtype in DTYPES:
         for masked in (False, True):
@@ -59,7 +59,7 @@ def one_kernel(context: Context, name: str) -> None:
                     kernel, context.device_type, dtype, TOLERANCE[dtype], masked, **sizes
                 )
                 for case, sizes in CASES.items()
-                if not (masked and sizes.get("batch") == 1)  # the masks are of three samples
+                if not (masked and sizes.get("batch") == 1)  # the masks have three samples
             }
             _row(context, label, cases, TOLERANCE[dtype])
     if name == "reference":
@@ -78,10 +78,10 @@ def one_kernel(context: Context, name: str) -> None:
 
 
 def _row(context: Context, label: str, cases: Mapping[str, Callable[[], dict[str, float]]], tolerance: float) -> None:
-    """How many of ``cases`` are right, and the largest error of those; the first that is not, by what it says.
+    """Write a row: number of correct cases, their largest error, and the first failure.
 
     Raises:
-        DeviceLost: one has taken the device with it; the row is written before.
+        DeviceLost: a case has made the GPU unusable. The row is written first.
     """
     largest, where, wrong = 0.0, "", []
     lost = None

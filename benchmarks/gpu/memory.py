@@ -1,4 +1,4 @@
-"""What communicators and the allocator take of a GPU, and the peak of every phase beside its prediction."""
+"""GPU memory of communicators and of the allocator, and the peak of every phase with its prediction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def memory(context: Context) -> None:
-    """The part: communicators, then the same steps under two settings of the allocator, and their plan beside."""
+    """Measure communicators, then the same steps under two settings of the allocator, and write their plan."""
     settings = {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
     gpu = [
         partial(context.isolated, "communicators", f"{HELD}:communicators", seconds=90),

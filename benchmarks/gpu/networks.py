@@ -1,4 +1,4 @@
-"""Runs of Wan with random weights, as words of ``train.py``, and what their steps hold at most."""
+"""Settings of Wan runs with random weights, and the peak memory of their steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.reduce import local_shard
 from fsdp_cp.rng import stream_seed
 from models.families.wan import Wan
-from models.network import Network
-from models.role_plan import RolePlan
+from models.roles.network import Network
+from models.roles.role_plan import RolePlan
 
 GIB = 2**30
 ROLES = ("teacher", "student", "fake")
@@ -35,20 +35,25 @@ TINY = {
 
 
 def architecture_of(size: str, tiny: bool, layers: int | None = None) -> dict[str, Any]:
-    """Of the published Wan of ``size`` (``1_3b``, ``14b``), with so many blocks; or one small block."""
-    published = dict(Wan.published[f"wan2_1_t2v_{size}"])
+    """Return the architecture of the published Wan of ``size`` (``1_3b``, ``14b``), with ``layers`` blocks if given.
+
+    If ``tiny``, return the architecture of one small block.
+    """
+    published = dict(Wan.planning.networks[f"wan2_1_t2v_{size}"])
     return dict(TINY) if tiny else published if layers is None else published | {"num_layers": layers}
 
 
 def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> list[str]:
-    """A run of three Wans of random weights on one rank, at 480p and 81 frames, which trains and does nothing else.
+    """Return the settings of a run of three Wans with random weights on one rank, at 480p and 81 frames.
+
+    The run only trains: no checkpoints, samples or exports.
 
     Args:
         size: ``1_3b`` or ``14b``.
-        method: of the published recipes.
-        more: other words of ``train.py``, and ``layers=N`` for so many blocks.
+        method: a method with a published recipe.
+        more: further settings of ``train.py``; ``layers=N`` sets the number of blocks.
         device: ``cuda`` or ``cpu``.
-        tiny: one small block and a clip of a few tokens instead.
+        tiny: whether to use one small block and a clip of a few tokens.
     """
     layers = next((int(word.removeprefix("layers=")) for word in more if word.startswith("layers=")), None)
     network = architecture_of(size, tiny, layers)
@@ -64,7 +69,7 @@ def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> lis
         f"device={device}",
         *(f"{role}.checkpoint=null" for role in ROLES),
         *(f"{role}.architecture={architecture}" for role in ROLES),
-        # The recipes compile on GPUs: rows would be of compiled blocks that do not say so.
+        # The recipes compile on GPUs; a row must say so if its blocks are compiled.
         *(f"{role}.compile=false" for role in ROLES),
         *cycles[method],
         "batch_size=1",
@@ -81,15 +86,16 @@ def words_of(size: str, method: str, *more: str, device: str, tiny: bool) -> lis
 
 
 def shapes_of(words: list[str]) -> Shapes:
-    """Of a sample's latents and condition."""
+    """Return the shapes of a sample's latents and condition."""
     return planned_shapes(compose_config(words))
 
 
 @torch.no_grad()
 def fill_on_device(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
-    """In the place of :func:`models.load.set_first_values`, which draws on the CPU: three minutes of a 14B network.
+    """Draw random weights on the device, in place of :func:`models.roles.load.set_first_values`.
 
-    Matrices are normal, and keep the size of what they multiply; biases 0, other vectors 1; adapters as they begin.
+    That function draws on the CPU, which takes three minutes for 14B. Matrices are normal and preserve the scale of
+    their inputs; biases are 0, other vectors 1. Adapters keep their initial values.
     """
     for name, parameter in network.base_parameters().items():
         local = local_shard(parameter.detach())
@@ -104,7 +110,7 @@ def fill_on_device(network: Network, plans: Sequence[RolePlan], seed: int) -> No
 
 
 class Peak:
-    """The most bytes that tensors held since :meth:`reset`: of CUDA's allocator, or on the CPU of their storages."""
+    """Peak bytes of tensors since :meth:`reset`, by CUDA's allocator or, on the CPU, by live storages."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -112,7 +118,7 @@ class Peak:
 
     @contextmanager
     def watched(self, storages: bool = True) -> Iterator[None]:
-        """What is allocated inside counts; on the CPU only with ``storages``, which a compiler does not go with."""
+        """Count allocations within this context. On the CPU, set ``storages``; it does not work with a compiler."""
         if self.device.type == "cuda" or not storages:
             yield
             return
@@ -120,25 +126,25 @@ class Peak:
             yield
 
     def reset(self) -> None:
-        """Count from what is there now."""
+        """Restart the peak from the current bytes."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._live is not None:
             self._live.reset_peak()
 
     def now(self) -> int | None:
-        """Bytes that tensors hold; ``None`` where nothing is watched."""
+        """Return the current bytes of tensors; ``None`` if nothing is watched."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         return None if self._live is None else self._live.bytes
 
     def read(self) -> int | None:
-        """Bytes; ``None`` where nothing is watched. The allocator counts on the host: no kernel is waited for."""
+        """Return the peak bytes; ``None`` if nothing is watched. Does not wait for kernels: the host counts."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return None if self._live is None else self._live.peak_bytes
 
 
 def gib(size: int | None) -> float | None:
-    """Bytes as GiB."""
+    """Convert bytes to GiB."""
     return None if size is None else size / GIB

@@ -1,25 +1,25 @@
-"""The parts of ``benchmarks.gpu``: what each shows, who measures it, and how long it may take."""
+"""Parts of ``benchmarks.gpu``, each with its function, time limit and description."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOST_SECONDS = 480
-"""Of a part."""
+"""Maximum time limit of a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part, which a process of its own measures."""
+    """Part of the benchmark, measured in a separate process."""
 
     name: str
-    """As ``--again`` takes it."""
+    """Name, as for ``--again``."""
     target: str
-    """``module:function`` of one :class:`benchmarks.gpu.child.Context`; importable where the command is started."""
+    """Importable ``module:function`` that takes a :class:`benchmarks.gpu.child.Context`."""
     seconds: float
-    """After so many it is ended, with everything that it started."""
+    """Time limit. The part and all processes that it started are ended then."""
     shows: str
-    """A line above its table."""
+    """Line above the part's table."""
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds <= MOST_SECONDS:

@@ -1,4 +1,4 @@
-"""Run one part in a process group of its own, and end all of it when its time is over."""
+"""Run one part in a new process group, and end the whole group at the time limit."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any
 from benchmarks.gpu.child import RAISED, ROOT, command_of, ended, read_rows
 from benchmarks.gpu.parts import Part
 from fsdp_cp.launch import outside_of_torchrun
-from fsdp_cp.signals import end_with_parent
+from fsdp_cp.runtime.signals import end_with_parent
 
 FINISHED, FAILED, LATE = "finished", "failed", "over its time"
 PRINTED = 40
-"""Lines of a part's output that are kept."""
+"""Number of lines of a part's output to keep."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a part."""
+    """Result of a part."""
 
     status: str
-    """``finished``; ``failed``: its process ended badly, or measured nothing; ``over its time``: it was ended."""
+    """``finished``; ``failed`` (a bad exit code, or no rows); or ``over its time`` (ended at the time limit)."""
     seconds: float
     error: str | None = None
-    """Why it is not finished."""
+    """Reason if the part is not finished."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
-    """The last lines of its output, where it is not finished."""
+    """Last lines of its output if the part is not finished."""
 
 
 def run_part(part: Part, *, device_type: str, tiny: bool, seconds: float) -> Outcome:
-    """Measure ``part`` in another process, for ``seconds`` at most; nothing of it is left behind."""
+    """Measure ``part`` in another process for at most ``seconds``. All its processes and files are removed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_") as folder:
         rows, log = Path(folder) / "rows", Path(folder) / "log"
@@ -58,29 +58,29 @@ def run_part(part: Part, *, device_type: str, tiny: bool, seconds: float) -> Out
 
 
 def _environment(device_type: str) -> dict[str, str]:
-    """Of the part: on the CPU one thread, and no GPU even where there is one."""
+    """Return the part's environment variables. On the CPU it gets one thread, and never sees a GPU."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     chosen = {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
     return chosen | ({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device_type == "cpu" else {})
 
 
 def _run(command: list[str], log: Path, seconds: float, environment: dict[str, str]) -> int | None:
-    """The exit code; ``None`` after ``seconds``."""
+    """Run ``command`` and return its exit code; ``None`` at the time limit."""
     with log.open("wb") as stream:
-        # It ends with this process, should that be killed: nobody else would end it before its time.
+        # If this process is killed, the part ends too; otherwise it would run until its time limit.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=end_with_parent,
         )  # fmt: skip
     deadline = time.monotonic() + seconds
     try:
-        # Not process.wait: what has ended but was not waited for keeps its number, so that the group below is ours.
+        # Do not reap the process here, as process.wait would: a zombie keeps its id, so that the group below is ours.
         while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
     finally:  # also after Ctrl-C, which does not reach another session
-        # Whatever it started goes too: a process that it left, or a compiler, would hold the GPU's memory.
+        # Kill its remaining processes too: a child or a compiler would keep GPU memory.
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     return code

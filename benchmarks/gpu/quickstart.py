@@ -1,4 +1,4 @@
-"""The quickstart on a GPU: losses beside the CPU's, every method, every way to save memory, and the command."""
+"""Quickstart on a GPU: losses compared with the CPU, all methods, all ways to save memory, and the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distill.trajectories import run as write_trajectories
 from fsdp_cp.launch import process_group
 
 STEPS, COMPARED = 20, 10
-"""Of each run; and of those whose losses are compared: updates make small differences grow."""
+"""Steps of each run, and steps whose losses are compared. Updates amplify small differences."""
 TINY_STEPS = 2
 WANTED = 1e-4
 TRAINED = ("student", "fake")
@@ -44,15 +44,15 @@ RUNS: dict[str, list[str]] = {
     "DMD2, activations in the host's memory": _every(["activation_offload=true", "activation_checkpointing=full"]),
     "DMD2 with a GAN": ["method.gan_weight_student=0.03"],
     "DMD2, adapters of rank 8, bf16": ["precision=bf16", *_every(["lora.rank=8"])],
-    "DMD2, compiled": _every(["compile=true"], ALL_ROLES),  # last: a compiler may take the time of all others
+    "DMD2, compiled": _every(["compile=true"], ALL_ROLES),  # last: a compiler may use up the remaining time
 }  # fmt: skip
 
 
 def quickstart(context: Context) -> None:
-    """The part."""
+    """Measure the part."""
     with tempfile.TemporaryDirectory(prefix="gpu_") as name:
         folder = Path(name)
-        # In a process that sees no GPU: its groups and its device are a CPU's alone.
+        # Use a process that sees no GPU, so that its device and process groups are the CPU's.
         kept = folder / "losses.json"
         on_cpu = "DMD2, fp32, on the CPU"
         context.isolated(on_cpu, f"{OWN}:on_the_cpu", on_cpu, str(kept), seconds=180, CUDA_VISIBLE_DEVICES="")
@@ -62,7 +62,7 @@ def quickstart(context: Context) -> None:
 
 
 def on_the_cpu(context: Context, name: str, file: str) -> None:
-    """The row of the first steps on the CPU; their losses go to ``file``."""
+    """Write the row of the first steps on the CPU, and their losses to ``file``."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory(prefix="gpu_") as folder, process_group(device):
         lines = _run(context, Path(folder), [], device, COMPARED)
@@ -71,7 +71,7 @@ def on_the_cpu(context: Context, name: str, file: str) -> None:
 
 
 def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None:
-    """The rows of all runs on the device, the first beside the losses ``expected``."""
+    """Write the rows of all runs on the device. Compare the losses of the first run with ``expected``."""
     fp32 = partial(_run, context, folder, [], context.device)
     context.attempt("DMD2, fp32", lambda: _compared(fp32(_steps(context)), expected))
     for what, words in RUNS.items():
@@ -95,7 +95,7 @@ def _all_runs(context: Context, folder: Path, expected: Sequence[float]) -> None
 
 
 def trajectories(context: Context, name: str, *words: str) -> None:
-    """Write those that ``ode_regression`` learns from, as ``python -m distill.trajectories`` does."""
+    """Write the trajectories for ``ode_regression``, like ``python -m distill.trajectories``."""
     write_trajectories([*words, "mesh.cp=1", f"device={context.device_type}"])
 
 
@@ -111,8 +111,8 @@ def _words(words: Sequence[str], device: str, run_dir: Path) -> list[str]:
 def _run(
     context: Context, folder: Path, words: Sequence[str], device: torch.device, steps: int
 ) -> list[dict[str, Any]]:
-    """The metrics of each of the first ``steps``, and the most that each held on a GPU."""
-    context.let_go()  # of the run before, which would count as this one's
+    """Train the first ``steps``, and return the metrics of each, with its peak memory on a GPU."""
+    context.let_go()  # free the previous run's memory, which would count for this run
     steps = min(steps, TINY_STEPS) if context.tiny else steps
     trainer = open_trainer([*_words(words, device.type, folder / "run"), "steps=1000"], device)
     data, peak, lines = trainer._steps_of_data(), Peak(device), []
@@ -124,12 +124,12 @@ def _run(
 
 
 def _losses(lines: Sequence[dict[str, Any]]) -> list[float]:
-    """Of each step the loss of the role that trained."""
+    """Return each step's loss of the role that trained."""
     return [next(line[f"{role}/loss"] for role in TRAINED if f"{role}/loss" in line) for line in lines]
 
 
 def _cells(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of a run's steps.
+    """Return the cells of a run's steps.
 
     Raises:
         ArithmeticError: a loss that is not finite.
@@ -150,8 +150,8 @@ def _cells(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compared(lines: Sequence[dict[str, Any]], expected: Sequence[float]) -> dict[str, Any]:
-    """Cells of a run beside the losses of the same on the CPU, where there are any."""
-    pairs = list(zip(_losses(lines), expected, strict=False))  # as many as both have
+    """Return the cells of a run, compared with the losses of the same run on the CPU, if any."""
+    pairs = list(zip(_losses(lines), expected, strict=False))  # the lengths may differ
     if not pairs:
         return _cells(lines)
     difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
@@ -159,14 +159,14 @@ def _compared(lines: Sequence[dict[str, Any]], expected: Sequence[float]) -> dic
 
 
 def _command(context: Context, folder: Path) -> dict[str, Any]:
-    """A run from the command line, with checkpoints, samples, export and report.
+    """Run the command line, with checkpoints, samples, export and report.
 
     Raises:
-        RuntimeError: it does not end well, or lacks what it is to write.
+        RuntimeError: the run fails, or a file is missing.
     """
     run_dir, steps = folder / "command", 2 if context.tiny else 60
     words = _words([f"steps={steps}", f"checkpoint.every={max(1, steps // 3)}"], context.device_type, run_dir)
-    # Its default is 256 clips of 50 steps, which take longer than the training.
+    # The default of 256 clips with 50 steps takes longer than the training.
     words += ["sample.teacher_steps=[1]", "sample.report_clips=2"] if context.tiny else ["sample.report_clips=32"]
     done = subprocess.run(
         [sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL,

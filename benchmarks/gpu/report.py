@@ -1,4 +1,4 @@
-"""The results of ``benchmarks.gpu``: kept as JSON from one start to the next, and shown as Markdown."""
+"""Results of ``benchmarks.gpu``, kept between starts as JSON and shown as Markdown."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ NOT_RUN = "not run"
 
 @dataclass(kw_only=True)
 class Results:
-    """What is known of a device: its parts, each with the versions and the commit that it was measured with."""
+    """Results of a device: its parts, each with versions and commit."""
 
     file: Path
-    """The JSON; the Markdown is beside it."""
+    """Path of the JSON file. The Markdown file is next to it."""
     device: str
     tiny: bool
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By name: ``status``, ``seconds``, ``error``, ``rows``, ``made_with``."""
+    """Parts by name, each with ``status``, ``seconds``, ``error``, ``rows`` and ``made_with``."""
 
     @classmethod
     def read(cls, folder: Path, device: str, tiny: bool) -> Results:
-        """Those of ``folder``, if there are any.
+        """Read the results in ``folder``, if any.
 
         Raises:
-            UserError: a file that holds something else.
+            UserError: a file with other contents.
         """
         name = re.sub(r"[^A-Za-z0-9]+", "_", device).strip("_") + ("_tiny" if tiny else "")
         results = cls(file=folder / f"gpu_{name}.json", device=device, tiny=tiny)
@@ -50,11 +50,11 @@ class Results:
         return results
 
     def has(self, name: str) -> bool:
-        """Is the part finished?"""
+        """Return whether the part is finished."""
         return self.parts.get(name, {}).get("status") == FINISHED
 
     def write(self, parts: Sequence[Part]) -> None:
-        """Both files, each whole or not at all.
+        """Write both files, each atomically.
 
         Raises:
             UserError: a folder that cannot be written.
@@ -73,7 +73,7 @@ class Results:
             raise UserError(f"--out {self.file.parent} cannot be written ({error.strerror}); give another") from error
 
     def markdown(self, parts: Sequence[Part]) -> str:
-        """The page: what ended how, and a table for each part, in the order of ``parts``."""
+        """Return the page: the status of each part, and its table, in the order of ``parts``."""
         size = " at test size: numbers say that the program works, and nothing else" if self.tiny else ""
         lines = [
             f"# {self.device}, by `python -m benchmarks.gpu`{size}\n",
@@ -95,7 +95,7 @@ class Results:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of rows, with the columns that any of them has in the order of their first; an error stands last."""
+    """Return a Markdown table of rows. It has all their columns, by first appearance, with errors last."""
     titles = list(dict.fromkeys(key for row in rows for key in row if key not in ("what", "error")))
     if any("error" in row for row in rows):
         titles.append("error")

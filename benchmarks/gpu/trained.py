@@ -1,4 +1,4 @@
-"""The trainer's own steps with whole networks: three Wan 1.3B, and adapters on one Wan 14B."""
+"""Trainer steps with whole networks: three Wan 1.3B, and adapters on one Wan 14B."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import GIB, Peak, architecture_of, fill_on_device, gib, shapes_of, words_of
 from benchmarks.planning import planned
 from benchmarks.steps import open_trainer
-from distill.derivatives import directional_derivative
-from distill.trainer import Trainer
+from distill.methods.common.derivatives import directional_derivative
+from distill.train.trainer import Trainer
 from fsdp_cp.launch import process_group
 from fsdp_cp.mesh import build_mesh
-from models.condition import text_condition
 from models.families.wan import Wan
+from models.roles.condition import text_condition
 from tests.oracles.clips import RandomClips
 
 ROUNDS = 2
-"""Of a student's and a fake score's step each, behind one to warm up."""
+"""Rounds of one step per role, after one warm-up round."""
 MFU_TARGET = 0.45
 DUAL = "fsdp_cp::ring_dual"
 ATTENTION = ("fsdp_cp::ring_attention", "fsdp_cp::ring_attention_backward", DUAL)
-"""Operators of all attention, of one rank too; the last is our name for what carries a derivative."""
+"""Operators of attention, also on one rank. The last is our name for the range of attention with a derivative."""
 
 
 def plan(context: Context, name: str, size: str, method: str, *more: str) -> None:
-    """The row of a run's plan; where this is called, no GPU is seen, as where a run plans itself."""
+    """Write the row of a run's plan. Call it in a process that sees no GPU, as for any plan."""
     words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
     began = time.monotonic()
     found = planned([*words, "plan=true", "world=1"])["allocated_gib"]
@@ -42,10 +42,14 @@ def plan(context: Context, name: str, size: str, method: str, *more: str) -> Non
 
 
 def adapters(context: Context, name: str, size: str, method: str, *more: str) -> None:
-    """As :func:`steps`; or a row that says why not, where the frozen base alone would fill the GPU."""
+    """Measure :func:`steps`, unless the frozen base alone would fill the GPU.
+
+    Raises:
+        MemoryError: a GPU that is too small.
+    """
     if context.device_type == "cuda":
         with torch.device("meta"):
-            base = Wan().build(Wan.published[f"wan2_1_t2v_{size}"], "architecture")
+            base = Wan().build(Wan.planning.networks[f"wan2_1_t2v_{size}"], "architecture")
         needed = 2 * sum(p.numel() for p in base.parameters()) / GIB
         there = torch.cuda.get_device_properties(context.device).total_memory / GIB
         if needed > 0.9 * there:
@@ -54,12 +58,12 @@ def adapters(context: Context, name: str, size: str, method: str, *more: str) ->
 
 
 def steps(context: Context, name: str, size: str, method: str, *more: str) -> None:
-    """Rows of a run of :func:`words_of`: its steps by role, and the most that the whole held."""
+    """Write the rows of a run of :func:`words_of`: its steps by role, and the peak memory of the run."""
     device, peak = context.device, Peak(context.device)
     words = words_of(size, method, *more, device=context.device_type, tiny=context.tiny)
     shapes, compiled = shapes_of(words), any(word.endswith(".compile=true") for word in more)
-    clips = RandomClips(*shapes)  # in the host's memory: on a CPU the tensors below count, and these must not
-    fast = mock.patch("models.load.set_first_values", fill_on_device)
+    clips = RandomClips(*shapes)  # made before the peak is watched: on a CPU they must not count
+    fast = mock.patch("models.roles.load.set_first_values", fill_on_device)
     with process_group(device), peak.watched(storages=not compiled), fast:
         began = time.monotonic()
         trainer = open_trainer(words, device, shapes, clips)
@@ -73,7 +77,7 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
         context.row(f"{name}: first round", seconds=taken)
         found: dict[str, list[dict[str, Any]]] = {role: [] for role in cycle}
         for i in range(1 if context.tiny else ROUNDS):
-            # Of a round more the first says enough, compiled or not; one is made whatever is left.
+            # Make one round in any case. Skip further rounds if time is short.
             if i and context.left() < 2 * taken + 30:
                 break
             began = time.monotonic()
@@ -94,7 +98,7 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
 
 
 def _cycle(trainer: Trainer) -> list[str]:
-    """The roles that train, in turn, until each has."""
+    """Return the roles of the first steps, until each role has trained."""
     roles = [trainer.method.trained_role(step) for step in range(8)]
     return roles[: 1 + max(roles.index(role) for role in trainer.roles)]
 
@@ -102,12 +106,12 @@ def _cycle(trainer: Trainer) -> list[str]:
 def _round(
     trainer: Trainer, data: Any, cycle: list[str], peak: Peak
 ) -> tuple[dict[str, int | None], dict[str, dict[str, Any]]]:
-    """A step of each role: the most that was held in it, and its metrics."""
+    """Make a step of each role, and return peak memory and metrics by role."""
     most: dict[str, int | None] = {}
     metrics: dict[str, dict[str, Any]] = {}
     for role in cycle:
         peak.reset()
-        metrics[role] = trainer._train_step(data)  # it reads numbers from the device at its end: all has run by then
+        metrics[role] = trainer._train_step(data)  # its last read from the device waits for all kernels
         most[role] = _larger(most.get(role), peak.read())
     return most, metrics
 
@@ -138,9 +142,9 @@ def _reserved(device: torch.device) -> float | None:
 
 
 def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple[float, float]]:
-    """Return, by role, attention's share of the seconds that kernels ran in a step, and these seconds.
+    """Return, by role, attention's share of a step's kernel seconds, and the kernel seconds.
 
-    Kernels of two streams at once count twice.
+    Concurrent kernels of two streams both count.
     """
     on_gpu = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -155,7 +159,7 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
         with profile(activities=activities) as profiler, mock.patch.object(fsdp_cp.attention, "ring_dual", named):
             trainer._train_step(data)
         events = profiler.key_averages()
-        # Ranges of names (phases, DUAL) are there twice, on the GPU's time line too; kernels are there once.
+        # Named ranges (phases, DUAL) appear twice, since the GPU's timeline has them too. Kernels appear once.
         operators = [event for event in events if event.device_type == DeviceType.CPU and event.key in ATTENTION]
         if on_gpu:
             kernels = [event for event in events if event.device_type == DeviceType.CUDA]
@@ -169,7 +173,7 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
 
 
 def derivative(context: Context, name: str) -> None:
-    """A forward with its derivative in forward mode, and one without, of the plain network that nothing shards."""
+    """Measure a forward with and without its forward-mode derivative, of an unsharded network."""
     device, peak = context.device, Peak(context.device)
     words = words_of("1_3b", "rcm", device=context.device_type, tiny=context.tiny)
     (latents, conditions), dtype = shapes_of(words), torch.bfloat16
@@ -204,7 +208,7 @@ def derivative(context: Context, name: str) -> None:
 
 
 def _plain_network(architecture: dict[str, Any], device: torch.device) -> Any:
-    """Of random weights drawn on the device, in bf16; its rotary tables stay in fp32, as those of roles."""
+    """Build a bf16 network with random weights drawn on the device. As in roles, rotary tables stay in fp32."""
     with torch.device(device):
         network = Wan().build(architecture, "student.architecture")
     network.to(torch.bfloat16)
@@ -213,7 +217,7 @@ def _plain_network(architecture: dict[str, Any], device: torch.device) -> Any:
 
 
 def plan_of_phases(context: Context, name: str, size: str, method: str, *more: str) -> None:
-    """The rows of a run's plan, by phase of training; called as :func:`plan`."""
+    """Write the rows of a run's plan, by training phase. Call it like :func:`plan`."""
     words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
     for phase, found in planned([*words, "plan=true", "world=1"])["phases"].items():
         if not phase.startswith(("encode/", "sample/", "decode")):

@@ -1,8 +1,7 @@
-"""Steps of whole networks: three Wan 1.3B, and adapters on one Wan 14B; each run in a process of its own.
+"""Steps of whole networks: three Wan 1.3B, and adapters on one Wan 14B. Each run is a separate process.
 
-Runs are spread over several parts, so that a short lease of a GPU finishes some of them.
-
-These functions import nothing that takes long: the processes do that measure (:mod:`benchmarks.gpu.trained`).
+The runs are spread over several parts, so that a short time on a GPU finishes some of them. These functions import
+nothing slow; the measuring processes do (:mod:`benchmarks.gpu.trained`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NOT_COMPILED = "left out at test size: the compiler takes longer than all other 
 SHARE = 0.6
 LORA_RANK, TINY_RANK = 64, 4
 WITHIN = 0.05
-"""Of what is measured a plan may differ by so much."""
+"""Largest relative error of a plan."""
 
 
 DMD2, RCM = ("1_3b", "dmd2"), ("1_3b", "rcm")
@@ -46,7 +45,7 @@ def recomputed(context: Context) -> None:
 def compiled(context: Context) -> None:
     """Measure DMD2 of 1.3B with compiled blocks, in bf16 and in fp8.
 
-    fp8 is measured compiled alone: casts that are kernels of their own take the time that its products save.
+    fp8 is only measured compiled: in eager mode, separate cast kernels take the time that fp8 products save.
     """
     runs: dict[str, tuple[str, ...]] = {
         "DMD2, compiled": (*DMD2, *COMPILED), "DMD2, compiled, fp8": (*DMD2, *COMPILED, *FP8)
@@ -59,7 +58,7 @@ def compiled(context: Context) -> None:
 
 
 def large(context: Context) -> None:
-    """The part of 14B: adapters of all roles on one base, and the plan."""
+    """Measure 14B with adapters of student and fake score on one base, with its plan."""
     rank = TINY_RANK if context.tiny else LORA_RANK
     run = {
         f"DMD2, adapters of rank {rank}": (
@@ -76,13 +75,13 @@ def with_plans(
     plans: Mapping[str, Sequence[str]],
     last: Sequence[Any] = (),
 ) -> None:
-    """``target`` for each of ``runs``, then ``last``; beside them the ``plans``; and rows that compare them.
+    """Call ``target`` for each of ``runs``, then ``last``; make ``plans`` in parallel; write rows that compare them.
 
-    A plan is made where no GPU is seen, as a run plans itself.
+    The plans are made in processes that see no GPU.
     """
 
     def run(name: str, words: Sequence[str], after: int) -> None:
-        # A share of what is left: one that takes too long must not take the time of all behind it.
+        # Give it a share of the remaining time, so that a slow run leaves time for the later ones.
         context.isolated(name, target, name, *words, seconds=context.left() * (SHARE if after else 1.0))
 
     def plan(name: str, words: Sequence[str]) -> None:
@@ -100,12 +99,12 @@ def with_plans(
 
 
 def plan_name(name: str) -> str:
-    """Of the row of the plan of ``name``."""
+    """Return the name of the row of the plan of ``name``."""
     return f"{name}: its plan, made on the CPU"
 
 
 def against_plan(planned_gib: float, measured_gib: float) -> dict[str, object]:
-    """Cells of a prediction beside what was measured."""
+    """Return cells that compare a prediction with the measurement."""
     difference = planned_gib / measured_gib - 1
     return {
         "planned GiB": planned_gib,

@@ -1,4 +1,4 @@
-"""The configuration: typed by dataclasses, composed from ``configs/`` by Hydra, checked before anything is built."""
+"""Configuration: dataclasses define its types, Hydra composes it from ``configs/``, and checks run before any build."""
 
 from distill.config.compose import compose_config, load_config
 from distill.config.schema import (

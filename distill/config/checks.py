@@ -1,4 +1,4 @@
-"""Checks of the whole configuration: combinations of settings that no world, device or file can make right."""
+"""Checks of combinations of settings that do not depend on the world, the device or files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fsdp_cp.errors import UserError, shown
 
 
 def check(config: Config) -> None:
-    """Check combinations of settings. Each dataclass has checked its own values.
+    """Check combinations of settings. Each dataclass has already checked its own values.
 
     Raises:
-        UserError: names the setting and a value that works.
+        UserError: a combination that cannot work.
     """
     method = METHODS[config.method.name][0]
     name, data = config.method.name, config.data.name
@@ -34,7 +34,7 @@ def check(config: Config) -> None:
         raise UserError("export.weights=ema needs student.ema.enabled=true")
     if config.profile.steps and config.profile.steps[1] > config.steps:
         raise UserError(f"profile.steps={shown(config.profile.steps)} must be at most steps={config.steps}")
-    # Samples are made at the end too: steps that the sampler refuses would be found after the training.
+    # Check the sampler's steps now: samples at the end of the run would otherwise fail after training.
     if hasattr(config.method, "student_times"):
         most, times = (
             len(config.method.student_times()),
@@ -45,6 +45,13 @@ def check(config: Config) -> None:
                 f"sample.student_steps={shown(config.sample.student_steps)} must be at most {most}, the number of the"
                 f" student's times (method.{times})"
             )
+    if "expandable_segments:True" in (config.cuda_allocator or ""):
+        for role in ("teacher", "student", "fake"):
+            if (buffers := getattr(config, role).communication_buffers) in ("process_group", "symmetric"):
+                raise UserError(
+                    f"{role}.communication_buffers={buffers} registers memory with NCCL, which"
+                    f" cuda_allocator={config.cuda_allocator} does not allow; use cuda_allocator=null"
+                )
     check_images(config)
     config.data.check_captions(config.sample.captions)
 
@@ -77,7 +84,7 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
     """Return the number of samples per data-parallel rank and forward.
 
     Raises:
-        UserError: the batch does not divide into ranks, parts (``expert_draws``) and micro-batches.
+        UserError: ranks, parts (``expert_draws``) and micro-batches do not divide the batch.
     """
     if config.batch_size % dp_size:
         raise UserError(
@@ -102,6 +109,6 @@ def micro_batch_size(config: Config, dp_size: int) -> int:
 
 
 def _divisors(number: int, near: int) -> str:
-    """Return at most eight divisors, those nearest to ``near``."""
+    """Return the eight divisors of ``number`` nearest to ``near``, as text."""
     fitting = sorted((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))[:8]
     return ", ".join(map(str, sorted(fitting)))

@@ -1,4 +1,4 @@
-"""Words of the command line: options, and ``key=value`` as Hydra's grammar reads it."""
+"""Command line of train.py: options, and words ``key=value`` in Hydra's grammar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.paths import user_path
 
 PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume", "trajectories")
-"""Last parts of the settings that name a file or a folder."""
+"""Last parts of the keys of settings that take a path."""
 _MAY_BE_EMPTY = ("negative_prompt",)
 
 
@@ -44,7 +44,7 @@ def split_word(word: str) -> tuple[str, str]:
     """Return key and value of a word, without Hydra's ``+`` or ``++``.
 
     Raises:
-        UserError: a word without ``=``, a deletion, a character that a log of one line cannot show, an empty value.
+        UserError: a word without ``=``, a deletion, a control character or line break, an empty value.
     """
     key, equals, value = word.partition("=")
     wrong = next((c for c in word if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
@@ -61,9 +61,9 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def in_grammar(key: str, value: str, setting: Setting) -> str:
-    """Return ``key=value`` in Hydra's grammar, with quotes around a text: paths and prompts need none when typed.
+    """Return ``key=value`` in Hydra's grammar, with quotes around text, so that users can type paths and prompts bare.
 
-    A path may begin with ``~``, which the shell does not expand after ``=``.
+    Expand ``~`` at the start of a path: the shell does not expand it after ``=``.
     """
     if not setting.is_text or value == "null" or re.fullmatch(r"""'([^'\\]|\\.)*'|"([^"\\]|\\.)*\"""", value):
         return f"{key}={value}"

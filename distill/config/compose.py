@@ -1,4 +1,4 @@
-"""Hydra's groups in ``configs/`` and the words of a command line, composed into a checked configuration."""
+"""Composition of Hydra's groups in ``configs/`` and a command line into a checked configuration."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _register() -> None:
 def compose_config(words: list[str]) -> Config:
     """Compose the YAML groups with command-line overrides into a checked :class:`Config`.
 
-    Hydra composes the groups. The values of single settings are in Hydra's grammar, but texts need no quotes; they are
-    set here one by one, so that each message names the word that is wrong.
+    Hydra composes the groups. This function then sets single settings one by one, so that each error names the wrong
+    word. Their values are in Hydra's grammar, but text needs no quotes.
 
     Raises:
-        UserError: an unknown key (with the nearest known one), a value of another type, a bad combination.
+        UserError: an unknown key, a value of the wrong type, or a combination that cannot work.
     """
     _register()
     folders = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
@@ -74,7 +74,7 @@ def compose_config(words: list[str]) -> Config:
     chosen = composed.hydra.runtime.choices
     experiment, pair = chosen["experiment"], f"{chosen['model']}_{chosen['method']}"
     if "model" in groups and "recipe" not in groups and chosen["recipe"] != pair:
-        # It may hold the rates of a tiny network.
+        # The experiment's recipe may hold the rates of a tiny network.
         raise UserError(
             f"experiment={experiment} has a recipe of its own, {chosen['recipe']}, which is not for"
             f" model={chosen['model']}; add recipe={pair}, or start from another experiment"
@@ -107,10 +107,10 @@ def compose_config(words: list[str]) -> Config:
 
 
 def _checked_choice(group: str, name: str) -> str:
-    """Return the name of a file of a config group.
+    """Check the choice of a config group's file, and return its name.
 
     Raises:
-        UserError: the group is not for users; the file does not exist; the method's package is broken.
+        UserError: users cannot choose this group; the file does not exist; the method's package is broken.
     """
     if group not in GROUPS:
         raise UserError(f"{group}={short(name)}: {group} comes with other groups; choose by {', '.join(GROUPS)}")
@@ -136,7 +136,7 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
         override = OverridesParser.create().parse_override(in_grammar(key, value, setting))
         if override.is_sweep_override():
             raise UserError(f"{short(word)} stands for several values; use python -m distill.sweep to run each of them")
-        # A network's configuration replaces the recipe's: the keys of another network would be wrong.
+        # An architecture replaces the recipe's instead of merging: keys of another network would be wrong.
         merge = not key.endswith(".architecture")
         OmegaConf.update(composed, key, override.value(), merge=merge, force_add=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -144,10 +144,10 @@ def _set(composed: DictConfig, key: str, value: str, known: dict[str, Setting]) 
 
 
 def _typed(values: dict[str, Any]) -> Config:
-    """Return the configuration of resolved values.
+    """Build the configuration from resolved values.
 
     Raises:
-        UserError: as :func:`distill.config.kinds.make`.
+        UserError: see :func:`distill.config.kinds.make`.
     """
     method, data = (METHODS[values["method"]["name"]][1], DATA[values["data"]["name"]])
     values["method"] = make(method, values["method"], "method.")
@@ -156,10 +156,10 @@ def _typed(values: dict[str, Any]) -> Config:
 
 
 def load_config(path: Path) -> Config:
-    """Return the configuration that a run wrote as ``config.yaml``. Settings removed since are left out.
+    """Load a run's ``config.yaml``. Settings that were removed since are left out.
 
     Raises:
-        UserError: the file does not exist, or this version does not understand it.
+        UserError: the file does not exist, or this version cannot read it.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run")
@@ -173,7 +173,7 @@ def load_config(path: Path) -> Config:
 
 
 def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` without the settings that earlier versions had."""
+    """Return ``values`` without removed settings."""
     return {
         name: _without_removed(value, f"{prefix}{name}.") if isinstance(value, dict) else value
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""Messages for names that do not exist: settings and files of config groups, with the name that was probably meant."""
+"""Messages for unknown settings and unknown files of config groups, with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fsdp_cp.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("experiment", "model", "method", "recipe", "data", "cluster", "adapters", "mesh")
-"""Config groups that a user chooses by the name of a file."""
+"""Config groups from which a user chooses a file by name."""
 REMOVED = {
-    "checkpoint.verify": "sizes are always compared; docs/operations.md has a command that compares the sums",
+    "checkpoint.verify": "sizes are always compared; docs/running.md has a command that compares the sums",
     "log.groups": "plan=true and dry_run=true show what each role takes on a rank",
-    "mesh.own_groups": "a ring or Ulysses axis that spans the world shares the default process group",
+    "mesh.own_groups": "a ring or Ulysses axis that spans the world always has a process group apart from FSDP's",
     "method.gan_r1_sigma": "the noise of the R1 penalty has a standard deviation of 0.1",
     "optim": "choose all numbers of a model with a method by recipe=NAME; single ones stay as optim.ROLE.KEY=VALUE",
     "optim.*.implementation": "AdamW always runs as foreach, with a temporary of at most 2**25 elements",
     "planning.before_run": "run plan=true before the run",
     "*.lora.init": "A is drawn as a linear layer's weight, B begins at 0",
 }
-"""Successor of each removed setting, or the reason, by pattern of its key."""
+"""Successor of each removed setting, or the reason for its removal, by key pattern."""
 _REMOVED_EXPERIMENT = re.compile(r"(wan2_1_t2v_(?:1_3b|14b))(_720p)?_(dmd2|rcm)(_4nodes)?")
 _LONGEST = 200
 
 
 def group_files(group: str) -> list[Path]:
-    """Return the YAML files of a group, ours and those of installed methods, by name."""
+    """Return the YAML files of a group, including those of installed methods, sorted by name."""
     folders = dict.fromkeys([CONFIGS, *INSTALLED.values()])
     return sorted((path for folder in folders for path in (folder / group).glob("*.yaml")), key=lambda path: path.stem)
 
@@ -43,7 +43,7 @@ def search_path() -> list[str]:
 
 
 def recipes_of(group: str, name: str) -> list[str]:
-    """Return the experiments whose own file chooses ``name`` of ``group``."""
+    """Return the experiments whose file chooses ``name`` of ``group``."""
     line = re.compile(rf"^\s*- override /{group}: {re.escape(name)}$", re.MULTILINE)
     return [path.stem for path in group_files("experiment") if line.search(path.read_text())]
 
@@ -73,7 +73,7 @@ def check_choice(group: str, name: str) -> None:
 
 
 def no_recipe(name: str) -> str:
-    """Return the message about a recipe ``MODEL_METHOD`` that does not exist."""
+    """Return the message for an unknown recipe ``MODEL_METHOD``."""
     method = name.removeprefix(
         next((model for model in map(_stem, group_files("model")) if name.startswith(model)), "")
     )
@@ -85,7 +85,7 @@ def no_recipe(name: str) -> str:
 
 
 def removed(key: str) -> str | None:
-    """Return the successor of a removed setting, or the reason; ``None`` for another key."""
+    """Return the successor of a removed setting, or the reason for its removal; ``None`` for another key."""
     return next((reason for pattern, reason in REMOVED.items() if fnmatchcase(key, pattern)), None)
 
 
@@ -94,7 +94,7 @@ def _stem(path: Path) -> str:
 
 
 def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str, Sequence[Setting]]) -> str:
-    """Return the message about a setting ``key`` that the run does not have.
+    """Return the message for a setting ``key`` that the run does not have.
 
     Args:
         key: as typed.
@@ -116,7 +116,7 @@ def no_such_setting(key: str, known: Mapping[str, Setting], others: Mapping[str,
 
 
 def _nearest(key: str, names: Sequence[str]) -> str | None:
-    """Return the name that ``key`` probably means. Names of its own group come first."""
+    """Return the setting that ``key`` probably means, if any. Settings of the same group come first."""
     group, _, last = key.rpartition(".")
     inside = {name.rpartition(".")[2]: name for name in reversed(names) if group and name.startswith(f"{group}.")}
     if longer := [name for name in inside if name.startswith(f"{last}_")]:  # dp means dp_shard, not cp
@@ -130,5 +130,5 @@ def _nearest(key: str, names: Sequence[str]) -> str | None:
 
 
 def short(text: str) -> str:
-    """Return at most 200 characters of what was typed."""
+    """Truncate typed text to 200 characters."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,4 +1,4 @@
-"""Types of settings: the values that a field takes, in words, and the conversion of composed values to dataclasses."""
+"""Types of settings: descriptions of the values that a field takes, and conversion of values to dataclasses."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ _LONGEST = 200
 
 
 class NoSuchSetting(UserError):
-    """A composed key that no dataclass has; its text is the key."""
+    """Error for a composed key that no dataclass has. Its text is the key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A field of one of the dataclasses."""
+    """A field of a settings dataclass."""
 
     owner: type
-    """The dataclass that has the field."""
+    """Dataclass that has the field."""
     types: tuple[Any, ...]
-    """Hints of the values, without ``None``; the dataclass itself for a group of settings."""
+    """Types of the values, without ``None``. For a group of settings, its dataclass."""
     optional: bool
     """Whether the value may be null."""
     default: Any
-    """Default value; ``???`` where a value is required."""
+    """Default value; ``???`` if a value is required."""
 
     @property
     def is_text(self) -> bool:
-        """Whether the setting takes only text, any or one of a few words."""
+        """Whether the setting takes only text (any text, or one of a few words)."""
         return all(kind is str or typing.get_origin(kind) is Literal for kind in self.types)
 
     @property
@@ -61,7 +61,7 @@ class Setting:
         return dataclasses.is_dataclass(self.types[0])
 
     def words(self, name: str) -> str:
-        """Return the values that the setting ``name`` takes, in words; for a group, its settings."""
+        """Describe the values that the setting ``name`` takes; for a group, list its settings."""
         if self.group:
             keys = [f"{name}.{item.name}" for item in dataclasses.fields(self.types[0])]
             return "given by its settings, " + ", ".join(keys[:3]) + (", ..." if keys[3:] else "")
@@ -81,7 +81,7 @@ class Setting:
 
 
 def settings_of(cls: type, prefix: str) -> Iterator[tuple[str, Setting]]:
-    """Yield (dotted key, setting) of every field of ``cls`` and of its groups."""
+    """Yield (dotted key, setting) for every field of ``cls`` and its groups."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         kinds = members(hints[item.name])
@@ -104,16 +104,16 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def make(cls: type, values: Any, prefix: str = "") -> Any:
-    """Return the object of dataclass ``cls`` that composed values describe. Fields without a value get their default.
+    """Build the dataclass ``cls`` from composed values. Fields without a value get their default.
 
     Args:
         cls: the dataclass.
         values: plain values by name, as YAML and Hydra's grammar read them.
-        prefix: text before a field's name in a message, e.g. ``"student."``.
+        prefix: text before field names in messages, e.g. ``"student."``.
 
     Raises:
         NoSuchSetting: a name that ``cls`` does not have.
-        UserError: a value of another type, or one that ``cls`` refuses.
+        UserError: a value of the wrong type, or one that ``cls`` refuses.
     """
     own = {key: setting for key, setting in settings_of(cls, "") if "." not in key}
     hints = typing.get_type_hints(cls)
@@ -138,10 +138,10 @@ def make(cls: type, values: Any, prefix: str = "") -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Return ``value`` in the type of ``hint``.
+    """Convert ``value`` to the type ``hint``.
 
     Raises:
-        ValueError, TypeError, KeyError, OverflowError: a value of another type.
+        ValueError, TypeError, KeyError, OverflowError: a value of the wrong type.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (dataclasses.is_dataclass(hint) and isinstance(value, hint)):
@@ -164,7 +164,7 @@ def _convert(value: Any, hint: Any) -> Any:
         return number
     elif hint is float and type(value) in (int, float, str):
         number = float(value)
-        if number == 0 or 1e-37 <= abs(number) <= 3e38:  # NaN is neither
+        if number == 0 or 1e-37 <= abs(number) <= 3e38:  # false for NaN
             return number
     elif hint is str and isinstance(value, str | int | float):
         return str(value)

@@ -1,4 +1,4 @@
-"""Dataclasses of every setting; their YAML is in ``configs/``."""
+"""Dataclasses of all settings; their YAML is in ``configs/``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.lora.settings import LoraSettings
 
 MOST = 2**20
-"""Largest number of samples, ranks or clips: they become lists and loops."""
+"""Limit on numbers of samples, ranks or clips, which become lists and loops."""
 _ALLOCATOR = re.compile(r"\w+:(\[[^\]\s]+\]|[^\[\],\s]+)(,\w+:(\[[^\]\s]+\]|[^\[\],\s]+))*", re.ASCII)
 
 
@@ -26,25 +26,26 @@ class MeshSettings:
     """``mesh.*``; see fsdp_cp/mesh.py."""
 
     dp_replicate: int = 1
-    """Replicas of the sharded networks (hybrid sharding)."""
+    """Number of replicas of the sharded networks (hybrid sharding)."""
     dp_shard: int = -1
-    """Data-parallel ranks to shard over; -1 for what is left of the world."""
+    """Number of data-parallel ranks to shard over; -1 for the rest of the world."""
     cp: int = 1
-    """Ranks that share one sample's tokens."""
+    """Number of ranks that share one sample's tokens."""
     ulysses: int | Literal["auto"] = "auto"
-    """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is gcd(heads, cp), or cp / ring if set."""
+    """Degree of the Ulysses all-to-all, a divisor of the heads; ``auto`` is cp / ring if ring is set, else
+    gcd(heads, cp)."""
     ring: int | Literal["auto"] = "auto"
-    """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses is cp."""
+    """Degree of ring attention; ``auto`` is cp / ulysses. ring x ulysses must be cp."""
 
 
 @dataclass(kw_only=True)
 class AttentionSettings:
-    """``attention.*``, of all roles; see docs/attention.md."""
+    """``attention.*``, for all roles; see docs/attention.md."""
 
     backend: str = "auto"
-    """Local attention kernel; ``auto`` takes the best that is there, and the log says which."""
+    """Local attention kernel; ``auto`` selects the best available one and logs its name."""
     head_groups: int = 1
-    """Overlap the Ulysses all-to-all with attention, over this many groups of a rank's heads."""
+    """Number of head groups per rank over which the Ulysses all-to-all overlaps with attention; at least 1."""
 
     def __post_init__(self) -> None:
         check_range(self, "head_groups", least=1)
@@ -55,13 +56,13 @@ class EmaSettings:
     """``student.ema.*`` and ``fake.ema.*``."""
 
     enabled: bool = False
-    """Keep an average of the role's weights; samples, report and export use the student's."""
+    """Keep an exponential moving average (EMA) of the role's weights; samples, report and export use the student's."""
     decay: float | None = 0.99
-    """Constant factor of the old average; null for the power schedule."""
+    """Constant weight of the old average per update, 0 to below 1; null for the power schedule."""
     gamma: float = 6.94
-    """Exponent of the power schedule (1 - 1/(i+1)) ** (gamma + 1)."""
+    """Exponent of the power schedule, (1 - 1/(i+1)) ** (gamma + 1); at least 0."""
     start: int = 0
-    """Updates of the role before which the average just follows the weights."""
+    """Number of updates of the role before averaging starts; until then the average equals the weights."""
 
     def __post_init__(self) -> None:
         check_range(self, "decay", least=0, below=1)
@@ -70,19 +71,19 @@ class EmaSettings:
 
 @dataclass(kw_only=True)
 class RoleSettings(ShardSettings):
-    """``teacher.*``; docs/sharding.md describes sharding."""
+    """``teacher.*``; docs/configuration.md describes sharding."""
 
     checkpoint: str | None = None
-    """Diffusers pipeline or transformer folder."""
+    """Path to a diffusers pipeline or transformer folder."""
     architecture: dict[str, Any] | None = None
-    """Configuration of a network with random weights, where there is no checkpoint."""
+    """Configuration of a network with random weights, instead of a checkpoint."""
     boundary: float | None = None
-    """Time in (0, 1) that makes two experts of an ``architecture``: the first serves from this time on. A checkpoint of
-    two experts (Wan 2.2 A14B) has its own ``boundary_ratio``."""
+    """Time in (0, 1) that splits an ``architecture`` into two experts; the first serves this and later times. A
+    checkpoint with two experts (Wan 2.2 A14B) has its own ``boundary_ratio``."""
     family: str = "wan"
-    """Model family: ``wan``, ``ltx``, or one that an installed package names."""
+    """Model family: ``wan``, ``ltx``, or one that an installed package adds."""
     precision: Literal["fp32", "bf16"] = II("precision")
-    """``fp32`` or ``bf16`` compute of this role; the run's when not set."""
+    """Precision of this role's compute, ``fp32`` or ``bf16``; the run's ``precision`` if not set."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +99,7 @@ class StudentSettings(TrainedRoleSettings):
     """``student.*``."""
 
     experts: Literal["both", "high", "low"] = "both"
-    """Experts to train, of a student of two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
+    """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
 
 
 @dataclass(kw_only=True)
@@ -108,31 +109,31 @@ class OptimizerSettings:
     lr: float = 1e-5
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.0, 0.999])
-    """Adam's decay factors."""
+    """Adam's two decay factors, each 0 to below 1."""
     eps: float = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Term added to the root of Adam's second moment."""
     weight_decay: float = 0.01
-    """Decoupled: as a share of the rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """``constant`` or ``cosine`` (towards ``final_lr`` at the role's last update)."""
+    """Learning rate schedule: ``constant``, or ``cosine`` down to ``final_lr`` at the role's last update."""
     warmup: int = 0
-    """Updates of this role over which the rate grows linearly, from ``lr / warmup``."""
+    """Number of updates of this role over which the rate grows linearly, starting at ``lr / warmup``."""
     final_lr: float = 0.0
-    """Rate at the end of ``cosine``, as a share of ``lr``."""
+    """Final rate of ``cosine``, as a fraction of ``lr``."""
     no_decay: list[str] = field(default_factory=list)
-    """Names of parameters without weight decay, as patterns: ``[*.bias,*norm*]``."""
+    """Patterns of parameter names without weight decay, e.g. ``[*.bias,*norm*]``."""
     lr_scale: dict[str, float] | None = None
-    """Factors of the rate by pattern of parameter names, ``{patch_embedding.*: 0.1}``; the first match counts."""
+    """Factors of the rate by pattern of parameter names, e.g. ``{patch_embedding.*: 0.1}``; the first match counts."""
     additions_lr: float | None = None
-    """Peak rate of what the method adds to the network (``additions.*``: a GAN's heads, the time of the last step, a
-    second time), which follows the same schedule; null for ``lr``."""
+    """Peak rate of the method's additions to the network (``additions.*``: GAN heads, time of the last step, second
+    time), on the same schedule; null for ``lr``."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr", "additions_lr", "eps", "weight_decay", "warmup", "final_lr", least=0)
         check_range(self, "betas", least=0, below=1)
         if len(self.betas) != 2:
             raise UserError(f"betas={shown(self.betas)} must be two numbers")
-        if self.lr == 0 and self.additions_lr is not None:  # it is kept as a factor of lr
+        if self.lr == 0 and self.additions_lr is not None:  # the optimizer keeps additions_lr as a factor of lr
             raise UserError(f"lr=0 with additions_lr={self.additions_lr}; use lr=1e-20")
         if any(not factor >= 0 for factor in (self.lr_scale or {}).values()):
             raise UserError(f"lr_scale={self.lr_scale} must have factors of at least 0")
@@ -145,9 +146,9 @@ class OptimSettings:
     student: OptimizerSettings = field(default_factory=OptimizerSettings)
     fake: OptimizerSettings = field(default_factory=OptimizerSettings)
     clip: float | None = 10.0
-    """Greatest norm of a role's gradient; null for none."""
+    """Maximal norm of a role's gradient, > 0; null for no clipping."""
     max_skipped: int = 10
-    """Updates with a non-finite gradient norm in a row (each is skipped) after which the run stops."""
+    """Number of consecutive updates skipped for a non-finite gradient norm after which the run stops; at least 1."""
 
     def __post_init__(self) -> None:
         check_range(self, "clip", above=0)
@@ -159,20 +160,19 @@ class CheckpointSettings:
     """``checkpoint.*``."""
 
     every: int = 500
-    """Steps between checkpoints; 0 for one at the end alone."""
+    """Number of steps between checkpoints; 0 for only one at the end."""
     keep: int = 2
     """Number of newest checkpoints to keep; 0 for all."""
     keep_every: int = 0
-    """Keep those whose step is a multiple of this for good, too; 0 for none."""
+    """Permanently keep checkpoints whose step is a multiple of this; 0 for none."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy in the host's memory; where that has no room, training waits."""
+    """Write checkpoints during training, from a copy in host memory; training waits if the copy does not fit."""
     at_end: bool = True
-    """Save one after the last step; without it the run cannot continue from there."""
+    """Save a checkpoint after the last step; without it the run cannot continue from there."""
     resume: str = "auto"
-    """``auto`` (this run's newest), ``never``, a run folder or a step folder."""
+    """Checkpoint to resume: ``auto`` (this run's newest), ``never``, a run folder or a step folder."""
     accept: list[str] = field(default_factory=list)
-    """Settings whose files or data may differ from those that the checkpoint was made with, as
-    ``[teacher.checkpoint]``."""
+    """Settings whose files or data may differ from the checkpoint's, e.g. ``[teacher.checkpoint]``."""
 
     def __post_init__(self) -> None:
         check_range(self, "every", "keep", "keep_every", least=0)
@@ -183,18 +183,18 @@ class LogSettings:
     """``log.*``."""
 
     every: int = 10
-    """Steps between lines of ``metrics.jsonl``."""
+    """Number of steps between lines of ``metrics.jsonl``; at least 1."""
     norms_every: int = 0
-    """Steps between lines of ``norms.jsonl``: each weight's and gradient's norm, by role; 0 for none."""
+    """Number of steps between lines of ``norms.jsonl``, the norms of each weight and gradient by role; 0 for none."""
     mesh_check: bool = False
-    """Before training, compute the first step of each trained role on this mesh and on another one, with all ranks on
-    its ``cp`` axis (``dp_shard`` where this mesh is that one); log and report show both losses and gradient norms."""
+    """Before training, compute each trained role's first step on this mesh and on one with all ranks on ``cp`` (or on
+    ``dp_shard`` if this mesh has that already). Log and report show both losses and gradient norms."""
     wandb: bool = False
-    """Log to Weights & Biases too (needs the ``wandb`` extra)."""
+    """Also log to Weights & Biases (needs the ``wandb`` extra)."""
     tensorboard: bool = False
-    """Log to TensorBoard too (needs the ``tensorboard`` extra)."""
+    """Also log to TensorBoard (needs the ``tensorboard`` extra)."""
     project: str = "fsdp_cp"
-    """Project name at Weights & Biases."""
+    """Project name in Weights & Biases."""
 
     def __post_init__(self) -> None:
         check_range(self, "every", least=1)
@@ -203,14 +203,14 @@ class LogSettings:
 
 @dataclass(kw_only=True)
 class ProfileSettings:
-    """``profile.*``: where the time and the memory of some steps go; see docs/run.md."""
+    """``profile.*``: time and memory of chosen steps; see docs/run.md."""
 
     steps: list[int] = field(default_factory=list)
-    """First and last step to profile, as ``[20,22]``, counted from 1 as in ``metrics.jsonl``; empty for none."""
+    """First and last step to profile, e.g. ``[20,22]``, counted from 1 as in ``metrics.jsonl``; empty for none."""
     ranks: list[int] | Literal["all"] = field(default_factory=lambda: [0])
-    """Ranks that are profiled, as ``[0,8]``, or ``all``: a trace each in ``RUN_DIR/profile``."""
+    """Ranks to profile, e.g. ``[0,8]``, or ``all``. Each writes a trace into ``RUN_DIR/profile``."""
     memory: bool = False
-    """Record the CUDA allocator's work in these steps, too; on the CPU there is none."""
+    """Also record the CUDA allocator in these steps; no effect on the CPU."""
 
     def __post_init__(self) -> None:
         if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
@@ -225,22 +225,22 @@ class SampleSettings:
     """``sample.*``: clips made during and after training, and the report."""
 
     every: int = 0
-    """Steps between sample clips; 0 for the end alone."""
+    """Number of steps between sample clips; 0 for only at the end."""
     at_end: bool = True
-    """Sample after the last step, and write the report if ``report_clips`` asks for one."""
+    """Sample after the last step, and write the report if ``report_clips`` is above 0."""
     prompts: int = 4
-    """Clips per set of samples, of captions of the data set."""
+    """Number of clips per set of samples, with captions from the data set; at least 1."""
     captions: list[str] = field(default_factory=list)
-    """Captions to sample instead, one clip of each; the data set must know them."""
+    """Captions to sample instead, one clip each; the data set must contain them."""
     images: list[str] = field(default_factory=list)
-    """Images for ``captions``, in their order, where images condition: files, of videos the first frame; empty for
-    those of the data set."""
+    """Paths to images, or to videos for their first frame, in the order of ``captions``, for image-to-video models;
+    empty for the data set's images."""
     student_steps: list[int] = field(default_factory=lambda: [4])
-    """Numbers of steps at which the student is sampled."""
+    """Numbers of sampling steps of the student; one set of samples for each."""
     teacher_steps: list[int] = field(default_factory=list)
-    """Numbers of steps at which the teacher is sampled, once, for comparison."""
+    """Numbers of sampling steps of the teacher, which is sampled once for comparison."""
     report_clips: int = 0
-    """Clips per row of ``report.html``; 0 for no report."""
+    """Number of clips per row of ``report.html``; 0 for no report."""
 
     def __post_init__(self) -> None:
         check_range(self, "every", least=0)
@@ -258,21 +258,21 @@ class ExportSettings:
     """``export.*``: the student as a diffusers folder, at the end of the run."""
 
     at_end: bool = True
-    """Write it; ``python -m models.export`` makes one of a checkpoint at any time."""
+    """Export the student after the last step; ``python -m models.export`` exports a checkpoint at any time."""
     weights: Literal["auto", "raw", "ema"] = "auto"
-    """``raw``, ``ema``, or ``auto``: the average if there is one."""
+    """Weights to export: ``raw``, ``ema``, or ``auto`` (the EMA if the run keeps one)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """``fp32`` or ``bf16``."""
+    """Dtype of the exported weights: ``fp32`` or ``bf16``."""
 
 
 @dataclass(kw_only=True)
 class TimeoutSettings:
-    """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/operations.md."""
+    """``timeout.*``: minutes that a rank waits for the others before the run ends; see docs/running.md."""
 
     start: float = 60.0
-    """Until each trained role's first step is done, and while samples, checkpoints and the end are made."""
+    """Minutes until each trained role's first step is done, and during samples, checkpoints and the end of the run."""
     step: float = 10.0
-    """In every later step."""
+    """Minutes in every later step; at most ``start``."""
 
     def __post_init__(self) -> None:
         check_range(self, "start", "step", least=0.01, most=7 * 24 * 60)
@@ -282,12 +282,12 @@ class TimeoutSettings:
 
 @dataclass(kw_only=True)
 class PlanningSettings:
-    """``planning.*``, of ``plan=true``; see docs/planning.md."""
+    """``planning.*``, for ``plan=true``; see docs/planning.md."""
 
     hardware: str | None = None
-    """GPU that is planned for, a file of configs/hardware: ``h20``, ``h100``, ...; null for memory alone."""
+    """GPU to plan for, a file of configs/hardware: ``h20``, ``h100``, ...; null to plan memory only."""
     model: str | None = None
-    """Published network of roles that have no checkpoint, ``wan2_1_t2v_14b`` for example; brought by ``model=``."""
+    """Published network for roles without a checkpoint, e.g. ``wan2_1_t2v_14b``; ``model=`` sets it."""
 
 
 @dataclass(kw_only=True)
@@ -295,31 +295,33 @@ class Config:
     """All settings of a run."""
 
     steps: int = MISSING
-    """Optimizer steps of all roles together; a resumed run with more steps continues."""
+    """Number of optimizer steps, over all roles. A resumed run with more steps continues."""
     seed: int = 0
     """Seed for the data order and every random draw. Results do not depend on the mesh."""
     batch_size: int = MISSING
-    """Samples per step over all ranks."""
+    """Number of samples per step, over all ranks."""
     micro_batch_size: int | None = None
-    """Samples per data-parallel rank and forward; null for one forward a step, or one per part of ``expert_draws``."""
+    """Number of samples per data-parallel rank and forward; null for one forward per step (per part with
+    ``expert_draws``)."""
     expert_draws: int = 1
-    """Parts of a batch. Each part draws the experts that it runs, and the length of DMD2's rollout, for roles of two
-    experts (Wan 2.2 A14B; docs/methods/experts.md)."""
+    """Number of parts of a batch for roles with two experts (Wan 2.2 A14B). Each part draws the expert that it runs and
+    the length of DMD2's rollout (docs/methods/experts.md)."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """``fp32`` or ``bf16`` compute; masters, reductions and optimizer state are fp32 unless a role says so."""
+    """Precision of compute, ``fp32`` or ``bf16``; masters, reductions and optimizer state are fp32 unless a role sets
+    them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``, ``cpu`` or ``cuda``; ``auto`` is the CPU without a GPU, and refuses one that torch cannot use."""
+    """Device: ``auto``, ``cpu`` or ``cuda``. ``auto`` takes a GPU if present, and fails if torch cannot use it."""
     cuda_allocator: str | None = None
-    """``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null leaves torch's own, or the environment's."""
+    """Value of ``PYTORCH_CUDA_ALLOC_CONF``, e.g. ``expandable_segments:True``; null keeps the environment's."""
     run_dir: str | None = None
-    """Folder of all output; ``runs/EXPERIMENT`` when not set."""
+    """Path to the folder of all output; ``runs/EXPERIMENT`` if not set."""
     dry_run: bool = False
-    """Run all checks, print memory and files of the run, and end, without a process group. ``plan`` goes first."""
+    """Run all checks, print the run's memory and files, and exit; no process group. ``plan`` takes precedence."""
     plan: bool | Literal["suggest"] = False
-    """``true``: predict memory, operations and traffic of a rank on fake tensors, write ``RUN_DIR/plan.html``, and end.
-    ``suggest``: look for settings that fit ``planning.hardware``, and end."""
+    """``true``: predict a rank's memory, operations and traffic on fake tensors, write ``RUN_DIR/plan.html`` and exit.
+    ``suggest``: search for settings that fit ``planning.hardware`` and exit."""
     world: int | None = None
-    """Number of ranks to check or plan for, with ``dry_run`` or ``plan``; this process's world when null."""
+    """Number of ranks for ``dry_run`` or ``plan``; null for this process's world."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     teacher: RoleSettings = field(default_factory=RoleSettings)
@@ -349,7 +351,7 @@ class Config:
 
 add_installed_methods()
 SETTINGS: dict[str, list[Setting]] = {}
-"""Every setting by its dotted key; several methods or data sets may have one of the same name."""
+"""All settings by dotted key. Several methods or data sets may share a key."""
 for _prefix, _owner in (
     ("", Config),
     *(("method.", settings) for _, settings in METHODS.values()),

@@ -1,4 +1,4 @@
-"""Texts of ``train.py --help`` and ``--cfg job``, made from the configuration and its dataclasses."""
+"""Text of ``train.py --help`` and ``--cfg job``, generated from the configuration and its dataclasses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fsdp_cp.sharding.settings import ShardSettings
 _WIDTH = 120
 _KEY = 40
 _LONGEST = 30
-"""Characters of a value in the short text."""
+"""Maximal length of a value in the short text, in characters."""
 _HEAD = [
     "torchrun --nproc-per-node N train.py experiment=NAME [key=value ...]",
     "",
-    "Distils a video diffusion transformer into a few-step student. Later overrides win; lists are [a,b,c].",
+    "Distills a video diffusion transformer into a few-step student. Later overrides win; lists are [a,b,c].",
     "--help method=rcm has that method's settings; --help all has every setting of all roles, methods and data sets.",
     "--cfg job prints the composed configuration; dry_run=true checks it and starts nothing.",
     "",
@@ -48,7 +48,7 @@ class _Row(NamedTuple):
 
 
 def information(arguments: list[str]) -> str | None:
-    """Return the text that ``--help`` or ``--cfg job`` among ``arguments`` asks for; ``None`` without either.
+    """Return the text for ``--help`` or ``--cfg job`` in ``arguments``; ``None`` without either.
 
     Raises:
         UserError: settings that do not compose; an option that train.py does not have.
@@ -70,7 +70,7 @@ def information(arguments: list[str]) -> str | None:
 def usage(config: Config) -> list[str]:
     """Return the lines of the short text: the most used settings with their meaning, the others with their value.
 
-    Settings that roles share are there once; of methods and data sets only those of the chosen one.
+    Settings that roles share are listed once. Methods and data sets that are not chosen are left out.
     """
     rows = list(_rows(Config, "", config))
     top = [row for row in rows if "." not in row.key and row.key != "expert_draws"]
@@ -81,7 +81,7 @@ def usage(config: Config) -> list[str]:
         lines += _in_lines(_rows(type(settings), f"{name}.", settings))
     sharding = {item.name for item in fields(ShardSettings)} - {"precision"} | {"architecture", "boundary"}
     roles = list(_shared(rows, "{}.", ("teacher", "student", "fake")))
-    lines += ["", "ROLE.* of teacher, student, fake, as teacher.checkpoint, and sharding (docs/sharding.md):"]
+    lines += ["", "ROLE.* of teacher, student, fake, as teacher.checkpoint, and sharding (docs/configuration.md):"]
     lines += _in_lines([row for row in roles if row.key.removeprefix("ROLE.") not in sharding])
     rest = [_short(row, "ROLE.") for row in roles if row.key.removeprefix("ROLE.") in sharding]
     rest.append(f"experts={config.student.experts} (student's; of the run: expert_draws={config.expert_draws})")
@@ -116,7 +116,7 @@ def _every_setting(config: Config) -> list[str]:
 
 
 def _groups() -> Iterator[str]:
-    """Yield the choices of each group; two groups of few choices share a line."""
+    """Yield the choices of each group; two short groups share a line."""
     texts = [f"{group + '=':<12} {' | '.join(path.stem for path in group_files(group))}" for group in GROUPS]
     while texts:
         text = texts.pop(0)
@@ -126,7 +126,7 @@ def _groups() -> Iterator[str]:
 
 
 def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
-    """Yield every setting of ``cls`` and of its groups, with the values of ``chosen``, or the defaults."""
+    """Yield every setting of ``cls`` and its groups, with the values of ``chosen``, or with defaults if it is None."""
     for key, setting in settings_of(cls, prefix):
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
@@ -135,7 +135,7 @@ def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
 
 
 def _shared(rows: Sequence[_Row], pattern: str, owners: Sequence[str]) -> Iterator[_Row]:
-    """Yield the settings that all ``owners`` have, once: the student's value, and others where they differ."""
+    """Yield each setting that all ``owners`` have, once, with the student's value and any other roles' values."""
     by_key = {row.key: row for row in rows}
     first = pattern.format(owners[0])
     for name in [row.key.removeprefix(first) for row in rows if row.key.startswith(first)]:
@@ -160,7 +160,7 @@ def _cut(value: Any) -> str:
 
 
 def _in_lines(rows: Iterable[_Row]) -> Iterator[str]:
-    """Yield key and value, and next to them the meaning, wrapped."""
+    """Yield lines with key and value on the left and the wrapped meaning on the right."""
     for row in rows:
         value = row.value if row.key.startswith("ROLE.") else _cut(row.value)
         left = f"  {_with_value(row, value):<{_KEY}} "
@@ -174,7 +174,7 @@ def _in_lines(rows: Iterable[_Row]) -> Iterator[str]:
 
 
 def _in_paragraph(prefix: str, keys: Sequence[str]) -> Iterator[str]:
-    """Yield lines of as many keys as fit, without breaking one."""
+    """Wrap keys into lines without breaking a key."""
     unbroken = " ".join(key.replace(" ", "\0") for key in keys)
     lines = textwrap.wrap(
         unbroken, _WIDTH, initial_indent=f"  {prefix:<12} ", subsequent_indent=" " * 15, break_on_hyphens=False
@@ -184,7 +184,7 @@ def _in_paragraph(prefix: str, keys: Sequence[str]) -> Iterator[str]:
 
 @cache
 def _field_docs(settings: type) -> dict[str, str]:
-    """Return the string literal below each field of a dataclass and of its bases."""
+    """Return the docstrings below the fields of a dataclass and its bases, by field name."""
     docs: dict[str, str] = {}
     for cls in reversed(settings.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body

@@ -19,7 +19,7 @@ from torch import Tensor
 from distill.data.videos.decode import MAX_SIZE, ClipFormat
 from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
-from models.condition import Condition
+from models.roles.condition import Condition
 
 BACKGROUND = 0.1
 """Brightness (0 to 1) of every background pixel, and of a colour's dark channels."""

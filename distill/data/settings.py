@@ -124,7 +124,7 @@ class MovingShapesSettings(DataSettings):
 
     def fingerprints(self) -> dict[str, str]:
         from distill.data.word_table import table_file
-        from models.checkpoint_files import fingerprint_of
+        from models.files.checkpoint_files import fingerprint_of
 
         return {"data.encoders": fingerprint_of([table_file(self.encoders)])}
 
@@ -232,7 +232,7 @@ class VideoFolderSettings(DataSettings):
 
     def fingerprints(self) -> dict[str, str]:
         from distill.data.encoders.choose import choose_encoders
-        from models.checkpoint_files import fingerprint_of
+        from models.files.checkpoint_files import fingerprint_of
 
         folder = choose_encoders(self.encoders)
         parts = [*(["vae"] if self.has_clips else []), *folder.text_parts()]

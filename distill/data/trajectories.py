@@ -20,8 +20,8 @@ from torch import Tensor
 
 from distill.data import ClipDataset
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import fingerprint_of
-from models.condition import has_image
+from models.files.checkpoint_files import fingerprint_of
+from models.roles.condition import has_image
 
 log = logging.getLogger(__name__)
 _HINT = "make them with python -m distill.trajectories and the same settings"

@@ -14,7 +14,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
-from models.shipped import find_shipped
+from models.files.shipped import find_shipped
 
 FILE_NAME = "words.safetensors"
 PAD = "<pad>"

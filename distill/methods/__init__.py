@@ -27,7 +27,7 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.installed import installed_names, load_installed
 
 if TYPE_CHECKING:
-    from models.role import Role
+    from models.roles.role import Role
 
 __all__ = ["METHODS", "Batch", "Loss", "Method", "add_installed_methods", "build_method"]
 
@@ -42,15 +42,15 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "dcm": (Dcm, DcmSettings),
     "ode_regression": (OdeRegression, OdeRegressionSettings),
 }
-"""Each method and its settings, by name."""
+"""Class and settings of each method, by name."""
 INSTALLED: dict[str, Path] = {}
-"""Folder of the YAML of each method that another package adds, by name."""
+"""Folder with the YAML of each method from another package, by name."""
 BROKEN: dict[str, UserError] = {}
-"""Reason why an installed method cannot be used, by name."""
+"""Error of each installed method that could not be loaded, by name."""
 
 
 def add_installed_methods() -> None:
-    """Add the methods of other packages to :data:`METHODS`; those that cannot be loaded go to :data:`BROKEN`."""
+    """Add the methods of other packages to :data:`METHODS`. Methods that cannot be loaded go to :data:`BROKEN`."""
     for name in set(installed_names(ENTRY_POINTS)) - METHODS.keys():
 
         def add(found: Any, name: str = name) -> None:
@@ -69,6 +69,6 @@ def add_installed_methods() -> None:
 
 
 def build_method(settings: Any, roles: Mapping[str, Role]) -> Method:
-    """The method of ``settings.name`` over ``roles``."""
+    """Build the method ``settings.name`` on ``roles``."""
     method, _ = METHODS[settings.name]
     return method(settings, roles)

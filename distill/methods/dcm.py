@@ -1,7 +1,7 @@
 """Discrete consistency distillation (Song et al. 2023, arXiv:2303.01469, algorithm 2), for rectified flows.
 
-On a grid of times from 1 to 0, the student's sample from a node is trained towards its sample from the next node, which
-one Euler step of the teacher leads to. The optimum is the map of the Euler sampler on that grid.
+On a grid of times from 1 to 0, one Euler step of the teacher leads from each node to the next. The student's prediction
+at a node is trained towards its prediction at the next node. The optimum is the map of the Euler sampler on that grid.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.observations import observe_by_time, observe_latents, per_sample_mean
-from distill.schedules import add_noise, denoise, euler_times, per_sample
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
+from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -29,9 +29,9 @@ class DcmSettings(StepListSettings):
 
     name: str = "dcm"
     grid_steps: int = 48
-    """``K``: Euler steps of the teacher from noise to data, spaced by ``shift``; at least 1."""
+    """Number ``K`` of Euler steps of the teacher from noise to data, spaced by ``shift``; 1 to 10000."""
     target: Literal["student", "ema"] = "student"
-    """Whose sample at the next node is the target: the ``student``'s own, or that of its average (``ema``)."""
+    """Weights that predict the target at the next node: the ``student``'s, or its EMA (``ema``)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,7 +39,7 @@ class DcmSettings(StepListSettings):
 
 
 class Dcm(FewStepMethod):
-    """``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``; the student trains at every step."""
+    """Discrete consistency with the loss ``mean (x0_theta(x_j) - sg(x0_target(x_{j+1})))^2``, at every step."""
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
@@ -61,7 +61,7 @@ class Dcm(FewStepMethod):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
-        # In fp64: a draw just below 1 would be rounded up to 1, beyond the last node.
+        # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last node.
         node = (settings.grid_steps * random.uniform("dcm/node", torch.float64)).long()
         grid = torch.tensor(
             euler_times(settings.grid_steps, settings.shift), dtype=batch.dtype, device=batch.latents.device
@@ -73,7 +73,7 @@ class Dcm(FewStepMethod):
             v = guided_velocity(self.roles["teacher"], x, t, batch.condition, scale)
             next_x = x + per_sample(next_t - t, x) * v
             with self.student_average() if settings.target == "ema" else nullcontext():
-                # At t = 0, behind the last node, this is next_x itself.
+                # At t = 0, after the last node, this is next_x itself.
                 target = denoise(next_x, student.velocity(next_x, next_t, batch.condition), next_t)
         prediction = denoise(x, student.velocity(x, t, batch.condition), t)
         errors = per_sample_mean((prediction - target).square())

@@ -1,9 +1,9 @@
 """DMD2: improved distribution matching distillation (Yin et al. 2024, arXiv:2405.14867), for rectified flows.
 
-The student's samples are pushed along the difference of two scores: the frozen teacher's (with guidance) and that of
-a *fake* network which is trained all along on the student's own samples. The multi-step student is trained on the
-inputs that its own sampler makes (backward simulation, section 4.5 there). Captions are enough for that; with real
-clips a GAN may be added, whose discriminator is a few small heads on the fake score's features (section 4.3 there).
+The loss pushes the student's samples along the difference of two scores: the frozen teacher's (with guidance) and that
+of a *fake* network, which trains on the student's samples throughout. A multi-step student trains on inputs that its
+own sampler makes (backward simulation, section 4.5). This needs only captions. With real clips, a GAN can be added; its
+discriminator is a few small heads on the fake score's features (section 4.3).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.distribution_matching import Shared, distribution_matching, fake_score_error
-from distill.methods.expert_times import Times, draw_times, expert_of_step
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.observations import observe_by_time, observe_latents
-from distill.schedules import add_noise, shift_time
+from distill.methods.common.distribution_matching import Shared, distribution_matching, fake_score_error
+from distill.methods.common.expert_times import Times, draw_times, expert_of_step
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import observe_by_time, observe_latents
+from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 
 _R1_SIGMA = 0.1
-"""Standard deviation of the noise with which the R1 penalty disturbs the discriminator's real inputs."""
+"""Standard deviation of the noise that the R1 penalty adds to the discriminator's real inputs."""
 
 
 @dataclass(kw_only=True)
@@ -38,27 +38,27 @@ class Dmd2Settings(StepListSettings):
 
     name: str = "dmd2"
     fake_updates_per_student_update: int = 5
-    """Fake-score updates that follow each student update; at least 1."""
+    """Fake-score updates after each student update; at least 1."""
     min_time: float = 0.02
-    """Least time of the scores, after the shift: where they are compared, and where the fake score trains."""
+    """Smallest time of the scores, in comparison and training, after the shift; from 0 to below ``max_time``."""
     max_time: float = 0.98
-    """Greatest time of the scores, after the shift."""
+    """Largest time of the scores, in comparison and training, after the shift; at most 1."""
     rollout: Literal["random", "full"] = "random"
-    """Steps of the student in a rollout, of which the last carries the gradient: ``random`` (1 to all of them, one
-    number for all samples of a step, or of a part of its batch: ``expert_draws``) or ``full``."""
+    """Number of student steps in a rollout, the last with a gradient: ``full``, or ``random`` (from 1 to all, equal for
+    all samples of a step or of a part of its batch, ``expert_draws``)."""
     fake_knows_last_step: bool = False
-    """Tell the fake score the time of the student's last step, by an addition to its network. Ours: as published, it
-    scores the mixture of all lengths of the rollout, whose errors may make up for each other (docs/methods/dmd2.md)."""
+    """Condition the fake score on the time of the student's last step. Not in the paper, where one score covers all
+    rollout lengths and their errors may cancel (docs/methods/dmd2.md)."""
     gan_weight_student: float = 0.0
     """Weight of the student's GAN loss; 0 for no GAN. Published: 1e-3 to 5e-3 (DMD2), 0.03 (FastGen)."""
     gan_weight_head: float = 1e-2
-    """Weight of the discriminator's loss beside the fake score's; it trains the head and the network under it."""
+    """Weight of the discriminator's loss relative to the fake score's, > 0; it trains the heads and the fake score."""
     gan_r1_weight: float = 0.0
-    """Weight of the approximate R1 penalty within the discriminator's loss (Lin et al. 2025, arXiv:2501.08316);
-    0 for none."""
+    """Weight of the approximate R1 penalty in the discriminator's loss (Lin et al. 2025, arXiv:2501.08316); 0 for no
+    penalty."""
     gan_blocks: list[int] | None = None
-    """Indices of the fake score's blocks whose outputs the discriminator reads, ascending; null for three, in the
-    middle, at three quarters and at the end, as in FastGen."""
+    """Indices of the fake score's blocks that the discriminator reads, ascending; null for three blocks, in the middle,
+    at three quarters and at the end, as in FastGen."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,12 +81,12 @@ class Dmd2Settings(StepListSettings):
 
     @property
     def gan(self) -> bool:
-        """Is there a discriminator?"""
+        """Whether a GAN is trained."""
         return self.gan_weight_student > 0
 
 
 class Dmd2(FewStepMethod):
-    """The student and the fake score in turn: the student trains when ``step % (n + 1) == 0``."""
+    """DMD2. Student and fake score take turns: the student trains at ``step % (n + 1) == 0``."""
 
     required_roles = ("teacher", "student", "fake")
     trained_roles = ("student", "fake")
@@ -114,7 +114,7 @@ class Dmd2(FewStepMethod):
             copies = f"mesh.dp_replicate={config.mesh.dp_replicate}"
         sharded = fake.strategy in ("optim_grads", "optim_grads_params")
         if config.method.gan and copies and sharded and not fake.reduce_unused:
-            # Replicas add up the losses' gradients by position, and these two losses use different parameters.
+            # Replicas sum the losses' gradients by position, but these two losses use different parameters.
             raise UserError(
                 f"method.gan_weight_student={config.method.gan_weight_student} with {copies} needs"
                 " fake.reduce_unused=true"
@@ -136,7 +136,7 @@ class Dmd2(FewStepMethod):
         if self.settings.gan:
             weight = self.settings.gan_weight_head
             yield Loss("gan", lambda: self._head_loss(batch, sample.take(), last, random), weight)
-        # The last backward is the one that reaches every block: FSDP closes the step with it.
+        # This loss is last because its backward reaches every block: FSDP ends the step with it.
         yield Loss("fake_score", lambda: self._fake_loss(batch, sample.take(), last, random), 1.0)
 
     @classmethod
@@ -163,19 +163,21 @@ class Dmd2(FewStepMethod):
         }
 
     def _rollout_times(self, random: StepRandom) -> list[float]:
-        """One length for the step, or for each part of its batch (``expert_draws``), the same on every rank and
-        micro-batch of it: it decides how many forwards run."""
+        """Return the rollout's times, the same on every rank and in every micro-batch of a part of the batch.
+
+        The number of times decides how many forwards run. Each part (``expert_draws``) draws its own number.
+        """
         times = self.settings.student_times()
         if self.settings.rollout == "full":
             return times
         student = self.roles["student"]
         lengths = range(1, len(times) + 1)
         if student.boundaries:
-            lengths = [n for n in lengths if student.expert_at(times[n - 1]) in student.trained_experts]
+            lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
     def _last_step(self, batch: Batch, times: list[float]) -> Tensor | None:
-        """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
+        """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
         if not self.settings.fake_knows_last_step:
             return None
         return torch.full((len(batch.condition),), times[-1], dtype=batch.dtype, device=batch.condition.device)
@@ -206,20 +208,21 @@ class Dmd2(FewStepMethod):
         return loss + self.settings.gan_weight_student * gan.mean()
 
     def _score_time(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
-        """At which ``roles`` are evaluated."""
+        """Draw times at which ``roles`` are evaluated."""
         of = [self.roles[name] for name in roles]
         return draw_times(self._draw_score_time, random, purpose, batch.dtype, [of])[0]
 
     def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Uniform, shifted, and then held within [``min_time``, ``max_time``]."""
+        """Draw uniform times, shift them, and clamp them to [``min_time``, ``max_time``]."""
         t = shift_time(random.uniform(purpose, dtype), self.settings.shift)
         return [t.clamp(self.settings.min_time, self.settings.max_time)]
 
     def _head_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
-        """``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``, over all logits.
+        """Return ``mean softplus(D(x_t^G)) + mean softplus(-D(x_t)) + w mean (D(x_t) - D(x_t + sigma e))^2``.
 
-        ``x_t`` are the clips, noised to the same times as the samples ``x_G`` ``(B, C, T, H, W)`` of their captions;
-        a discriminator that knows the ``last`` step is told the samples' for both.
+        Means are over all logits. ``x_t`` are the clips, noised to the same times as the samples ``x_G``
+        ``(B, C, T, H, W)`` of their captions. A discriminator that is conditioned on the ``last`` step gets the
+        samples' value for both.
         """
         t, at = self._score_time("dmd2/gan_time", batch, random, "fake")
         inputs = [
@@ -244,7 +247,7 @@ class Dmd2(FewStepMethod):
         return loss.mean()
 
     def _fake_loss(self, batch: Batch, sample: Tensor, last: Tensor | None, random: StepRandom) -> Tensor:
-        """Flow matching on the student's samples: ``mean (v(x_t) - (e - x_G))^2``, no guidance."""
+        """Return ``mean (v(x_t) - (e - x_G))^2``: flow matching on the student's samples, without guidance."""
         times = self._score_time("dmd2/fake_time", batch, random, "fake")
         noise = random.normal("dmd2/fake_noise", batch.shape, batch.dtype)
         errors = fake_score_error(self.roles["fake"], sample, times, noise, batch.condition, last)

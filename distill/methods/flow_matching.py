@@ -1,4 +1,4 @@
-"""Flow matching: train (or fine-tune) a teacher on data. ALGORITHMS: Lipman et al. 2022, eq. 23; Esser et al. 2024."""
+"""Flow matching (Lipman et al. 2022, eq. 23; Esser et al. 2024): train or fine-tune a teacher on data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
-from distill.methods.expert_times import draw_times, expert_of_step
-from distill.methods.sampling import Sampler, guided_sample
-from distill.observations import observe_by_time, observe_latents, per_sample_mean
-from distill.schedules import add_noise, shift_time
+from distill.methods.common.expert_times import draw_times, expert_of_step
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
+from distill.methods.common.sampling import Sampler, guided_sample
+from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_choices, check_range
 from fsdp_cp.rng import StepRandom
-from models.condition import Condition
+from models.roles.condition import Condition
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 
@@ -27,20 +27,20 @@ class FlowMatchingSettings:
 
     name: str = "flow_matching"
     time: TimeDistribution = "logit_normal"
-    """Distribution of t before the shift: ``uniform`` (with a ``shift`` above 1: the shifted times at which Wan is
-    sampled) or ``logit_normal``."""
+    """Distribution of t before the shift: ``logit_normal`` or ``uniform``. ``uniform`` with Wan's ``shift`` trains at
+    the times at which Wan is sampled."""
     logit_mean: float = 0.0
     """Mean of logit(t), for ``logit_normal``."""
     logit_std: float = 1.0
     """Standard deviation of logit(t), for ``logit_normal``; > 0."""
     shift: float = 1.0
-    """Time shift of training and sampling, more noise above 1; Wan: 3 at 480p, 5 at 720p. > 0."""
+    """Time shift of training and sampling, > 0; above 1 for more noise. Wan: 3 at 480p, 5 at 720p."""
     caption_dropout: float = 0.1
-    """Probability of training a sample on the empty caption, for guidance; 0 to 1."""
+    """Probability that a sample trains on the empty caption, which guidance needs; 0 to 1."""
     guidance_scale: float = 5.0
-    """``w`` of ``u + w (c - u)`` when sampling; 1 is none."""
+    """Guidance scale ``w`` of samples, ``u + w (c - u)``; 1 for no guidance."""
     sampler: Sampler = "euler"
-    """``euler``, or ``unipc``, which Wan's pipelines use."""
+    """Sampler: ``euler``, or ``unipc``, which Wan's pipelines use."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")
@@ -49,7 +49,7 @@ class FlowMatchingSettings:
 
 
 class FlowMatching(Method):
-    """``mean (v(x_t, t, c) - (e - x0))^2``. One role, ``student``."""
+    """Flow matching with one role, ``student``. The loss is ``mean (v(x_t, t, c) - (e - x0))^2``."""
 
     required_roles = ("student",)
     trained_roles = ("student",)
@@ -101,14 +101,14 @@ class FlowMatching(Method):
 
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:
-    """Times ``(B,)`` as ``settings`` say by ``time``, ``logit_mean``, ``logit_std`` (Esser et al. 2024), shifted.
+    """Draw times ``(B,)`` by ``settings.time``, ``logit_mean`` and ``logit_std`` (Esser et al. 2024), and shift them.
 
     Args:
-        settings: :class:`FlowMatchingSettings`, or others with these fields.
-        shift: of the times.
-        random: the step's streams.
-        purpose: of the draw.
-        dtype: of the times, fp32 or better.
+        settings: :class:`FlowMatchingSettings`, or other settings with these fields.
+        shift: time shift.
+        random: random streams of the step.
+        purpose: name of the draw.
+        dtype: dtype of the times, fp32 or better.
     """
     if settings.time == "uniform":
         t = random.uniform(purpose, dtype)

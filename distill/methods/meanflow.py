@@ -1,7 +1,7 @@
 """MeanFlow (Geng et al. 2025, arXiv:2505.13447): a student that predicts the mean velocity over an interval.
 
-``u(x_t, r, t) = (x_t - x_r) / (t - r)`` along a trajectory ``dx_t/dt = v``; so ``u = v - (t - r) du/dt`` (eq. 6 there),
-which is what the student is trained towards. Its network gets the second time ``r`` by the addition ``second_time``.
+``u(x_t, r, t) = (x_t - x_r) / (t - r)`` along a trajectory ``dx_t/dt = v``. The student is trained towards
+``u = v - (t - r) du/dt`` (eq. 6). Its network gets the second time ``r`` from the addition ``second_time``.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import per_sample_mean, per_sample_norm
+from distill.methods.common.sampling import StudentSampler
+from distill.methods.common.schedules import add_noise, per_sample
 from distill.methods.flow_matching import TimeDistribution, draw_time
-from distill.methods.sampling import StudentSampler
-from distill.observations import per_sample_mean, per_sample_norm
-from distill.schedules import add_noise, per_sample
 from fsdp_cp.choices import check_range
 from fsdp_cp.rng import StepRandom
 from models.additions.base import Chosen
 from models.additions.time_conditioning import NAME
-from models.condition import Condition
+from models.roles.condition import Condition
 
 
 @dataclass(kw_only=True)
@@ -34,32 +34,33 @@ class MeanFlowSettings(StepListSettings):
 
     name: str = "meanflow"
     velocity: Literal["teacher", "data"] = "teacher"
-    """``v`` of the target: the ``teacher``'s, guided, or that of the ``data``, ``e - x0``, without any teacher."""
+    """Velocity of the target: the ``teacher``'s with guidance, or ``data``, ``e - x0``, which needs no teacher."""
     time: TimeDistribution = "logit_normal"
     """Distribution of both times before the shift: ``uniform`` or ``logit_normal``."""
     logit_mean: float = -0.8
-    """Mean of logit(t), for ``logit_normal``; FastGen's for Wan, as the deviation."""
+    """Mean of logit(t), for ``logit_normal``; default: FastGen's for Wan."""
     logit_std: float = 1.6
-    """Standard deviation of logit(t), for ``logit_normal``; > 0."""
+    """Standard deviation of logit(t), for ``logit_normal``; > 0. Default: FastGen's for Wan."""
     time_shift: float = 1.0
-    """Shift of both times; ``shift`` is that of the teacher's sampler alone. > 0."""
+    """Shift of both times, > 0; ``shift`` only affects the teacher's sampler."""
     interval_ratio: float = 1.0
-    """Probability of a sample with r < t; the others train the velocity at r = t. 0 to 1; the paper's: .25."""
+    """Probability that a sample has r < t, 0 to 1; other samples train the velocity at r = t. Paper: 0.25."""
     tangent_warmup: int = 2000
-    """Student updates over which the derivative in the target grows from 0 to its full size; 0 for none."""
+    """Student updates over which the derivative in the target grows from 0 to full size; 0 for no warm-up."""
     weight_power: float = 1.0
-    """``p`` of a sample's weight ``1 / (rms + c)^p``, rms of its error; 0 for equal weights."""
+    """Exponent ``p`` of a sample's weight ``1 / (rms + c)^p``, with the rms of its error; 0 for equal weights."""
     weight_floor: float = 10.0
-    """``c`` of that weight; > 0. At FastGen's 10 the weights are nearly equal; a small one divides the error out."""
+    """Constant ``c`` of the weight ``1 / (rms + c)^p``, > 0. FastGen's 10 makes the weights nearly equal; a small one
+    removes the error's size from the gradient."""
     step_list: list[float] = field(default_factory=lambda: [1.0, 0.75, 0.5, 0.25])
-    """Where the student's intervals begin, descending from 1; the last one ends at 0."""
+    """Starts of the student's intervals, descending from 1; the last interval ends at 0."""
     student_sampler: StudentSampler = "ode"
-    """Without effect: the student crosses its intervals, without noise."""
+    """No effect for this method: the student crosses its intervals without noise."""
     jvp: Mode = "exact"
-    """How du/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
+    """Computation of du/dt: ``exact`` (forward-mode AD) or ``finite_difference``."""
     jvp_step: float = 1e-4
-    """Step of ``finite_difference`` in t, both ways; > 0. Below, the rounding of fp32 times (diffusers casts them)
-    grows, above, the error of the fast time embedding: the default is the best on the quickstart's teacher, .2% off."""
+    """Step of ``finite_difference`` to both sides, in t; > 0. The default has the least error on the quickstart's
+    teacher, 0.2%: smaller steps lose precision in diffusers' fp32 times, larger ones miss the fast time embedding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,10 +70,7 @@ class MeanFlowSettings(StepListSettings):
 
 
 class MeanFlow(FewStepMethod):
-    """``mean w (u(x_t, r, t) - sg(v - (t - r) du/dt))^2``; the student trains at every step.
-
-    The student's intervals begin at the times of ``step_list``; the last one ends at 0.
-    """
+    """MeanFlow; the student trains at every step. The loss is ``mean w (u(x_t, r, t) - sg(v - (t - r) du/dt))^2``."""
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
@@ -101,7 +99,7 @@ class MeanFlow(FewStepMethod):
 
     def _loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
         settings, student = self.settings, self.roles["student"]
-        # Decided by the step alone: the derivative is a forward more.
+        # Depends only on the step, the same on every rank: the derivative takes another forward.
         warmup = settings.tangent_warmup
         growth = min(1.0, step / warmup) if warmup else 1.0
         t, r = self._times(random, batch)
@@ -120,14 +118,14 @@ class MeanFlow(FewStepMethod):
             self.observations.add("jvp_norm", per_sample_norm(derivative), where=r < t)
         prediction = student.velocity(x, t, batch.condition, r)
         errors = per_sample_mean((prediction - target).square())
-        # The loss itself says little: with p = 1 every sample's is below 1 by construction.
+        # Log the unweighted errors: the weights hide the error's size in the loss.
         self.observations.add("error/instant", errors, where=r == t)
         self.observations.add("error/interval", errors, where=r < t)
         weights = (errors.detach().sqrt() + settings.weight_floor).pow(-settings.weight_power)
         return (weights * errors).mean()
 
     def _times(self, random: StepRandom, batch: Batch) -> tuple[Tensor, Tensor]:
-        """``t`` and ``r <= t`` ``(B,)``: the greater and the lesser of two draws (section 4.3)."""
+        """Return ``t`` and ``r <= t`` ``(B,)``: the greater and the lesser of two draws (section 4.3)."""
         one, other = (
             draw_time(self.settings, self.settings.time_shift, random, purpose, batch.dtype)
             for purpose in ("meanflow/time", "meanflow/second_time")
@@ -144,7 +142,7 @@ class MeanFlow(FewStepMethod):
 
     @torch.no_grad()
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        """As for the other methods; the student steps ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
+        """Sample a role; the student's steps are ``x_r = x_t - (t - r) u(x_t, r, t)`` (algorithm 2)."""
         if role != "student":
             return super().generate(role, noise, condition, steps, random)
         x = noise

@@ -1,7 +1,7 @@
 """Regression on a teacher's trajectories (knowledge distillation, Luhman & Luhman 2021, arXiv:2101.02388).
 
-With the states on the way as further inputs, as CausVid starts its student (Yin et al. 2025, arXiv:2412.07772, section
-4.3). The trajectories are made before, by ``python -m distill.trajectories``; training needs no teacher.
+Intermediate states are inputs too, as in CausVid's initialization (Yin et al. 2025, arXiv:2412.07772, section 4.3).
+``python -m distill.trajectories`` makes the trajectories before training, so training needs no teacher.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from distill.data import ClipDataset
 from distill.data.trajectories import NOTED_LATER, TrajectoryClips, TrajectoryFolder
 from distill.methods.base import Batch, Loss
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.methods.sampling import euler_sample
-from distill.observations import observe_latents, per_sample_mean
-from distill.schedules import denoise, euler_times
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.observations import observe_latents, per_sample_mean
+from distill.methods.common.sampling import euler_sample
+from distill.methods.common.schedules import denoise, euler_times
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.condition import Condition
+from models.roles.condition import Condition
 
 if TYPE_CHECKING:
-    from models.role import Role
+    from models.roles.role import Role
 
 
 @dataclass(kw_only=True)
@@ -36,12 +36,12 @@ class OdeRegressionSettings(StepListSettings):
 
     name: str = "ode_regression"
     trajectories: str | None = None
-    """Folder of the trajectories, which ``python -m distill.trajectories`` writes; one that all nodes share."""
+    """Path to the folder of trajectories that ``python -m distill.trajectories`` writes; all nodes must share it."""
     num_trajectories: int = 4096
-    """How many to make, and to train on; at least 1."""
+    """Number of trajectories to make and to train on; at least 1."""
     teacher_steps: int = 50
-    """Euler steps of a trajectory, spaced by ``shift``; the times of ``step_list``, whose states it holds, are put in
-    between. At least 1."""
+    """Euler steps of a trajectory, spaced by ``shift``, 1 to 10000. The times of ``step_list``, at which its states are
+    kept, are inserted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +50,10 @@ class OdeRegressionSettings(StepListSettings):
 
 
 class OdeRegression(FewStepMethod):
-    """``mean (x0_theta(x_t, t) - x0)^2`` with x_t on the teacher's trajectory to x0; t of the step list, per sample."""
+    """Regression ``mean (x0_theta(x_t, t) - x0)^2`` with x_t on the teacher's trajectory to x0.
+
+    Each sample draws its t from the step list.
+    """
 
     required_roles = ("student",)
     trained_roles = ("student",)
@@ -77,7 +80,7 @@ class OdeRegression(FewStepMethod):
     def check_files(cls, config: Any) -> None:
         folder = TrajectoryFolder(config.method.trajectories)
         given = trajectory_settings(config)
-        if config.teacher.checkpoint is None:  # any teacher's
+        if config.teacher.checkpoint is None:  # then any teacher's trajectories will do
             del given["teacher.checkpoint"]
         folder.check(given)
         folder.check_complete(config.method.num_trajectories)
@@ -93,7 +96,7 @@ class OdeRegression(FewStepMethod):
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         times = self.settings.student_times()
-        # In fp64: a draw just below 1 would be rounded up to 1, beyond the last state.
+        # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
         which = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
         t = torch.tensor(times, dtype=batch.dtype, device=which.device)[which]
         x = batch.trajectory[torch.arange(len(which), device=which.device), which]
@@ -107,7 +110,7 @@ class OdeRegression(FewStepMethod):
 
 
 def trajectory_settings(config: Any) -> dict[str, Any]:
-    """What of ``config`` decides a trajectory, by setting, and matters to the student that trains on it."""
+    """Return the settings that determine a trajectory and matter to a student that trains on it, by dotted key."""
     names = {
         "method": ("step_list", "teacher_steps", "guidance_scale", "shift"),
         "data": ("name", "path", "encoders", "num_frames", "height", "width", "negative_prompt", *NOTED_LATER),
@@ -123,23 +126,23 @@ def _times(settings: OdeRegressionSettings) -> list[float]:
 
 
 def trajectory_evaluations(settings: OdeRegressionSettings) -> int:
-    """Network evaluations of a trajectory (guidance evaluates twice a step)."""
+    """Return the number of network evaluations of a trajectory (guidance evaluates twice a step)."""
     return (len(_times(settings)) - 1) * (1 if settings.guidance_scale == 1 else 2)
 
 
 def trajectory(
     teacher: Role, noise: Tensor, condition: Condition, settings: OdeRegressionSettings
 ) -> tuple[Tensor, Tensor]:
-    """The teacher's states at the times of ``step_list``, the first of which is the noise, and where they lead.
+    """Sample the teacher; return its states at the times of ``step_list`` and the clean latents.
 
     Args:
         teacher: the network.
-        noise: ``(B, C, T, H, W)``.
-        condition: of the B samples.
+        noise: state at the first time, ``(B, C, T, H, W)``.
+        condition: conditions of the B samples.
         settings: times, steps and guidance.
 
     Returns:
-        ``(B, K, C, T, H, W)`` and ``(B, C, T, H, W)``.
+        States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
     """
     times = _times(settings)
     x, states = noise, []

@@ -1,8 +1,8 @@
-"""rCM: score-regularised continuous-time consistency (Zheng et al. 2025, arXiv:2510.08431).
+"""rCM: score-regularized continuous-time consistency (Zheng et al. 2025, arXiv:2510.08431).
 
-The forward divergence of sCM, on data, keeps the modes; the reverse divergence of DMD, on the student's own samples,
-sharpens them. Where the paper's ``p_D`` draws a time, ``u`` uniform is shifted as a rectified-flow time:
-``s u / (1 + (s - 1) u)``, the same state as TrigFlow's at ``atan`` of its noise-to-signal ratio.
+sCM's forward divergence, on data, keeps the modes. DMD's reverse divergence, on the student's own samples, sharpens
+them. The paper's ``p_D`` is a shifted uniform ``u`` in rectified-flow time here, ``s u / (1 + (s - 1) u)``: the same
+state as TrigFlow's at ``atan`` of its noise-to-signal ratio.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss
-from distill.methods.distribution_matching import distribution_matching, fake_score_error
-from distill.methods.expert_times import Draw, Times, draw_times, expert_of_step
+from distill.methods.common.distribution_matching import distribution_matching, fake_score_error
+from distill.methods.common.expert_times import Draw, Times, draw_times, expert_of_step
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_norm
+from distill.methods.common.schedules import shift_time
 from distill.methods.scm import Scm, ScmSettings
-from distill.observations import observe_by_time, observe_latents, per_sample_norm
-from distill.schedules import shift_time
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -30,20 +30,23 @@ from models.additions.base import Chosen
 
 @dataclass(kw_only=True)
 class RcmSettings(ScmSettings):
-    """``method=rcm``. ``shift`` is also that of ``p_D``: of the score's times and of a random rollout's."""
+    """``method=rcm``. ``shift`` also shifts ``p_D``: the times of the scores and of random rollouts."""
 
     name: str = "rcm"
     consistency_steps: int = 1000
-    """Steps at first with the consistency loss alone; rCM: 1000 for Wan 1.3B, 0 for 14B."""
+    """Number of initial steps with only the consistency loss; at least 0. rCM: 1000 for Wan 1.3B, 0 for 14B."""
     student_every: int = 5
-    """After those, the student trains at every so manyth step, the fake score at the others; rCM: 5, 10 for 14B."""
+    """Period in steps after ``consistency_steps``: the student trains once, then the fake score; at least 2. rCM: 5 for
+    Wan 1.3B, 10 for 14B."""
     consistency_weight: float | None = None
-    """Weight of the consistency loss beside DMD's 1; null for the published ratio, 50 / sqrt(elements of a sample)."""
+    """Weight of the consistency loss relative to DMD's, > 0; null for the published ratio,
+    50 / sqrt(elements of a sample)."""
     rollout: Literal["random", "fixed"] = "random"
-    """Times of the rollouts after the first: ``random`` (drawn from ``p_D``, none above the last) or ``fixed``
+    """Times of a rollout after the first: ``random`` (draws from ``p_D``, each at most the time before) or ``fixed``
     (``mid_times``)."""
     fake_knows_last_step: bool = False
-    """As of ``method=dmd2``. With ``rollout=random`` lengths whose last times are the same still share a score."""
+    """Condition the fake score on the time of the student's last step, as in ``method=dmd2``. With ``rollout=random``,
+    rollouts of different lengths but equal last times still share a score."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +60,7 @@ class RcmSettings(ScmSettings):
 
 
 class Rcm(Scm):
-    """The student alone for ``consistency_steps``; then the student, with both losses, and the fake score in turn."""
+    """Consistency for ``consistency_steps``; then the student, with both losses, and the fake score take turns."""
 
     required_roles = ("teacher", "student", "fake")
     trained_roles = ("student", "fake")
@@ -79,16 +82,17 @@ class Rcm(Scm):
         return min(step, self.settings.consistency_steps) + math.ceil(joint / self.settings.student_every)
 
     def rollout_steps(self, step: int) -> int:
-        """Steps of the rollout: 1 to as many as the student's sampler has, in turn with the role's own updates.
+        """Return the length of the rollout, from 1 to the number of the student's times.
 
-        By ``step`` some roles would never see some lengths.
+        Lengths cycle with the updates of the role that trains: if they cycled with ``step``, some roles would never see
+        some lengths.
         """
         turns, turn = divmod(step - self.settings.consistency_steps, self.settings.student_every)
         updates = turns if turn == 0 else turns * (self.settings.student_every - 1) + turn - 1
         return updates % len(self.settings.student_times()) + 1
 
     def representative_steps(self, role: str, steps: int) -> dict[int, float]:
-        """One with the longest rollout, one with the shortest, one with none: cost is linear in a rollout's steps."""
+        """Return steps with the longest, the shortest and no rollout: the cost is linear in a rollout's length."""
         latest: dict[int, int] = {}
         counts: Counter[int] = Counter()
         for step in range(steps):
@@ -116,7 +120,7 @@ class Rcm(Scm):
             return
         weight = self.settings.consistency_weight
         if weight is None:
-            # Theirs is 100 to 1 between sums over elements, with a g of norm 1 and no 1/2 in DMD's.
+            # rCM's ratio is 100 to 1 between sums over elements, with a g of norm 1 and no 1/2 in DMD's loss.
             weight = 50 / math.prod(batch.shape) ** 0.5
         yield Loss("scm", lambda: self._consistency_loss(step, batch, random, weight), weight)
         if step >= self.settings.consistency_steps:
@@ -140,12 +144,12 @@ class Rcm(Scm):
         return found
 
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
-        """As many for every sample of the step, drawn for each of them."""
+        """Draw the rollout's times. All samples of a step get the same number of times, drawn per sample."""
         steps, student = self.rollout_steps(step), self.roles["student"]
         return draw_times(self._draw_rollout(step), random, "rcm/rollout_time", batch.dtype, [(student,)] * steps)
 
     def _draw_rollout(self, step: int) -> Draw:
-        """Of the rollout of ``step``: 1, and then as ``method.rollout`` says."""
+        """Return the draw of the rollout's times: first 1, then by ``method.rollout``."""
         steps = self.rollout_steps(step)
 
         def draw(random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
@@ -164,7 +168,7 @@ class Rcm(Scm):
         return [shift_time(random.uniform(purpose, dtype), self.settings.shift)]
 
     def _last_step(self, times: list[Times]) -> Tensor | None:
-        """What the fake score is told of samples that were made at ``times``: ``(B,)``."""
+        """Return the times ``(B,)`` of the samples' last steps, if the fake score is conditioned on them."""
         return times[-1].t if self.settings.fake_knows_last_step else None
 
     def _dmd_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
@@ -184,7 +188,7 @@ class Rcm(Scm):
             last_step=self._last_step(times),
             observations=self.observations,
         )
-        # On F, as the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
+        # Observe the gradient on F, like the consistency loss's: x_G = cos(t) x_t - sin(t) F at the last time.
         (gradient,) = torch.autograd.grad(loss, sample, retain_graph=True)
         last = times[-1].t
         sin = last / torch.hypot(last, 1 - last)
@@ -192,7 +196,7 @@ class Rcm(Scm):
         return loss
 
     def _fake_loss(self, step: int, batch: Batch, random: StepRandom) -> Tensor:
-        """Squared error of x0 over ``sin^2 t``, which is that of F, on the student's samples, without guidance."""
+        """Return the squared error of F (that of x0 over ``sin^2 t``) on the student's samples, without guidance."""
         with torch.no_grad():
             times = self._rollout_times(step, batch, random)
             sample = self.own_sample(batch, times, random)
@@ -201,7 +205,7 @@ class Rcm(Scm):
         noise = random.normal("rcm/fake_noise", batch.shape, batch.dtype)
         errors = fake_score_error(fake, sample, drawn, noise, batch.condition, self._last_step(times))
         t = drawn.t
-        # F is linear in v, with the factor 1 / (cos + sin), whose square is t^2 + (1 - t)^2 at the flow time t.
+        # F is linear in v with the factor 1 / (cos + sin); its square is t^2 + (1 - t)^2 at the flow time t.
         errors = (t.square() + (1 - t).square()) * errors
         observe_by_time(self.observations, "loss", errors, t)
         return errors.mean()

@@ -1,8 +1,8 @@
 """sCM: continuous-time consistency distillation (Lu & Song 2024, arXiv:2410.11081), as rCM uses it (arXiv:2510.08431).
 
-The student's field ``F`` gives ``f(x_t, t) = cos(t) x_t - sin(t) F(x_t, t)``, which is to be the same all along a
-trajectory of the teacher. Its derivative along the trajectory, the *tangent*, needs ``dF/dt`` there: one forward-mode
-pass. Times are TrigFlow's, in [0, pi/2].
+The student's field ``F`` gives ``f(x_t, t) = cos(t) x_t - sin(t) F(x_t, t)``, which training makes constant along the
+teacher's trajectories. The derivative of ``f`` along a trajectory, the *tangent*, needs ``dF/dt`` along it: one
+forward-mode pass. Times are TrigFlow's, in [0, pi/2].
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.derivatives import Mode, check_exact, directional_derivative
 from distill.methods.base import Batch, Loss
-from distill.methods.expert_times import draw_times, expert_of_step
-from distill.methods.few_step import FewStepMethod, FewStepSettings
-from distill.methods.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
-from distill.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
-from distill.schedules import per_sample
+from distill.methods.common.derivatives import Mode, check_exact, directional_derivative
+from distill.methods.common.expert_times import draw_times, expert_of_step
+from distill.methods.common.few_step import FewStepMethod, FewStepSettings
+from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean, per_sample_norm
+from distill.methods.common.schedules import per_sample
+from distill.methods.common.trigflow import add_trig_noise, flow_time, flow_time_of, trig_denoise, trig_field
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
@@ -36,23 +36,23 @@ class ScmSettings(FewStepSettings):
 
     name: str = "scm"
     time_mean: float = 0.7
-    """Mean of ``log tan t``; rCM: .7 for Wan 1.3B, 1.5 for 14B."""
+    """Mean of ``log tan t``; rCM: 0.7 for Wan 1.3B, 1.5 for 14B."""
     time_std: float = 1.6
     """Standard deviation of ``log tan t``; > 0."""
     tangent_warmup: int = 1000
-    """Student updates over which the unstable part of the tangent grows from 0 to its full size; 0 for none."""
+    """Student updates over which the unstable part of the tangent grows from 0 to full size; 0 for no warm-up."""
     tangent: Tangent = "lu_song"
-    """``lu_song`` as published, or ``rcm``: a later revision of rCM's, whose derivative of F is not warmed up."""
+    """Form of the tangent: ``lu_song`` as published, or ``rcm``, rCM's later revision without warm-up of dF/dt."""
     jvp: Mode = "exact"
-    """How dF/dt is computed: ``exact`` by forward-mode AD, or ``finite_difference``."""
+    """Computation of dF/dt: ``exact`` (forward-mode AD) or ``finite_difference``."""
     jvp_step: float = 2e-4
-    """Step of ``finite_difference`` in TrigFlow's time, both ways; > 0. Below, the rounding of fp32 times (diffusers
-    casts them) grows, above, the time embedding's frequencies: the default is where the error is least, about .1%."""
+    """Step of ``finite_difference`` to both sides, in TrigFlow time; > 0. The default has the least error, about 0.1%:
+    smaller steps lose precision in diffusers' fp32 times, larger ones miss the fast time embedding."""
     sigma_max: float | None = 80.0
-    """The student's sampler begins at ``atan(sigma_max)``; rCM: 80 for Wan 1.3B, 200 for 14B. > 0; null for pi/2,
-    pure noise, where rCM's rollouts begin whatever this is (docs/methods/rcm.md)."""
+    """Noise level, > 0: the student's sampler starts at ``atan(sigma_max)``; null for pure noise, pi/2. rCM: 80 for Wan
+    1.3B, 200 for 14B. rCM's rollouts always start at pure noise (docs/methods/rcm.md)."""
     mid_times: list[float] = field(default_factory=lambda: [1.5, 1.4, 1.0])
-    """TrigFlow times of its further steps, descending; of fewer steps, the first ones."""
+    """TrigFlow times of the sampler's further steps, descending. Fewer steps use the first ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +66,7 @@ class ScmSettings(FewStepSettings):
             )
 
     def _trig_times(self) -> list[float]:
-        """Of the student's sampler, in TrigFlow."""
+        """Return the TrigFlow times of the student's sampler."""
         return [math.pi / 2 if self.sigma_max is None else math.atan(self.sigma_max), *self.mid_times]
 
     def student_times(self) -> list[float]:
@@ -74,7 +74,7 @@ class ScmSettings(FewStepSettings):
 
 
 class Scm(FewStepMethod):
-    """The student trains at every step."""
+    """Continuous-time consistency distillation; the student trains at every step."""
 
     required_roles = ("teacher", "student")
     trained_roles = ("student",)
@@ -91,14 +91,14 @@ class Scm(FewStepMethod):
         return "teacher"
 
     def student_updates(self, step: int) -> int:
-        """Updates of the student before ``step``."""
+        """Return the number of student updates before ``step``."""
         return step
 
     def sampling_times(self, steps: int) -> list[float]:
-        """The first ``steps`` of the student's times, as in rCM's sampler.
+        """Return the first ``steps`` of the student's times, as in rCM's sampler.
 
         Raises:
-            UserError: more steps than there are times.
+            UserError: more steps than times.
         """
         times = self.settings.student_times()
         if not 1 <= steps <= len(times):
@@ -122,21 +122,22 @@ class Scm(FewStepMethod):
         return expert_of_step(self._draw_time, random, "scm/time", self.roles["student"])
 
     def _draw_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
-        """Of TrigFlow, and the same times of rectified flow, at which networks are evaluated."""
+        """Draw TrigFlow times; return them and their rectified-flow times, at which networks are evaluated."""
         z = random.normal(purpose, (), dtype)
         t = torch.atan(torch.exp(self.settings.time_mean + self.settings.time_std * z))
         return [t, flow_time(t)]
 
     def _consistency_loss(self, step: int, batch: Batch, random: StepRandom, weight: float = 1.0) -> Tensor:
-        """``mean (F - sg(F) - g)^2``; ``weight``, the loss's own, is for what is observed alone."""
+        """Return ``mean (F - sg(F) - g)^2``. Only the logged gradient norm uses ``weight``, the weight of this loss."""
         settings, student = self.settings, self.roles["student"]
         evaluated = [(), (student, self.roles["teacher"])]
         (t, _), (_, at) = draw_times(self._draw_time, random, "scm/time", batch.dtype, evaluated, student)
         x = add_trig_noise(batch.latents, random.normal("scm/noise", batch.shape, batch.dtype), t)
         with torch.no_grad():
             teacher = trig_field(self.roles["teacher"], x, t, batch.condition, settings.guidance, at)
-        # Scaled afterwards: a finite difference would take too small a step where cos t sin t is small.
-        # Of experts one network, also behind its boundary. A step of flow time is no longer than TrigFlow's.
+        # Multiply by cos t sin t after the derivative: as part of its direction, a small factor would make a finite
+        # difference's step too small. Both sides of the difference use one expert, also beyond its boundary; a step in
+        # flow time is at most as long as in TrigFlow time.
         over = student.boundaries and settings.jvp == "finite_difference"
         with student.differences(settings.jvp_step) if over else nullcontext():
             derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
@@ -164,16 +165,16 @@ class Scm(FewStepMethod):
 def consistency_tangent(
     prediction: Tensor, teacher: Tensor, derivative: Tensor, x: Tensor, t: Tensor, r: float, *, form: str
 ) -> Tensor:
-    """``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), before normalisation.
+    """Return ``g = cos t df/dt`` along the teacher's trajectory (Lu & Song 2024, eq. 6), not yet normalized.
 
     Args:
-        prediction: the student's ``F``, without a graph, ``(B, C, T, H, W)``.
-        teacher: the teacher's ``F_T``, guided.
+        prediction: the student's ``F`` ``(B, C, T, H, W)``, without a graph.
+        teacher: the teacher's ``F_T``, with guidance.
         derivative: ``J = cos t sin t dF/dt`` along the trajectory.
         x: ``x_t``.
         t: TrigFlow times ``(B,)``.
-        r: warm-up, in [0, 1] (section 4.2 there).
-        form: the same at ``r = 1``.
+        r: warm-up factor in [0, 1] (section 4.2).
+        form: ``lu_song`` or ``rcm``; equal at ``r = 1``.
     """
     t = per_sample(t, x)
     cos, sin = torch.cos(t), torch.sin(t)
@@ -185,9 +186,9 @@ def consistency_tangent(
 
 
 def normalise_tangent(g: Tensor) -> Tensor:
-    """``sqrt(N) g / (||g|| + .1)`` with the norm of each sample over its N elements (Lu & Song 2024, section 4.2).
+    """Return ``sqrt(N) g / (||g|| + 0.1)``, with the norm over each sample's N elements (Lu & Song 2024, section 4.2).
 
-    The root keeps the gradient of a mean from shrinking with the resolution, below Adam's epsilon in the end.
+    Without the root, the gradient of the mean would shrink with the resolution, finally below Adam's epsilon.
     """
     norm = g.flatten(1).norm(dim=1)
     return g * per_sample(g[0].numel() ** 0.5 / (norm + 0.1), g)

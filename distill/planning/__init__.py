@@ -1,1 +1,1 @@
-"""What a run will hold, compute and send, told before there are GPUs for it."""
+"""Planner: predicts the memory, computation and traffic of a run without GPUs."""

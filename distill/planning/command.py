@@ -1,4 +1,4 @@
-"""``train.py plan=true``: predict on one CPU what the run of these settings would hold, compute and send."""
+"""``train.py plan=true``: predict the memory, computation and traffic of a run on one CPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from distill.planning.page import in_words, page
 from distill.planning.prediction import Prediction, load_hardware, predict
 from distill.planning.roles import Shapes
 from distill.report.media import atomic_path
-from distill.setup import RunPlan, plan_run
+from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import world_size
 from fsdp_cp.sharding.settings import ShardSettings
-from models.checkpoint_files import defining
 from models.families.base import config_of
 from models.families.registry import family_of
+from models.files.checkpoint_files import defining
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ FILE, PAGE = "plan.json", "plan.html"
 MADE_BY = "fsdp_cp plan"
 """Value of ``made_by`` in the planner's JSON files."""
 _GPU_ONLY = ("compile", "communication_buffers", "fp8", "fp8_gather")
-"""Role settings that need a GPU and do not change the simulation, but for ``communication_buffers=pooled``."""
+"""Role settings that need a GPU and do not change the simulation, except ``communication_buffers=pooled``."""
 
 
 def plan_command(config: Config, command: Sequence[str]) -> None:
@@ -43,11 +43,11 @@ def plan_command(config: Config, command: Sequence[str]) -> None:
 
     Args:
         config: the checked configuration.
-        command: the words that started this process.
+        command: command line of this process.
 
     Raises:
-        UserError: settings that a run would refuse before it loads weights, except for what needs a GPU (kernels,
-            compiled graphs, NCCL's communication buffers); torchrun around the planner; files of these names that no
+        UserError: settings that a run would refuse before it loads weights, except those that need a GPU (kernels,
+            compiled graphs, NCCL's communication buffers); a start by torchrun; existing files with these names that no
             plan wrote; a directory that cannot be written.
     """
     require_plannable(config)
@@ -87,11 +87,11 @@ def require_plannable(config: Config) -> None:
 
 
 def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: bool = False) -> Prediction:
-    """Predict the run of a configuration from :func:`as_planned`; no process group may exist.
+    """Predict the run of a configuration from :func:`as_planned`. No process group may exist.
 
     Args:
-        config, plan, shapes: of the run.
-        at_once: use a second process, which imports the main module, if that is quicker.
+        config, plan, shapes: configuration of the run, its plan and its sample shapes.
+        at_once: use a second process, which imports the main module, if that is faster.
     """
     hardware = None if config.planning.hardware is None else load_hardware(config.planning.hardware)
     simulation = simulate_any_depth(config, plan, shapes, stands_for="cuda", at_once=at_once)
@@ -99,10 +99,10 @@ def make_prediction(config: Config, plan: RunPlan, shapes: Shapes, *, at_once: b
 
 
 def as_planned(config: Config) -> Config:
-    """Return ``config`` for one CPU process: published networks where none is named, no setting that needs a GPU.
+    """Return ``config`` without settings that need a GPU, and with published networks for roles that name none.
 
     Raises:
-        UserError: a ``planning.model`` that the role's family does not publish.
+        UserError: the role's family has no published network ``planning.model``.
     """
     config = deepcopy(config)
     config.device, config.attention.backend, config.log.wandb = "cpu", "auto", False
@@ -116,22 +116,22 @@ def as_planned(config: Config) -> Config:
             if getattr(role, setting) != "pooled":
                 setattr(role, setting, getattr(default, setting))
         if role.checkpoint is None and role.architecture is None and config.planning.model is not None:
-            family = family_of(role.family, name)
-            if config.planning.model not in family.published:
+            released = family_of(role.family, name).planning
+            if config.planning.model not in released.networks:
                 raise UserError(
                     f"planning.model={config.planning.model} is not a published network of {name}.family={role.family};"
-                    f" use {' or '.join(sorted(family.published)) or f'{name}.architecture'}"
+                    f" use {' or '.join(sorted(released.networks)) or f'{name}.architecture'}"
                 )
-            role.architecture = dict(family.published[config.planning.model])
-            role.boundary = family.published_boundaries.get(config.planning.model)
+            role.architecture = dict(released.networks[config.planning.model])
+            role.boundary = released.boundaries.get(config.planning.model)
     return config
 
 
 def planned_shapes(config: Config) -> Shapes:
-    """Return the shapes of a sample's latents and condition; without ``data.encoders`` those of the published VAE.
+    """Return the shapes of a sample's latents and condition; without ``data.encoders``, those of the published VAE.
 
     Raises:
-        UserError: as of the data.
+        UserError: see ``sample_shapes`` of the data settings.
     """
     student = config.student
     if (
@@ -142,11 +142,12 @@ def planned_shapes(config: Config) -> Shapes:
         return config.data.sample_shapes()
     family = family_of(student.family, "student")
     family.check_keys(student.architecture, "student.architecture")
-    with torch.device("meta"):  # the network's class completes the architecture
+    with torch.device("meta"):  # the network's class adds the defaults that the architecture leaves out
         network = defining(config_of(family.build(dict(student.architecture), "student.architecture")))
-    latents = family.latents_for(network, config.data.num_frames, config.data.height, config.data.width)
+    channels, data = family.latent_channels(network), config.data
+    latents = family.planning.latents_of_clip(channels, data.num_frames, data.height, data.width)
     shapes = family.condition_shapes(network, latents, config.data.max_text_tokens)
-    # In the data's form, so that a run's checks refuse what does not fit together.
+    # Use the data's number of tokens, so that a run's checks catch a mismatch with the network.
     shapes["text"] = (config.data.max_text_tokens, *shapes["text"][1:])
     if config.data.image is None:
         return latents, {name: shape for name, shape in shapes.items() if not name.startswith("image_")}
@@ -156,11 +157,11 @@ def planned_shapes(config: Config) -> Shapes:
 
 
 def prepare_folder(folder: Path, file: str, *others: str) -> None:
-    """Make the directory of a plan, and check that it can be written before minutes are spent.
+    """Make the directory of a plan, and check that it is writable before minutes are spent.
 
     Args:
-        folder: the run's directory.
-        file: the JSON file that the planner will write; if the planner wrote it before, ``others`` are the planner's.
+        folder: the run directory.
+        file: JSON file that the planner will write. If an earlier plan wrote it, ``others`` are taken for that plan's.
         others: further files that the planner will write.
 
     Raises:

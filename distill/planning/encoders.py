@@ -1,4 +1,4 @@
-"""Memory of a data set's encoders, on fake tensors: captions and clips before the steps, decoded samples after them."""
+"""Memory of a data set's encoders, measured on fake tensors: encoding before training, decoding of samples."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from distill.data.encoders.image import SIGLIP
 from distill.data.encoders.ltx import LTX_VAE_CLASS
 from distill.data.settings import VAE_PRECISIONS, EncodedSettings, VideoFolderSettings
 from distill.planning.roles import Shapes
-from fsdp_cp.fake_world import fake_tensors
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.registry import family_of
-from models.shipped import find_shipped
+from models.files.shipped import find_shipped
 
 _QWEN, _SIGLIP = HunyuanTextEncoder.class_name, SIGLIP.classes[0]
 
 
 def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
-    """Return the peak memory of each part of ``encode/`` and of ``decode`` on a rank's device.
+    """Return the peak memory of the phases ``encode/...`` and ``decode`` on a rank's device; empty for rendered data.
 
-    Empty for rendered data; only ``decode`` for an encoded set. Each encoder is alone on the device before the networks
-    are built, and takes one caption or clip at a time. Samples are decoded one at a time next to the networks, whose
-    memory is not included.
+    An encoded set has only ``decode``. Each encoder is alone on the device, before the networks
+    are built, and takes single captions or clips. The decoder takes single samples next to the networks, whose memory
+    is not included.
 
     Args:
-        config: the checked configuration; without ``data.encoders`` the student's family names the published ones.
+        config: the checked configuration. Without ``data.encoders``, the student's family provides published encoders.
         shapes: shapes of a sample's latents and condition.
     """
     latent_shape, _ = shapes
@@ -72,13 +72,13 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
 def _captions_peak(config: Config, text: Mapping[str, Any]) -> Peak:
     """Return the peak of encoding one caption.
 
-    HunyuanVideo's encoder reads it within a template and returns all layers' outputs, next to a second encoder.
+    HunyuanVideo's encoder reads the caption in a template and returns all layers' outputs, next to a second encoder.
     """
     tokens = config.data.max_text_tokens
     if _QWEN not in (text.get("architectures") or ()):
         return _peak(lambda: build_text_encoder(text), lambda model: model(*_caption(tokens)))
     if config.data.encoders is None:
-        second = dict(family_of(config.student.family, "student").text_encoder_2)
+        second = dict(family_of(config.student.family, "student").planning.text_encoder_2)
     else:
         second = json.loads((find_shipped(config.data.encoders) / "text_encoder_2" / "config.json").read_text())
     return _peak(
@@ -90,14 +90,15 @@ def _captions_peak(config: Config, text: Mapping[str, Any]) -> Peak:
 def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return ``config.json`` of the text encoder, the VAE and the image encoder.
 
-    Without ``data.encoders`` they are the family's published ones for this number of latent channels. The last one is
-    ``{}`` if the condition has no image features.
+    Without ``data.encoders``, return the family's published ones for this number of latent channels. The image
+    encoder's is ``{}`` if the condition has no image features.
     """
     (channels, *_), condition_shapes = shapes
     parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
     path = config.data.settings().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
-        found = [dict(part) for part in family_of(config.student.family, "student").encoders_for(channels).values()]
+        released = family_of(config.student.family, "student").planning.encoders(channels)
+        found = [dict(settings) for settings in released.values()]
     else:
         folder = Path(find_shipped(path))
         found = [json.loads((folder / part / "config.json").read_text()) for part in parts]
@@ -116,7 +117,7 @@ def build_image_encoder(settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _build(settings: Mapping[str, Any], default: str, *others: str) -> nn.Module:
-    """Build the one of these classes of transformers that ``architectures`` names."""
+    """Build the class of transformers that ``architectures`` names, one of ``others`` or else ``default``."""
     import transformers
 
     name = next((name for name in others if name in (settings.get("architectures") or ())), default)
@@ -125,12 +126,12 @@ def _build(settings: Mapping[str, Any], default: str, *others: str) -> nn.Module
 
 
 def build_vae(settings: Mapping[str, Any]) -> Any:
-    """Build the VAE of ``config.json`` with random weights on the current default device; Wan's without a class."""
+    """Build the VAE of ``config.json`` with random weights on the current default device; Wan's if none is named."""
     from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLLTXVideo, AutoencoderKLWan
 
     others = {LTX_VAE_CLASS: AutoencoderKLLTXVideo, HUNYUAN_VAE_CLASS: AutoencoderKLHunyuanVideo15}
     cls: Any = others.get(settings.get("_class_name", ""), AutoencoderKLWan)
-    # Directories of other versions have keys that the class does not know; from_pretrained ignores them, too.
+    # Ignore keys of other versions that the class does not know, as from_pretrained does.
     parameters = inspect.signature(cls.__init__).parameters
     return cls(**{name: value for name, value in settings.items() if name in parameters})
 
@@ -146,7 +147,7 @@ def _decode(model: Any, z: torch.Tensor) -> Any:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Build modules with this dtype: ``Module.to`` cannot change the dtype of fake parameters (torch 2.13)."""
+    """Build modules in ``dtype``: ``Module.to`` cannot change the dtype of fake parameters (torch 2.13)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -156,12 +157,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _peak(build: Callable[[], nn.Module], call: Callable[[Any], object]) -> Peak:
-    """Estimate the peak memory of one encoder call, as the data sets make it."""
+    """Measure the peak memory of one encoder call."""
     storages = AttributedStorages(fakes=True)
     with fake_tensors(), storages, torch.no_grad():
         with storages.labelled(("encoders", "parameters")):
             network = build().eval()
-        storages.reset_peaks()  # without the memory that drew the random weights
+        storages.reset_peaks()  # leave out the memory for drawing random weights
         with storages.labelled(("encoders", "activations")):
             call(network)
     return storages.peaks[""]

@@ -1,4 +1,4 @@
-"""Simulation of deep networks from two shallow ones: memory, operations and traffic are linear in the blocks."""
+"""Simulation of deep networks from two shallow ones: memory, operations and traffic are linear in the depth."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ import torch
 from distill.config import Config
 from distill.planning.roles import Shapes
 from distill.planning.simulation import Simulation, StepCost, simulate
-from distill.setup import RunPlan, plan_run
+from distill.run.setup import RunPlan, plan_run
 from fsdp_cp.measure.attributed import Peak
-from fsdp_cp.signals import end_with_parent
-from models.role_plan import RolePlan
+from fsdp_cp.runtime.signals import end_with_parent
+from models.roles.role_plan import RolePlan
 
 
 def simulate_any_depth(
     config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str = "cpu", at_once: bool = False
 ) -> Simulation:
-    """:func:`simulate`, from two simulations with the blocks of :func:`shallow_depths` if the networks are deeper.
+    """Simulate a run like :func:`simulate`; extrapolate deep networks from the two depths of :func:`shallow_depths`.
 
-    Networks whose blocks differ are simulated whole: the family says so, a GAN's heads or adapters are on some blocks,
-    or the roles have different depths. A phase must have its peak at the same moment at both depths, as it does with
-    equal blocks; tests compare the result with whole simulations.
+    Networks are simulated whole if their blocks differ (by family, or because only some blocks have GAN heads or
+    adapters) or if the roles have different depths. Extrapolation assumes that a phase peaks at the same moment at both
+    depths, as it does with equal blocks; tests compare the result with whole simulations.
 
     Args:
-        config, plan, shapes, stands_for: as of :func:`simulate`.
-        at_once: run the second simulation in a process of its own, which imports the main module.
+        config, plan, shapes, stands_for: see :func:`simulate`.
+        at_once: run the second simulation in a separate process, which imports the main module.
     """
     depths = {role.family.layers(role.config) for role in plan.roles}
     low, high = shallow_depths(plan)
     whole = (
         min(depths) <= high
         or len(depths) > 1
-        or any(role.family.with_layers(role.config, 1) is None or "gan_head" in role.additions for role in plan.roles)
+        or any(role.family.planning.with_layers(role.config, 1) is None for role in plan.roles)
+        or any("gan_head" in role.additions for role in plan.roles)
         or not all(_adapted_alike(role) for role in plan.roles)
     )
     if whole:
         return simulate(config, plan, shapes, stands_for=stands_for)
     if at_once:
-        # Not a fork, which would copy torch's threads in their current state.
+        # Spawn: a fork would copy torch's threads in their current state.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
             made = pool.submit(_simulate_shallow, config, shapes, high, stands_for)
             few, more = _simulate_shallow(config, shapes, low, stands_for), made.result()
@@ -76,7 +77,7 @@ def simulate_any_depth(
 
 
 def _adapted_alike(role: RolePlan) -> bool:
-    """Return whether every block has the same adapters and the same modules that train whole."""
+    """Return whether every block has the same adapters and the same fully trained modules."""
     if role.lora is None:
         return True
     names = {module: name for name, module in role.network.named_modules()}
@@ -93,10 +94,10 @@ def _simulate_shallow(config: Config, shapes: Shapes, layers: int, stands_for: s
 
 
 def shallow_depths(plan: RunPlan) -> tuple[int, int]:
-    """Return the two numbers of blocks that stand for deeper networks.
+    """Return the two numbers of blocks from which deeper networks are extrapolated.
 
-    With fewer blocks, FSDP2's work at the first and at the last block would overlap: units that are gathered ahead, and
-    gradients that wait for their reduction.
+    With fewer blocks, FSDP2's work at the first and the last block would overlap: prefetched units, and gradients that
+    wait for their reduction.
     """
     under_way = max(
         max(role.sharding.forward_prefetch, role.sharding.backward_prefetch, role.sharding.gradient_buffers)
@@ -106,8 +107,8 @@ def shallow_depths(plan: RunPlan) -> tuple[int, int]:
 
 
 def shallow(role: RolePlan, layers: int) -> RolePlan:
-    """Return ``role`` with this number of blocks and random weights."""
-    config = role.family.with_layers(role.config, layers)
+    """Return ``role`` with ``layers`` blocks and random weights."""
+    config = role.family.planning.with_layers(role.config, layers)
     assert config is not None
     with torch.device("meta"):
         network = role.family.build(config, f"{role.name}.architecture")

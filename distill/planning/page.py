@@ -1,4 +1,4 @@
-"""A plan in words and as a page: memory by phase, role and kind, operations, time and traffic."""
+"""Text and HTML page of a plan: memory by phase, role and kind, operations, time and traffic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, Predict
 from distill.planning.roles import KINDS
 
 _COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#7a6a8f")
-"""One per kind of memory."""
+"""Color of each kind of memory."""
 
 
 def in_words(plan: Prediction) -> list[str]:
@@ -40,7 +40,7 @@ def in_words(plan: Prediction) -> list[str]:
 
 
 def verdict(plan: Prediction) -> str:
-    """Return whether the run fits and how long it takes, in one or two sentences."""
+    """Return one or two sentences on whether the run fits and how long it takes."""
     hardware = plan.hardware
     if hardware is None:
         names = ", ".join(hardware_names())
@@ -62,7 +62,7 @@ def page(plan: Prediction, command: str) -> str:
 
     Args:
         plan: the prediction.
-        command: the words that make this plan again.
+        command: command line that repeats this plan.
     """
     costs = plan.simulation.steps
     at_peak = sorted(plan.peaks[plan.peak_phase].by.items(), key=lambda item: -item[1])
@@ -96,7 +96,7 @@ def _bars(plan: Prediction) -> dict[str, Any]:
     usable = 0.0
     if plan.hardware is not None:
         usable = (plan.hardware.memory_gib - CONTEXT_GIB - plan.nccl_gib) / (1 + FRAGMENTATION)
-    usable = usable if usable < 4 * plan.most_gib else 0.0  # beyond, the bars would be too short to read
+    usable = usable if usable < 4 * plan.most_gib else 0.0  # otherwise the bars are too short to read
     width = max(usable, plan.most_gib) / 99
     phases = []
     for name, peak in plan.peaks.items():

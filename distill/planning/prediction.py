@@ -1,4 +1,4 @@
-"""Memory, time and cost of a run, predicted from what rank 0 holds, computes and sends; the GPUs it can run on."""
+"""Prediction of a run's memory, time and cost from the simulation of rank 0, and data of the GPUs it can run on."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from distill.config import Config
 from distill.config.errors import CONFIGS
 from distill.planning.roles import HOST, KINDS
 from distill.planning.simulation import Simulation
-from distill.setup import RunPlan
+from distill.run.setup import RunPlan
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.mesh import MeshShape
 
 GIB = 2**30
 FRAGMENTATION = 0.05
-"""Memory of the caching allocator that no tensor uses, as a share of the allocated memory; assumed."""
+"""Memory that the caching allocator reserves but no tensor uses, as a share of the allocated memory; assumed."""
 CONTEXT_GIB = 0.6
 """Memory of CUDA and its libraries before the first tensor; assumed."""
 NCCL_GIB = 0.3
 """Buffers of one NCCL communicator; assumed."""
 WORLD = "default_pg"
-"""Torch's name for the group of all ranks; also the group of a mesh axis that spans the whole world."""
+"""torch's name for the group of all ranks, and for a mesh axis that spans the world."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +34,22 @@ class Hardware:
 
     name: str
     memory_gib: float
-    """Memory of the device as torch reports it: a few hundred MiB below nvidia-smi's value."""
+    """Device memory as torch reports it, a few hundred MiB below nvidia-smi's value."""
     bf16_tflops: float
-    """Published dense rate."""
+    """Published rate of dense bf16 products, TFLOPS."""
     gpus_per_node: int
     nvlink_gb_per_s: float
-    """Rate from a GPU to the others of its node, one way, 1e9 bytes."""
+    """Bandwidth from a GPU to the other GPUs of its node, one way, in 1e9 bytes per second."""
     network_gb_per_s: float
-    """Rate from a GPU to other nodes, one way."""
+    """Bandwidth from a GPU to other nodes, one way."""
     host_gb_per_s: float
-    """Rate from a GPU to its host's memory, one way."""
+    """Bandwidth from a GPU to host memory, one way."""
     sustained: float
-    """Share of ``bf16_tflops`` that matrix products and attention reach together; assumed until it is measured."""
+    """Share of ``bf16_tflops`` that matrix products and attention reach together; assumed, not yet measured."""
 
 
 def hardware_names() -> list[str]:
-    """Return the values that ``planning.hardware`` can have."""
+    """Return the valid values of ``planning.hardware``."""
     return sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
 
 
@@ -66,20 +66,20 @@ def load_hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Needs of a run. Memory, operations and traffic are those of each rank."""
+    """Predicted memory, time and cost of a run. Memory, operations and traffic are per rank."""
 
     mesh: MeshShape
     tokens: int
     """Tokens of a sample."""
     simulation: Simulation
     peaks: dict[str, Peak]
-    """Peak of each phase: the simulated ones with the memory that attention kernels allocate, and the encoders'."""
+    """Peak of each phase: the simulated peaks with the workspace of attention kernels, and the encoders' peaks."""
     staging_gib: float
     """Host memory for the copy of a checkpoint that is written while training continues."""
     hardware: Hardware | None
     seconds: dict[str, float]
-    """Seconds of a step that trains a role, by role. Empty if times are unknown: without hardware, with a role that is
-    not in bf16 (only these rates are known), and with ``offload=cpu``."""
+    """Seconds of a step that trains a role, by role. Empty if times are unknown: without hardware, with
+    ``offload=cpu``, or with a role that is not in bf16 (only bf16 rates are known)."""
     shares: dict[str, float]
     """Share of the run's steps that train a role, by role."""
     steps: int
@@ -96,7 +96,7 @@ class Prediction:
     def allocated_gib(self) -> float:
         """Predicted ``torch.cuda.max_memory_allocated`` at the end of training.
 
-        Phases before and after training do not count: encoding, and samples made after the last step.
+        Encoding before training and samples after the last step do not count.
         """
         outside = ("encode/",) if self.samples_between_steps else ("encode/", "sample/", "decode")
         return max(peak.bytes for name, peak in self.peaks.items() if not name.startswith(outside)) / GIB
@@ -108,7 +108,7 @@ class Prediction:
 
     @property
     def host_gib(self) -> float:
-        """Host memory in addition to that of Python and its libraries."""
+        """Host memory of offloaded tensors and checkpoint staging, in addition to Python and its libraries."""
         return self.offloaded_gib + self.staging_gib
 
     @property
@@ -123,7 +123,7 @@ class Prediction:
 
     @property
     def nccl_gib(self) -> float:
-        """Buffers of the communicators that a step uses, and of those of its reduced metrics: ``dp`` and the world."""
+        """Buffers of the communicators that a step uses, including those for metrics (``dp`` and the world)."""
         groups = {group for cost in self.simulation.steps.values() for (_, group), size in cost.sent.items() if size}
         if self.mesh.world > 1:
             groups.add(WORLD)
@@ -133,40 +133,40 @@ class Prediction:
 
     @property
     def device_gib(self) -> float:
-        """Memory that a device must have: allocated memory, fragmentation, CUDA's context and NCCL's buffers."""
+        """Required device memory: allocated memory, fragmentation, CUDA's context and NCCL's buffers."""
         return self.most_gib * (1 + FRAGMENTATION) + CONTEXT_GIB + self.nccl_gib
 
     @property
     def fits(self) -> bool | None:
-        """Whether :attr:`hardware` has that memory; ``None`` without hardware."""
+        """Whether :attr:`hardware` has :attr:`device_gib` of memory; ``None`` without hardware."""
         return None if self.hardware is None else self.device_gib <= self.hardware.memory_gib
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the run's steps; ``None`` if times are unknown."""
+        """Mean seconds of the run's steps; ``None`` if times are unknown."""
         if not self.seconds:
             return None
         return sum(self.shares[name] * seconds for name, seconds in self.seconds.items())
 
     @property
     def flops_per_step(self) -> float:
-        """Operations of all ranks, without recomputation; mean over the run's steps."""
+        """Mean operations of a step over all ranks, without recomputation."""
         return self.mesh.dp * sum(self.shares[name] * cost.flops for name, cost in self.simulation.steps.items())
 
     @property
     def mfu(self) -> float | None:
-        """Share of the published rate, without recomputation."""
+        """Model FLOPs utilization: share of the published rate, without recomputation."""
         if self.hardware is None or self.seconds_per_step is None:
             return None
         return self.flops_per_step / self.seconds_per_step / (self.hardware.bf16_tflops * 1e12 * self.mesh.world)
 
     @property
     def gpu_hours(self) -> float | None:
-        """GPU-hours of all steps."""
+        """GPU-hours of all steps; ``None`` if times are unknown."""
         return None if self.seconds_per_step is None else self.seconds_per_step * self.steps * self.mesh.world / 3600
 
     def role_gib(self, role: str) -> dict[str, float]:
-        """Return the largest memory of ``role`` in any phase by kind; the kinds peak at different moments."""
+        """Return the largest memory of ``role`` in any phase, by kind. Kinds may peak at different moments."""
         return {kind: max(peak.by.get((role, kind), 0) for peak in self.peaks.values()) / GIB for kind in KINDS}
 
     def as_json(self) -> dict[str, Any]:
@@ -242,10 +242,10 @@ def predict(
 
 
 def _all_peaks(simulation: Simulation, cp: int, encoders: Mapping[str, Peak]) -> dict[str, Peak]:
-    """Add the attention kernels' workspace to the simulated peaks, and the peaks of encoders and decoder.
+    """Return the simulated peaks with the attention kernels' workspace, and the peaks of encoders and decoder.
 
     The workspace in backward is a formula: fp32 gradients of the queries, which FlashAttention 2 and 3 and cuDNN sum
-    before they cast them. The decoder runs next to all that is held between steps.
+    before they cast them. The decoder runs next to everything that is held between steps.
     """
     peaks = dict(simulation.peaks)
     for name, peak in simulation.peaks.items():
@@ -260,7 +260,7 @@ def _all_peaks(simulation: Simulation, cp: int, encoders: Mapping[str, Peak]) ->
 
 
 def _staging(config: Config, plan: RunPlan, simulation: Simulation) -> int:
-    """Return the bytes of a rank's shards in the copy of a checkpoint that is written asynchronously."""
+    """Return the bytes of the host copy of a rank's shards for an asynchronous checkpoint; 0 if checkpoints block."""
     checkpoint = config.checkpoint
     if not (checkpoint.asynchronous and (checkpoint.every or checkpoint.at_end)):
         return 0
@@ -271,11 +271,11 @@ def _staging(config: Config, plan: RunPlan, simulation: Simulation) -> int:
 
 
 def _seconds(simulation: Simulation, role: str, plan: RunPlan, hardware: Hardware) -> float:
-    """Return the seconds of a step: the longest of products, gathers with reductions, and copies to the host, and then
-    the exchanges of attention.
+    """Return the seconds of a step.
 
-    FSDP2 gathers ahead of the computation, while attention waits for the tokens that it exchanges (all-to-all and
-    send). A group that spans nodes sends at the rate of the network between them.
+    Compute, FSDP2's collectives and copies to the host overlap, so the longest of them counts. Attention's exchanges
+    (all-to-all and send) come on top, since attention waits for them. A group that spans nodes sends at the network's
+    rate.
     """
     cost, mesh = simulation.steps[role], plan.mesh
     compute = (cost.flops + cost.recomputed) / mesh.cp / (hardware.sustained * hardware.bf16_tflops * 1e12)

@@ -1,4 +1,4 @@
-"""The planner's roles: networks on fake tensors, whose allocations are counted by role and kind."""
+"""Roles of the planner: networks on fake tensors whose allocations are counted by role and kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distill.setup import RunPlan
+from distill.run.setup import RunPlan
 from fsdp_cp.measure.attributed import AttributedStorages
 from fsdp_cp.measure.phases import phase_now
 from fsdp_cp.measure.sharding_memory import ShardingMemory, gathered_outputs
@@ -19,15 +19,15 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
-from models.condition import Condition
 from models.families.base import LatentShape, Shape
-from models.load import build_network, trained_with
-from models.network import Network
-from models.role import Role
-from models.role_plan import RolePlan, sharing
+from models.roles.condition import Condition
+from models.roles.load import build_network, trained_with
+from models.roles.network import Network
+from models.roles.role import Role
+from models.roles.role_plan import RolePlan, sharing
 
 Shapes = tuple[LatentShape, Mapping[str, Shape]]
-"""Shapes of a sample's latents and of its condition."""
+"""Shapes of a sample's latents and condition."""
 KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
 """Kinds of device memory, in the order of the tables."""
 HOST = "host"
@@ -42,18 +42,18 @@ _SHARDING_KINDS = {
 
 
 class WatchedRole(Role):
-    """A role that labels the allocations of its forwards as its own, also while another role trains."""
+    """A role that labels the allocations of its forwards with its name, also while another role trains."""
 
     storages: AttributedStorages
     recomputed: float = 0.0
     queries: dict[str, int]
     """:attr:`Simulation.queries`, shared by all roles."""
     holder: str
-    """Role under whose name the network counts."""
+    """Role for which the network's memory counts."""
     held: tuple[Network, ...] = ()
-    """Other experts of the role. This reference alone keeps their memory."""
+    """Other experts of the role. Only this reference keeps their memory alive."""
     idle: tuple[Network, ...] = ()
-    """Trained experts that do not run: experts have one size, so a step's memory does not depend on its expert."""
+    """Trained experts that do not run: all experts have one size, so a step's memory does not depend on its expert."""
 
     def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
         settings = settings_of(network.module)
@@ -68,7 +68,7 @@ class WatchedRole(Role):
 
 
 class WatchedSharding(ShardingMemory):
-    """FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
+    """Counter of FSDP2's allocations for one network. Gradients of a shared network count for the role that trains."""
 
     def __init__(self, role: WatchedRole, storages: AttributedStorages):
         super().__init__(role.network)
@@ -84,7 +84,8 @@ class WatchedSharding(ShardingMemory):
         pool = pool_at(self.role.network)
         if tensor is None or (pool is not None and pool.owns(local_shard(tensor))):
             return
-        # A DTensor is the shard's gradient, which FSDP2 has moved; before, it is the output of a reduction.
+        # A DTensor is a shard's final gradient, which FSDP2 has moved to the host. A plain tensor is the output of the
+        # reduction, still on the device.
         moved = isinstance(tensor, DTensor) and kind == "shard_gradients" and is_offloaded(self.role)
         kind, holder = _SHARDING_KINDS[kind], self.role.holder
         if self.role.networks[0].adapters and kind != "gathered":
@@ -105,14 +106,14 @@ def build_watched(
     tensors: AbstractContextManager,
     queries: dict[str, int],
 ) -> dict[str, WatchedRole]:
-    """Build the roles, with memory for their weights but without values; their forwards fill ``queries``."""
+    """Build the roles with allocated weights but without values. Their forwards fill ``queries``."""
     latent_shape, condition_shapes = shapes
     trained = plan.method.trained_roles
     roles: dict[str, WatchedRole] = {}
     for group in sharing(plan.roles, trained):
         trained_of = [trained_with(group, i, trained) for i in range(group[0].experts)]
-        order = sorted(range(group[0].experts), key=lambda i: -len(trained_of[i]))  # the first one runs
-        # On meta first: a network there cannot be copied among fake tensors.
+        order = sorted(range(group[0].experts), key=lambda i: -len(trained_of[i]))  # the first expert runs
+        # Build outside the fake mode, on meta: a network on meta cannot be copied inside it.
         network, *idle = (
             build_network(
                 [plan.expert(i) for plan in group],
@@ -125,7 +126,7 @@ def build_watched(
             )
             for i in order
         )
-        # A shared base counts under the role that trains no adapters, if there is one.
+        # A shared base counts for the role without adapters, if any.
         holder = next((each.name for each in group if each.lora is None), group[0].name)
         for each in group:
             role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
@@ -139,7 +140,7 @@ def build_watched(
 
 
 def _allocate(network: Network, holder: str, group: Sequence[RolePlan], storages: AttributedStorages) -> None:
-    """Allocate the weights, and label those of adapters with their role."""
+    """Allocate the weights; label adapters with their role and other weights with ``holder``."""
     held = HOST if group[0].sharding.offload == "cpu" else "parameters"
     with storages.labelled((holder, "parameters")):
         with storages.labelled((holder, held)):

@@ -1,8 +1,8 @@
-"""A method's steps on fake tensors: the run's own code as rank 0 of a world that does not exist.
+"""Simulation of a method's steps on fake tensors: the training code runs as rank 0 of a fake world.
 
-Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/fake_world.py); only
-weights, clips and numbers are missing. Memory is what these operations allocate. Formulas cover only memory that no
-operation shows: what kernels and backends allocate for themselves.
+Networks are built, split, sharded and called as in training, on a fake process group (fsdp_cp/measure/fake_world.py),
+but tensors have no values. The simulation counts the memory that these operations allocate. Formulas cover only memory
+that kernels and backends allocate internally.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from distill.config import Config
-from distill.gradients import accumulate_gradients
 from distill.methods import Batch, Method, build_method
-from distill.observations import Observations
-from distill.optimizers import RoleOptimizer
+from distill.methods.common.observations import Observations
 from distill.planning.roles import HOST, Shapes, WatchedSharding, build_watched, is_offloaded
-from distill.setup import RunPlan
-from fsdp_cp.fake_world import fake_world
+from distill.run.setup import RunPlan
+from distill.train.gradients import accumulate_gradients
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
+from fsdp_cp.measure.fake_world import fake_world
 from fsdp_cp.measure.phases import phase, phase_now
 from fsdp_cp.measure.sharding_memory import has_run
 from fsdp_cp.measure.traffic import CollectiveCounter
@@ -34,9 +34,9 @@ from fsdp_cp.reduce import grad_square, scale_grads
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding import activations
 from fsdp_cp.sharding.pool import pool_at
-from models.condition import Condition
-from models.ema import Ema
-from models.role import Role
+from models.roles.condition import Condition
+from models.roles.ema import Ema
+from models.roles.role import Role
 
 
 @dataclass
@@ -44,15 +44,15 @@ class StepCost:
     """Operations and traffic of one step of one role on rank 0."""
 
     flops: float = 0.0
-    """Operations of the networks with backward and tangents, without recomputation, for the samples of one
-    data-parallel rank."""
+    """Operations of the networks for the samples of one data-parallel rank, including backward and tangents, without
+    recomputation."""
     recomputed: float = 0.0
-    """Operations of forwards that activation checkpointing repeats; without attention if ``selective`` keeps its
+    """Operations of forwards that activation checkpointing repeats, without attention if ``selective`` keeps its
     output."""
     sent: Mapping[tuple[str, str], float] = field(default_factory=Counter)
-    """Bytes by kind of collective and group; see :class:`CollectiveCounter`."""
+    """Bytes sent, by kind of collective and group; see :class:`CollectiveCounter`."""
     copied: float = 0.0
-    """Bytes of activations that move to the host's memory and back (``activation_offload``)."""
+    """Bytes of activations that move to host memory and back (``activation_offload``)."""
 
     def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
         """Return ``self + times * other``."""
@@ -73,12 +73,12 @@ class Simulation:
     peaks: dict[str, Peak]
     """Peaks by phase of a step, e.g. ``"student/dmd/backward"``; labels are (role, kind)."""
     steps: dict[str, StepCost]
-    """Mean over the run's steps that train a role, by role."""
+    """Mean cost of the run's steps that train a role, by role."""
     host: Peak = field(default_factory=lambda: Peak(0, {}))
-    """Peak of the host's memory; labels are (role, :data:`HOST`)."""
+    """Peak of host memory; labels are (role, :data:`HOST`)."""
     queries: dict[str, int] = field(default_factory=dict)
-    """Elements of the largest attention layer's queries, over all samples and ranks of ``cp``, by phase of a forward
-    that has a backward."""
+    """Number of elements of the largest attention layer's queries over all samples and ranks of ``cp``, by phase, for
+    forwards that have a backward."""
 
     @property
     def peak(self) -> Peak:
@@ -88,17 +88,17 @@ class Simulation:
 
 @dataclass
 class _Lengths:
-    """The random integers of a step, which decide how many forwards it runs."""
+    """Values of the random integers of a step, which decide how many forwards it runs."""
 
     shortest: bool = False
-    """Whether all take their lower bound; else their upper one."""
+    """Whether all integers take their lower bound; otherwise they take the upper one."""
     differ: bool = False
-    """Whether an integer with different bounds was drawn."""
+    """Whether the step drew an integer with different bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Draws(StepRandom):
-    """Draws without values. Integers follow ``lengths``."""
+    """Random streams without values; ``lengths`` sets the integers."""
 
     lengths: _Lengths
 
@@ -118,9 +118,9 @@ def simulate(config: Config, plan: RunPlan, shapes: Shapes, *, stands_for: str =
 
     Args:
         config: the checked configuration.
-        plan: its plan, for the world in question.
+        plan: plan of the configuration for the simulated world.
         shapes: shapes of a sample's latents and condition.
-        stands_for: device type whose tiles attention's forward-mode derivative takes.
+        stands_for: device type whose tile sizes attention's forward-mode derivative uses.
 
     Raises:
         RuntimeError: a process group exists.
@@ -140,9 +140,9 @@ def run_steps(
     """Run the steps of :func:`simulate` in the existing process group.
 
     Args:
-        config, plan, shapes: as of :func:`simulate`.
-        tensors: a ``FakeTensorMode``; or an empty context, to measure real tensors with random weights.
-        every_micro_batch: run all micro-batches of a step; otherwise its cost follows from one and two.
+        config, plan, shapes: see :func:`simulate`.
+        tensors: a ``FakeTensorMode``, or an empty context to measure real tensors with random weights.
+        every_micro_batch: run all micro-batches of a step; otherwise run one and two, and extrapolate the cost.
     """
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
     storages = AttributedStorages(
@@ -156,13 +156,13 @@ def run_steps(
         chosen = {name: steps for name, steps in chosen.items() if steps}  # a short run may not reach a role
         with mock.patch.object(activations, "host_buffer", run.host_buffer):
             with _planned_pools(method, storages) as pooled:
-                # Before the measured steps: a first forward gathers nothing ahead, and FSDP2 allocates what it keeps.
+                # Warm up: in a first forward FSDP2 prefetches nothing and allocates buffers that it keeps.
                 for steps in chosen.values():
                     for step in steps if pooled else list(steps)[:1]:
                         run.step(step, run.batches[: 2 if pooled else 1])
             with ExitStack() as stack:
                 for role in {id(role.network): role for role in method.roles.values()}.values():
-                    if has_run(role.network):  # otherwise there is nothing to watch
+                    if has_run(role.network):  # FSDP2 has state to watch only after a first forward
                         stack.enter_context(WatchedSharding(role, storages))
                 storages.reset_peaks()
                 resting = {label: size for label, size in storages.by.items() if size}
@@ -173,10 +173,10 @@ def run_steps(
 
 @contextmanager
 def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[bool]:
-    """Record the buffers of collectives inside, for networks that pool them (yields whether any does); then plan them.
+    """Record the collectives' buffers of networks that pool them, and plan the pools on exit. Yield whether any pools.
 
-    Every kind of step must run inside with a second micro-batch: fake tensors that share memory do not show what is
-    alive at once. The pool's memory counts for the first role with a part in it.
+    Every kind of step must run in this context with a second micro-batch: fake tensors that share memory do not show
+    which buffers are alive at the same time. A pool's memory counts for the first role that uses it.
     """
     networks = {name: role.network for name, role in method.roles.items()}
     pools = {id(pool): (name, pool) for name, each in reversed(networks.items()) if (pool := pool_at(each)) is not None}
@@ -190,7 +190,7 @@ def _planned_pools(method: Method, storages: AttributedStorages) -> Iterator[boo
 
 
 class _Run:
-    """The part of the trainer that allocates: a step of accumulation, clipping, update and average."""
+    """The part of the trainer that allocates memory: a step with accumulation, clipping, update and EMA."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Run:
         return optimizer, average
 
     def host_buffer(self, size: int, pinned: bool) -> Tensor:
-        """Replace :func:`activations.host_buffer`: count the bytes that move to the host, and label the buffer."""
+        """Allocate a host buffer instead of :func:`activations.host_buffer`; count its bytes and label it."""
         assert isinstance(self.storages.label, tuple)
         self.copied += size
         with self.storages.labelled((self.storages.label[0], HOST)):
@@ -261,7 +261,8 @@ class _Run:
             share = self.plan.micro_batch_size / self.config.batch_size
             random = self._draws(step, self.plan.micro_batch_size)
             accumulate_gradients(self.method, step, batches, share=share, random=lambda i: random)
-            with phase(f"{name}/clip"), self._labelled(role, "activations"):  # offloaded gradients are clipped there
+            # Offloaded gradients are clipped on the host.
+            with phase(f"{name}/clip"), self._labelled(role, "activations"):
                 grad_square(role.parameters())
                 if self.config.optim.clip is not None:
                     scale_grads(role.parameters(), 0.5)
@@ -275,7 +276,7 @@ class _Run:
 
     @torch.no_grad()
     def sample(self) -> None:
-        """Make a rank's first samples of each role that the run samples, in few steps: all hold the same memory."""
+        """Make a rank's first samples of each role that the run samples. Two steps suffice: all use the same memory."""
         chosen = self.config.sample
         if not (chosen.at_end or chosen.every):
             return
@@ -292,7 +293,7 @@ class _Run:
                     self.method.generate(name, noise, batch.condition, min(2, *steps), random)
 
     def cost(self, steps: Mapping[int, float], every_micro_batch: bool) -> StepCost:
-        """Return the mean over ``steps`` by their shares, with all micro-batches of a step."""
+        """Return the mean cost of ``steps``, weighted by their shares, with all micro-batches of a step."""
         mean = StepCost()
         for step, share in steps.items():
             mean = mean.plus(self._mean_of_lengths(step, every_micro_batch), share)
@@ -300,10 +301,10 @@ class _Run:
         return mean
 
     def _mean_of_lengths(self, step: int, every_micro_batch: bool) -> StepCost:
-        """Return the mean cost over the integers that a step draws: the cost of a rollout is linear in its length.
+        """Return the mean cost over the integers that a step draws; the cost of a rollout is linear in its length.
 
-        The cost of one more micro-batch is the difference between two and one: a step may reduce gradients or gather
-        weights once, whatever its number of micro-batches. A shorter rollout saves the same in every micro-batch.
+        The cost of one more micro-batch is that of two minus that of one, since a step may reduce gradients or gather
+        weights only once. A shorter rollout saves the same cost in every micro-batch.
         """
         self.lengths.shortest = self.lengths.differ = False
         few = self.batches if every_micro_batch else self.batches[:1]

@@ -1,6 +1,6 @@
-"""``train.py plan=suggest``: which meshes, checkpointing, micro-batches and strategies fit, and which is fastest.
+"""``train.py plan=suggest``: search for the fastest mesh, checkpointing, micro-batch and strategy that fit.
 
-Each candidate is planned as ``plan=true`` would plan it, in a process of its own. What the user's words set stays.
+Each candidate is planned like ``plan=true``, in worker processes. Settings on the command line stay fixed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from distill.planning.command import (
 )
 from distill.planning.prediction import GIB
 from distill.report.media import atomic_path
-from distill.setup import has_adapters, plan_run, world_of
+from distill.run.setup import has_adapters, plan_run, world_of
 from fsdp_cp.errors import UserError
-from fsdp_cp.host_memory import available_host_memory
-from fsdp_cp.progress import progress
+from fsdp_cp.measure.host_memory import available_host_memory
+from fsdp_cp.runtime.progress import progress
 from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
 
 SUGGESTIONS = "suggestions.json"
 MARGIN = 0.05
-"""Share of the device's memory that a suggestion leaves free for the plan's errors."""
+"""Share of the device's memory that a suggestion leaves free, since plans have errors."""
 _SHOWN = 5
 _PROCESS_BYTES = 3e9
 """Host memory of one planning process."""
@@ -58,7 +58,7 @@ class Outcome:
     words: Words
     """Settings in addition to the user's words."""
     refused: str | None = None
-    """Reason why a run would refuse it. The fields below are then unset."""
+    """Reason why a run would refuse the candidate. The fields below are then unset."""
     device_gib: float = 0.0
     memory_gib: float = 0.0
     mesh: str = ""
@@ -68,32 +68,32 @@ class Outcome:
     largest: str = ""
     """Largest part of the peak: role, kind and size."""
     host_gib: float = 0.0
-    """Host memory of a rank: offloaded tensors, and the copy of a checkpoint."""
+    """Host memory of a rank: offloaded tensors and the copy of a checkpoint."""
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with :data:`MARGIN`."""
+        """Whether the candidate fits with :data:`MARGIN` to spare."""
         return self.refused is None and self.device_gib <= (1 - MARGIN) * self.memory_gib
 
     @property
     def why_not(self) -> str:
-        """Refusal, or the phase and the part that exceed the memory."""
+        """Reason why the candidate does not fit: the refusal, or the peak with its phase and largest part."""
         if self.refused is not None:
             return self.refused
         return f"{self.device_gib:.1f} GiB in {self.peak_phase or 'between phases'}, most of it {self.largest}"
 
 
 def suggest_command(config: Config, overrides: Sequence[str]) -> None:
-    """Print the candidates that fit, fastest first, with the words to paste, and why the others do not fit.
+    """Print the candidates that fit, fastest first, as words to paste, and why the others do not fit.
 
-    Write ``suggestions.json`` after each candidate; an interrupted search is resumed.
+    ``suggestions.json`` is written after each candidate, and an interrupted search is resumed from it.
 
     Args:
         config: the checked configuration of ``overrides``.
         overrides: the user's words.
 
     Raises:
-        UserError: as of ``plan=true``; no ``planning.hardware``.
+        UserError: see :func:`distill.planning.command.plan_command`; or ``planning.hardware`` is not set.
     """
     require_plannable(config)
     if config.planning.hardware is None:
@@ -111,11 +111,11 @@ def suggest_command(config: Config, overrides: Sequence[str]) -> None:
         ", ".join(map(str, axes.cp)),
         counted(processes, "process", "processes"),
     )
-    settings = hashlib.sha256(repr(config).encode()).hexdigest()  # they also depend on the files in configs
+    settings = hashlib.sha256(repr(config).encode()).hexdigest()  # equal words may compose differently: configs change
     record = Record(folder, {"words": typed, "settings": settings})
     if record.outcomes:
         log.info("resuming: %s planned already", counted(len(record.outcomes), "candidate"))
-    context = get_context("spawn")  # not a fork, which would copy torch's threads in their current state
+    context = get_context("spawn")  # a fork would copy torch's threads in their current state
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         plan = partial(_plan_candidate, typed)
         found = search(axes, lambda candidates: plan_all(candidates, plan, pool, record))
@@ -129,15 +129,15 @@ class Record:
     """``suggestions.json``, written after each candidate. An interrupted search with equal ``about`` is resumed.
 
     Args:
-        folder: the run's folder.
+        folder: the run directory.
         about: JSON values that define the search.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]):
         self._folder, self._about = folder, {"made_by": MADE_BY, **about}
         self.outcomes: dict[Words, Outcome] = {}
-        """Planned candidates by their words."""
-        with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or one of another version
+        """Planned candidates, by their words."""
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no file, or another version's
             earlier = json.loads((folder / SUGGESTIONS).read_text())
             if not earlier["finished"] and all(earlier[key] == value for key, value in self._about.items()):
                 for candidate in earlier["candidates"]:
@@ -146,12 +146,12 @@ class Record:
                     self.outcomes[outcome.words] = outcome
 
     def add(self, outcome: Outcome) -> None:
-        """Record a candidate."""
+        """Record a candidate and write the file."""
         self.outcomes[outcome.words] = outcome
         self.write(list(self.outcomes.values()), finished=False)
 
     def write(self, outcomes: Sequence[Outcome], *, finished: bool) -> None:
-        """Write the file. A finished search is not resumed: the same command plans all candidates again."""
+        """Write the file. After a finished search, the same command plans all candidates again."""
         candidates = [asdict(outcome) | {"fits": outcome.fits} for outcome in ranked(outcomes)]
         content = {**self._about, "finished": finished, "candidates": candidates}
         with atomic_path(self._folder / SUGGESTIONS) as part:
@@ -161,12 +161,12 @@ class Record:
 def plan_all(
     candidates: Sequence[Words], plan: Callable[[Words], Outcome], pool: Executor, record: Record
 ) -> list[Outcome]:
-    """Plan the candidates that ``record`` lacks, log and record each when it is done, and return all in order.
+    """Plan the candidates that ``record`` lacks, log and record each when done, and return all outcomes in order.
 
     Args:
-        candidates: words of each.
-        plan: plans one candidate, in a worker of ``pool``.
-        pool: runs ``plan``.
+        candidates: words of each candidate.
+        plan: function that plans one candidate in a worker of ``pool``.
+        pool: executor of ``plan``.
         record: the search so far.
     """
     waiting = [pool.submit(plan, words) for words in candidates if words not in record.outcomes]
@@ -186,32 +186,32 @@ def plan_all(
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Words that can be varied. An axis that the user's words set is empty."""
+    """Settings that the search varies, as words. An axis that the user's words set is empty."""
 
     cp: tuple[int, ...]
-    """Ranks that share a sample: those to try, or the configured number."""
+    """Values of ``mesh.cp`` to try, or the configured one."""
     mesh: bool
     """Whether ``mesh`` can vary."""
     checkpointing: tuple[Words, ...]
-    """Activation checkpointing of the trained roles, from the fastest to the smallest."""
+    """Activation checkpointing of the trained roles, from the fastest to the smallest memory."""
     micro_batches: tuple[Words, ...]
-    """Larger micro-batches than the configured one, smallest first."""
+    """Micro-batches larger than the configured one, smallest first."""
     crowded: tuple[int, ...]
-    """Those of :attr:`cp` with several samples a forward, of which one is possible."""
+    """Values of :attr:`cp` that have several samples per forward and could have one."""
     gathered: Words
-    """Parameters of all roles stay gathered."""
+    """Words that keep the parameters of all roles gathered."""
     offloaded: Words
-    """States in the host's memory: of the trained roles, and of a role that shares their base."""
+    """Words that offload the states of the trained roles, and of a role that shares their base, to host memory."""
 
     @classmethod
     def of(cls, config: Config, typed: Sequence[str]) -> Axes:
-        """Return the axes of the configuration that is composed of ``typed``."""
+        """Return the axes of the configuration composed from ``typed``."""
         method, world, first = METHODS[config.method.name][0], world_of(config), config.micro_batch_size
         roles, trained = method.roles_needed(config.method), method.trained_roles
         keys = {word.lstrip("+~").split("=")[0] for word in typed}
         mesh = not keys & {"mesh.cp", "mesh.dp_shard", "mesh.ulysses", "mesh.ring"}
         cp = tuple(n for n in range(1, world + 1) if world % n == 0) if mesh else (config.mesh.cp,)
-        larger = (2 * first, 4 * first) if first is not None else ()  # without one, a step is one forward already
+        larger = (2 * first, 4 * first) if first is not None else ()  # without micro-batches, a step is one forward
         crowded = tuple(n for n in cp if (first or config.batch_size * n // world) > 1)
         has_free_batch = "micro_batch_size" not in keys
         adapted = any(has_adapters(getattr(config, name)) for name in trained)
@@ -235,26 +235,26 @@ class Axes:
         )
 
     def split(self, cp: int) -> Words:
-        """Return the words for ``cp`` ranks a sample."""
+        """Return the words for ``cp`` ranks per sample."""
         return (f"mesh.cp={cp}",) if self.mesh else ()
 
 
 def search(axes: Axes, evaluate: Callable[[list[Words]], list[Outcome]]) -> list[Outcome]:
-    """Return all candidates that were tried.
+    """Try candidates, and return the outcomes of all.
 
-    For every ``mesh.cp``, try the least checkpointing that fits: more of it only costs time. From the fastest two, try
-    larger micro-batches, ring attention within the same ``cp``, and parameters that stay gathered. If none fits, try
-    one sample a forward, and then the smallest candidate with the trained roles' states in the host's memory.
+    For every ``mesh.cp``, find the least checkpointing that fits, since more only costs time. Then vary the fastest
+    two: larger micro-batches, ring attention within the same ``cp``, and parameters that stay gathered. If no candidate
+    fits, try one sample per forward, and then the smallest candidate with the trained roles' states in host memory.
 
     Args:
-        axes: words that can be varied.
-        evaluate: returns the outcomes of candidates, in their order.
+        axes: settings that can vary.
+        evaluate: function that returns the outcomes of candidates, in their order.
     """
     tried: list[Outcome] = []
     left = list(axes.cp)
     for words in axes.checkpointing:
         outcomes = evaluate([(*axes.split(cp), *words) for cp in left])
-        # keep_operators fit "selective" alone: a refusal of one kind of checkpointing does not hold for the others.
+        # keep_operators needs "selective", so one kind of checkpointing may be refused while another is valid.
         tried += [outcome for outcome in outcomes if outcome.refused is None or words == axes.checkpointing[-1]]
         left = [cp for cp, outcome in zip(left, outcomes, strict=True) if not outcome.fits]
         if not left:
@@ -280,7 +280,7 @@ def _variations(axes: Axes, words: Words) -> list[Words]:
 
 
 def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fit first, the fastest of them first, then the others, the smallest first; refused ones last."""
+    """Sort outcomes: candidates that fit, fastest first; then the others, smallest first; refused ones last."""
 
     def key(outcome: Outcome) -> tuple[int, float, float]:
         seconds = outcome.seconds_per_step
@@ -319,7 +319,7 @@ def in_words(outcomes: Sequence[Outcome], typed: Sequence[str]) -> list[str]:
     """Return the table that ``plan=suggest`` prints."""
     found = ranked(outcomes)
     fitting = [outcome for outcome in found if outcome.fits]
-    kept = [word for word in typed if not word.startswith("world=")]  # which a run refuses
+    kept = [word for word in typed if not word.startswith("world=")]  # a run refuses world=
     lines = [f"{len(fitting)} of {len(found)} fit with {MARGIN:.0%} of the memory to spare, the fastest first:"]
     for outcome in fitting[:_SHOWN]:
         seconds = "unknown" if outcome.seconds_per_step is None else f"{outcome.seconds_per_step:.3g} s a step"

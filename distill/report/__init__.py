@@ -1,1 +1,1 @@
-"""The page that a run ends with: its figures, its pictures, and what they show."""
+"""Report of a run: a page with its measures, pictures and verdict."""

@@ -1,4 +1,4 @@
-"""Training curves from `metrics.jsonl` and measures by sampling steps, drawn by matplotlib as SVG pictures."""
+"""SVG charts by matplotlib: training curves from `metrics.jsonl`, and measures by sampling steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from distill.json_lines import finite_number, read_objects, step_of
+from distill.run.json_lines import finite_number, read_objects, step_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,31 +32,31 @@ _STYLE = {
     "legend.fontsize": "small",
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "report",  # the same ids in every report
+    "svg.hashsalt": "report",  # makes the ids the same in every report
 }
-# Closed sets of letters and lengths: any other key of a damaged file would appear in the page as a title.
+# Restrict characters and lengths: keys of a damaged file would otherwise appear in the page as titles.
 _CURVE = re.compile(r"[\w.]{1,40}/(loss(/[\w.]{1,40})?|\w{1,40}_loss|grad_norm|lr)|perf/tokens_per_second", re.ASCII)
 _TIME_BIN = re.compile(r"(?P<role>\w+)/\w+/t\d\.\d+", re.ASCII)
 _LARGEST = 1e100
-"""Largest value that is drawn; larger ones are clipped, since matplotlib's margins around 1e308 overflow."""
+"""Limit to which drawn values are clipped, since matplotlib's margins around 1e308 overflow."""
 _LONGEST_WINDOW = 1000
 
 
 class Metrics(NamedTuple):
-    """Contents of a `metrics.jsonl`."""
+    """Content of a `metrics.jsonl`."""
 
     records: list[dict[str, Any]]
     """One record per step, ordered by step."""
     unreadable: int
     """Number of lines that are not a JSON object with a step."""
     repeated: int
-    """Number of records of a step that a later line repeats."""
+    """Number of records that a later record of the same step replaces."""
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Metrics:
-    """Read the records of a `metrics.jsonl`; count and log what is left out.
+    """Read the records of a `metrics.jsonl`; count and log the lines that are left out.
 
-    A killed run may leave a torn line. Of two records of one step the later one counts. A missing file has no records.
+    A killed run may leave a torn line. The later of two records of one step counts. A missing file has no records.
     """
     lines = read_objects(path)
     with_step = [record for record in lines.records if step_of(record) is not None]
@@ -74,10 +74,10 @@ def values(records: Sequence[Mapping], key: str) -> list[float]:
 
 
 def curves(records: Sequence[Mapping]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return losses, gradient norms, rates and speed by key ("student/loss"): (steps, values), fp64, in drawing order.
+    """Return (steps, values) in fp64 of losses, gradient norms, rates and speed, by key ("student/loss"), in order.
 
-    A step without the key (another role trained) and an empty time bin (a null "ROLE/loss/t0.25" at a step whose
-    "ROLE/loss" is finite) are not points of the curve. Any other value that is not a finite number is NaN.
+    A step without the key (another role trained) is not a point of the curve. An empty time bin (a null
+    "ROLE/loss/t0.25" at a step whose "ROLE/loss" is finite) is not one either. All other non-finite values are NaN.
     """
     keys = sorted(filter(_CURVE.fullmatch, {key for record in records for key in record}), key=_drawing_order)
     result = {}
@@ -90,7 +90,7 @@ def curves(records: Sequence[Mapping]) -> dict[str, tuple[np.ndarray, np.ndarray
 
 
 def _is_empty_bin(record: Mapping, key: str) -> bool:
-    """Whether no sample of the step fell into the bin. Then the total is finite; otherwise the bin may be NaN too."""
+    """Return whether no sample of the step fell into the time bin: it is null although the total loss is finite."""
     if record[key] is not None:
         return False
     time_bin = _TIME_BIN.fullmatch(key)
@@ -104,9 +104,9 @@ def _drawing_order(key: str) -> tuple:
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the last `window` finite points at each point (fewer at the start); NaN stays NaN."""
+    """Return at each point the mean of the finite ones among the last `window` points; NaN stays NaN."""
     finite = np.isfinite(values)
-    # Not by differences of cumulative sums: after one loss of 1e20 they would be noise to the end of the curve.
+    # Differences of cumulative sums would be faster, but are only noise after one loss of 1e20.
     sums, counts = (
         np.convolve(x, np.ones(window))[: len(values)] for x in (np.where(finite, values, 0.0), finite.astype(float))
     )
@@ -115,9 +115,9 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
-    """Draw one curve as an SVG file; points that are not finite are crosses on the axis.
+    """Draw one curve as SVG. Values that are not finite are crosses on the axis.
 
-    The axis is logarithmic if losses or norms are positive and span more than a factor of 30.
+    The axis is logarithmic for positive losses or norms that span more than a factor of 30.
     """
     role, quantity = key.split("/", 1)
     color = ROLE_COLORS.get(role, _MUTED)
@@ -153,13 +153,13 @@ def curve_svg(key: str, steps: np.ndarray, values: np.ndarray) -> bytes:
 
 
 def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) -> bytes:
-    """Draw one measure against the number of sampling steps as an SVG file, with bars of one standard error.
+    """Draw one measure against the number of sampling steps as SVG, with error bars of one standard error.
 
     Args:
         name: name of the measure.
         rows: rows of `report.json`; held-out renders are a dashed line.
         title: title of the picture.
-        hint: unit and direction, at the axis.
+        hint: unit and direction, the label of the axis.
     """
     scale = 100.0 if name.endswith("accuracy") else 1.0
 
@@ -167,7 +167,7 @@ def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) ->
         for role, marker in (("teacher", "o"), ("student", "s"), ("heldout", "")):
             measured = [row for row in rows if row["role"] == role and row["measures"]]
             measures = [row["measures"][name] for row in measured]
-            # As floats: None becomes NaN, which is not drawn.
+            # Convert to floats: None becomes NaN, which is not drawn.
             values, errors = (
                 scale * np.array([m[key] for m in measures], dtype=float) for key in ("value", "standard_error")
             )
@@ -189,9 +189,9 @@ def measure_svg(name: str, rows: Sequence[Mapping], *, title: str, hint: str) ->
 
 
 def _svg(draw: Callable[[Axes], None]) -> bytes:
-    """Return an SVG file of the axes that ``draw`` fills, with a legend below them."""
+    """Return the axes that ``draw`` fills as SVG, with a legend below them."""
     import matplotlib
-    from matplotlib.figure import Figure  # not pyplot, which has global state and may open windows
+    from matplotlib.figure import Figure  # pyplot has global state and may open windows
 
     buffer = io.BytesIO()
     with matplotlib.rc_context(_STYLE):

@@ -1,4 +1,4 @@
-"""Facts of a run for its report: how it was started, its settings, its files, and medians of its metrics."""
+"""Facts of a run for its report: its starts, settings and files, and medians of its metrics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.json_lines import finite_number, read_objects
 from distill.report.charts import values
-from distill.run_folder import LOG, STARTS
+from distill.run.folder import LOG, STARTS
+from distill.run.json_lines import finite_number, read_objects
 from fsdp_cp.words import counted
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 FILES = ("export/", "samples/", "checkpoints/", "metrics.jsonl", "norms.jsonl", "config.yaml", STARTS, LOG)
 FILES += ("report.json", "report.png", "tensorboard/", "previous/")
-"""Files and folders of a run directory, in the order in which a page links them."""
+"""Files and folders of a run directory that a page links to, in order."""
 
 _START = dict.fromkeys(("started", "command", "directory", "host", "device", "commit"), str)
 _START |= {"from_step": int, "world_size": int, "clean": bool, "versions": dict}
@@ -34,12 +34,12 @@ _PHASE = re.compile(r"perf/seconds/\w{1,40}/[\w/]{1,80}", re.ASCII)
 def read_starts(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the starts of a run, oldest first, and the number of unreadable lines.
 
-    A start has all keys of the report; a value that its line lacks, or has in another type, is None.
+    A start has all keys of the report. A value is None if its line lacks it or has another type.
     """
     lines = read_objects(path)
     starts = []
     for record in lines.records:
-        # The exact type: True is an int for isinstance.
+        # Compare the exact type: isinstance takes True for an int.
         start = {key: record[key] if type(record.get(key)) is kind else None for key, kind in _START.items()}
         versions = (start["versions"] or {}).items()
         start["versions"] = ", ".join(f"{name} {version}" for name, version in versions) or None
@@ -52,7 +52,7 @@ def read_starts(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def start_facts(start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a start as the page shows it, without what is unknown."""
+    """Return a start as the page shows it, without unknown values."""
     commit, hardware = start["commit"], start["device"]
     if commit is not None and start["clean"] is False:
         commit += " with uncommitted changes"
@@ -77,12 +77,12 @@ def default_settings(config: Config) -> dict[str, Any]:
     """
     defaults = asdict(type(config)(method=type(config.method)(), data=type(config.data)()))
     for role in ("teacher", "student", "fake"):
-        defaults[role]["precision"] = config.precision  # the run's, by interpolation
+        defaults[role]["precision"] = config.precision  # the default interpolates the run's precision
     return defaults
 
 
 def compared_settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every setting with its dotted key, value, default and whether they differ; differing ones come first."""
+    """Return the dotted key, value and default of every setting, and whether they differ; differing ones come first."""
     values, before = flat(settings), flat(defaults)
     rows = [
         {"key": key, "value": value, "default": before.get(key), "differs": key not in before or before[key] != value}
@@ -92,7 +92,7 @@ def compared_settings(settings: Mapping[str, Any], defaults: Mapping[str, Any]) 
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted key; an empty mapping is a value."""
+    """Flatten nested settings to dotted keys; an empty mapping is a value."""
     leaves: dict[str, Any] = {}
     for key, value in settings.items():
         is_group = isinstance(value, Mapping) and value
@@ -101,13 +101,13 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def run_files(run_dir: Path) -> list[str]:
-    """Return those of `FILES` that exist; a folder only if it is not empty."""
+    """Return the entries of `FILES` that exist, without empty folders."""
     paths = {name: run_dir / name for name in FILES}
     return [name for name, path in paths.items() if (any(path.iterdir()) if path.is_dir() else path.is_file())]
 
 
 def measured_facts(records: Sequence[Mapping]) -> dict[str, str]:
-    """Return speed, peak memory and the phases of a step by role, from the records of `metrics.jsonl`."""
+    """Return speed, peak memory and the phases of each role's step, from the records of `metrics.jsonl`."""
     result = {}
     if speeds := _finite(values(records, "perf/tokens_per_second")):
         result["tokens per second (median)"] = f"{np.median(speeds):,.0f}"

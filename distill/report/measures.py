@@ -1,9 +1,9 @@
-"""What clips of `moving_shapes` look like, measured from their pixels alone.
+"""Measures of `moving_shapes` clips, computed from their pixels.
 
-Two kinds of measures. *Caption accuracy*: an analytic detector reads colour and motion off each clip; a clip that is
-blurred, incoherent, or fits nothing is undecided, and undecided counts as wrong. *Distances*: the Wasserstein distance
-(scipy.stats.wasserstein_distance) between the distribution of an analytic feature over the clips and over held-out
-renders, in standard deviations of the renders' feature. Every measure comes with a standard error.
+*Caption accuracy*: an analytic detector reads color and motion off each clip. A clip that is blurred, incoherent or
+fits no caption is undecided, which counts as wrong. *Distances*: the Wasserstein distance
+(scipy.stats.wasserstein_distance) between the distributions of an analytic feature over the clips and over held-out
+renders, in standard deviations of the renders' feature. Every measure has a standard error.
 
 Shapes: clips are uint8 (n, T, H, W, 3). Coverage (n, T, H, W) is the share of each pixel that the foreground covers.
 """
@@ -24,20 +24,20 @@ HIGHER_IS_BETTER = {
     "motion_accuracy": True,
     **{f"distance/{name}": False for name in FEATURES},
 }
-"""The keys of ``measure``'s answer, in order, and which way is better."""
+"""Keys of the result of ``measure``, in order; true if a higher value is better."""
 
-# The detector's limits. Lengths in units of min(H, W) / 16, the scale that moving_shapes draws in.
-_MIN_AREA = 4.5  # of a visible shape; the smallest that is rendered covers 9
-_EMPTY_AREA = 1.5  # at most this many stray pixels in a frame that counts as empty
-_MIN_STEP = 0.8  # across the outline, over two pixels; renders: 0.95 or more; blurred by 0.7 pixels: at most 0.78
-_MIN_ROUNDNESS = 0.72  # renders: 0.78 or more; torn or scattered shapes less
+# Limits of the detector. Lengths are in units of min(H, W) / 16, the scale in which moving_shapes draws.
+_MIN_AREA = 4.5  # area of a visible shape; renders: 9 or more
+_EMPTY_AREA = 1.5  # area of stray pixels in a frame that counts as empty
+_MIN_STEP = 0.8  # step across the outline over two pixels; renders: 0.95 or more; blurred by 0.7 pixels: at most 0.78
+_MIN_ROUNDNESS = 0.72  # renders: 0.78 or more; torn or scattered shapes: less
 _MAX_STRAY = 0.1  # share of the foreground outside its largest piece
-_MAX_COLOUR_ERROR = 0.25  # distance in RGB (0 to 1) to the nearest colour; two colours differ by 0.4 or more
-_MIN_GROWTH = 1.2  # of the radius, first frame to last; renders: 2.1 to 4.3
-_MAX_RADIUS_RANGE = 0.6  # of a shape that keeps its size
-_MIN_FALL = 3.5  # first frame to last; renders: 6.2 to 10.3
-_MAX_WANDER = 1.0  # of the centre, across the direction in which it should move
-_MAX_MISFIT = 0.45  # of radius or centre, from a straight line in time
+_MAX_COLOUR_ERROR = 0.25  # distance in RGB (0 to 1) to the nearest color; two colors differ by 0.4 or more
+_MIN_GROWTH = 1.2  # change of the radius, first frame to last; renders: 2.1 to 4.3
+_MAX_RADIUS_RANGE = 0.6  # range of the radius of a shape that keeps its size
+_MIN_FALL = 3.5  # fall of the center, first frame to last; renders: 6.2 to 10.3
+_MAX_WANDER = 1.0  # range of the center in directions in which it should not move
+_MAX_MISFIT = 0.45  # deviation of radius or center from a straight line in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shape of the foreground per frame, arrays (n, T) and centres (n, T, 2); NaN where a frame has no foreground."""
+    """Geometry of the foreground per frame: arrays (n, T), centers (n, T, 2); NaN for a frame without foreground."""
 
     coverage: np.ndarray
     mask: np.ndarray
@@ -64,7 +64,7 @@ class Geometry:
 
 
 def coverage(clips: np.ndarray) -> np.ndarray:
-    """Foreground share of each pixel, (n, T, H, W) in [0, 1]: each colour has one channel at full brightness."""
+    """Return each pixel's foreground share, (n, T, H, W) in [0, 1]. Each color has one channel at full brightness."""
     brightest = clips.max(axis=-1) / 255.0
     return np.clip((brightest - BACKGROUND) / (1 - BACKGROUND), 0.0, 1.0)
 
@@ -75,7 +75,7 @@ def geometry_of(clips: np.ndarray) -> Geometry:
     height, width = alpha.shape[2:]
     unit = min(height, width) / 16.0
     mask = alpha > 0.5
-    # Noise on the background would dominate sums over the whole frame: count the mask and its rim only.
+    # Count only the mask and its rim: noise on the background would dominate sums over the whole frame.
     soft = np.clip((alpha - 0.25) / 0.5, 0.0, 1.0) * maximum_filter(mask, size=(1, 1, 3, 3))
     area = soft.sum(axis=(2, 3))
     seen = mask.sum(axis=(2, 3)) >= _MIN_AREA * unit**2
@@ -83,7 +83,7 @@ def geometry_of(clips: np.ndarray) -> Geometry:
     gx = (padded[:, :, 1:, 1:] - padded[:, :, 1:, :-1] + padded[:, :, :-1, 1:] - padded[:, :, :-1, :-1]) / 2
     gy = (padded[:, :, 1:, 1:] - padded[:, :, :-1, 1:] + padded[:, :, 1:, :-1] - padded[:, :, :-1, :-1]) / 2
     perimeter = np.sqrt(gx**2 + gy**2).sum(axis=(2, 3))
-    # Steps between neighbouring pixels, weighted by themselves: 1 for a step edge, about 1/k for a ramp over k pixels.
+    # Steps between neighboring pixels, weighted by themselves: 1 for a step edge, about 1/k for a ramp over k pixels.
     outer = np.pad(alpha, ((0, 0), (0, 0), (1, 1), (1, 1)))
     steps = [abs(np.diff(outer, axis=axis)).reshape(*alpha.shape[:2], -1) for axis in (2, 3)]
     steps = np.concatenate(steps, axis=-1)
@@ -94,7 +94,7 @@ def geometry_of(clips: np.ndarray) -> Geometry:
         compactness = 4 * np.pi * area / perimeter**2
         sharpness = (steps**2).sum(axis=-1) / steps.sum(axis=-1)
         centre = np.stack([(soft * x).sum(axis=(2, 3)) / area, (soft * y[:, None]).sum(axis=(2, 3)) / area], axis=-1)
-        # Area against its second moment about its centre: 1 for a disc, 0.95 for a square, less for what is spread out.
+        # Area against its second moment about its center: 1 for a disc, 0.95 for a square, less for spread-out shapes.
         spread = (x - centre[..., None, None, 0]) ** 2 + (y[:, None] - centre[..., None, None, 1]) ** 2 + 1 / 6
         roundness = area**2 / (2 * np.pi * (soft * spread).sum(axis=(2, 3)))
     for values in (compactness, sharpness, step, roundness, centre):
@@ -103,9 +103,9 @@ def geometry_of(clips: np.ndarray) -> Geometry:
 
 
 def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """(n, T): the steepest rise and fall over two pixels of the rows and columns through the mask; their median.
+    """Return (n, T) the median of the steepest rises and falls over two pixels, of rows and columns through the mask.
 
-    1 for an anti-aliased outline wherever it falls between the pixels, which a step over one pixel is not.
+    An anti-aliased outline has 1 wherever it lies between the pixels; a step over one pixel would depend on that.
     """
     found = []
     for axis in (2, 3):
@@ -116,19 +116,19 @@ def _step_over_two_pixels(alpha: np.ndarray, mask: np.ndarray) -> np.ndarray:
         change = np.take(lines, range(2, lines.shape[axis]), axis) - np.take(lines, range(lines.shape[axis] - 2), axis)
         found += [np.where(crossed, change.max(axis=axis), np.nan), np.where(crossed, -change.min(axis=axis), np.nan)]
     steps = np.concatenate(found, axis=-1)
-    steps[np.isnan(steps).all(axis=-1)] = 0.0  # an empty frame; the caller knows
+    steps[np.isnan(steps).all(axis=-1)] = 0.0  # an empty frame, which the caller sets to NaN
     return np.nanmedian(steps, axis=-1)
 
 
 def features(clips: np.ndarray) -> dict[str, np.ndarray]:
-    """Analytic features of uint8 clips (n, T, H, W, 3), each (n, k), NaN where a frame has no foreground to measure.
+    """Return analytic features of uint8 clips (n, T, H, W, 3), each (n, k); NaN for a frame without foreground.
 
     area: share of the frame that is foreground, (n, T).
     compactness: 4 pi area / perimeter^2, (n, T); 1 for a disc, 0.79 for a square, less for torn or scattered shapes.
-    edge_sharpness: mean step between neighbouring pixels along the outline, (n, T); 1 for a hard edge.
-    displacement: distance that the centre moves from a frame to the next, in frame sides, (n, T - 1).
+    edge_sharpness: mean step between neighboring pixels along the outline, (n, T); 1 for a hard edge.
+    displacement: distance that the center moves from a frame to the next, in frame sides, (n, T - 1).
 
-    The last three are 0 for a clip in which they can be measured nowhere, so that it cannot drop out of the sample.
+    A clip without any measurable frame has 0 for the last three, so that it cannot drop out of the sample.
     """
     geometry = geometry_of(clips)
     height, width = geometry.coverage.shape[2:]
@@ -145,9 +145,9 @@ def features(clips: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
-    """(colour, motion) of each of uint8 clips (n, T, H, W, 3); None where the detector cannot decide.
+    """Return (color, motion) of each of uint8 clips (n, T, H, W, 3); None for what the detector cannot decide.
 
-    Both are None for a clip that is blurred or incoherent (torn apart, scattered) or empty.
+    Both are None for a clip that is blurred, incoherent (torn apart, scattered) or empty.
     """
     geometry = geometry_of(clips)
     found = []
@@ -161,7 +161,7 @@ def detect(clips: np.ndarray) -> list[tuple[str | None, str | None]]:
 
 
 def is_coherent(geometry: Geometry, i: int, seen: np.ndarray) -> bool:
-    """Whether clip ``i`` shows one sharp, round shape in every frame of ``seen`` (T,)."""
+    """Return whether clip ``i`` shows one sharp, round shape in every frame of ``seen`` (T,)."""
     if not seen.any():
         return False
     if geometry.step[i, seen].mean() < _MIN_STEP or geometry.roundness[i, seen].min() < _MIN_ROUNDNESS:
@@ -175,7 +175,7 @@ def is_coherent(geometry: Geometry, i: int, seen: np.ndarray) -> bool:
 
 
 def _colour(clip: np.ndarray, alpha: np.ndarray) -> str | None:
-    inside = alpha > 0.8  # covered pixels only: the edge's are mixed with the background
+    inside = alpha > 0.8  # only covered pixels: the edge is mixed with the background
     if not inside.any():
         return None
     names = list(RGB)
@@ -185,7 +185,7 @@ def _colour(clip: np.ndarray, alpha: np.ndarray) -> str | None:
 
 
 def _line_misfit(values: np.ndarray) -> float:
-    """Largest distance of (T,) or (T, 2) values from their straight line in time."""
+    """Return the largest distance of (T,) or (T, 2) values from their least-squares line in time."""
     time = np.linspace(-1.0, 1.0, len(values))
     design = np.stack([np.ones_like(time), time], axis=1)
     solution, *_ = np.linalg.lstsq(design, values, rcond=None)
@@ -212,7 +212,7 @@ def _motion(geometry: Geometry, i: int, seen: np.ndarray) -> str | None:
 
 def _accuracy(right: Sequence[bool]) -> Measure:
     n, share = len(right), float(np.mean(right))
-    # At 0 or 1 the plain binomial error is 0, and any difference would look infinitely significant: Agresti-Coull.
+    # Agresti-Coull: at a share of 0 or 1 the binomial error is 0, and any difference would look infinitely significant.
     smoothed = (sum(right) + 2) / (n + 4)
     return Measure(share, float(np.sqrt(smoothed * (1 - smoothed) / (n + 4))))
 
@@ -232,14 +232,14 @@ def _distance(values: np.ndarray, reference: np.ndarray, resamples: int, seed: i
 def measure(
     clips: np.ndarray, captions: Sequence[str], reference: np.ndarray, *, resamples: int = 100, seed: int = 0
 ) -> dict[str, Measure]:
-    """Measures uint8 clips (n, T, H, W, 3), asked for by n captions, against held-out renders (m, T, H, W, 3).
+    """Measure uint8 clips (n, T, H, W, 3) of n captions against held-out renders (m, T, H, W, 3).
 
-    Accuracies are shares of clips (binomial standard error), distances are in standard deviations of the reference's
-    feature (standard error by a bootstrap over clips, ``resamples`` times, seeded). The captions of clips and of the
-    reference should be balanced alike. A caption that names no colour is met by any. The keys are those of
-    ``HIGHER_IS_BETTER``.
+    Accuracies are shares of clips, with binomial standard errors. Distances are in standard deviations of the
+    reference's feature, with standard errors by a seeded bootstrap over clips. Clips and reference should have the same
+    balance of captions. Any color fits a caption that names none. Keys are those of ``HIGHER_IS_BETTER``.
 
-    Raises UserError for a caption that moving_shapes does not have.
+    Raises:
+        UserError: a caption that moving_shapes does not have.
     """
     asked = [caption_parts(caption) for caption in captions]
     found = detect(clips)
@@ -256,7 +256,7 @@ def measure(
 
 
 def worse_by(a: Measure, b: Measure, key: str) -> float:
-    """By how many combined standard errors ``a`` is worse than ``b`` (negative: better) on the measure ``key``."""
+    """Return the combined standard errors by which ``a`` is worse than ``b`` (negative: better) on measure ``key``."""
     difference = b.value - a.value if HIGHER_IS_BETTER[key] else a.value - b.value
     error = hypot(a.standard_error, b.standard_error)
     if error == 0.0:

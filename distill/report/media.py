@@ -1,7 +1,7 @@
 """Clips as files: mp4 videos, contact sheets and small pictures for pages.
 
-Clips are uint8 RGB arrays, one clip (T, H, W, 3), several (n, T, H, W, 3). Tiny clips (the quickstart's are 16 pixels
-wide) are enlarged by whole factors without smoothing, so that the pictures show the pixels that the model drew.
+Clips are uint8 RGB arrays: one clip is (T, H, W, 3), several are (n, T, H, W, 3). Tiny clips (the quickstart's are 16
+pixels wide) are enlarged by whole factors without smoothing, so that pictures show the model's pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# In order of preference.  The av wheel brings libx264; a distribution's own FFmpeg may lack it.
+# Encoders in order of preference. The av wheel includes libx264; a distribution's FFmpeg may lack it.
 _ENCODERS: tuple[tuple[str, dict[str, str]], ...] = (
     ("libx264", {"crf": "10", "preset": "medium"}),
     ("libopenh264", {"b": "8000000"}),
@@ -31,11 +31,11 @@ _BT601, _LIMITED_RANGE = 5, 1  # AVColorSpace and AVColorRange: what swscale wri
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path next to `path` with the same suffix, and rename it to `path` on success.
 
-    A reader never sees half a file. A failure inside leaves the old file as it was and no other file.
+    A reader never sees half a file. After an exception, the old file is unchanged and the new one removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A unique name: two nodes may share the folder, and have processes of one number.
+    # The name is random: nodes that share the folder may have equal process ids.
     temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp{path.suffix}")
     try:
         yield temporary
@@ -45,7 +45,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def fitted_size(height: int, width: int, *, target: int) -> tuple[int, int]:
-    """Return (height, width) about `target` pixels wide; a whole multiple for smaller clips."""
+    """Return (height, width), about `target` pixels wide; smaller clips are scaled by a whole factor."""
     scale = target // width or target / width
     return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -53,8 +53,8 @@ def fitted_size(height: int, width: int, *, target: int) -> tuple[int, int]:
 def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float) -> None:
     """Write one clip as an mp4 (H.264, yuv420p, plays everywhere), enlarged to at least 256 pixels on the longer side.
 
-    `frames`: uint8 (T, H, W, 3), T >= 1. `fps`: frames per second, may be fractional. An odd side gets its last row or
-    column twice, since yuv420p has one color sample for 2 x 2 pixels.
+    `frames` is uint8 (T, H, W, 3), T >= 1. `fps`, frames per second, may be fractional. An odd side repeats its last
+    row or column, since yuv420p has one color sample for 2 x 2 pixels.
     """
     import av  # lazily: training without samples does not need FFmpeg
 
@@ -67,7 +67,7 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float) -> N
     with atomic_path(path) as temporary, av.open(str(temporary), "w", options={"movflags": "+faststart"}) as container:
         stream = container.add_stream(name, rate=Fraction(fps).limit_denominator(1001), options=options)
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-        # Untagged files are shown as BT.709 by some players, which shifts every color.
+        # Some players show untagged files as BT.709, which shifts every color.
         stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
         for array in frames:
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
@@ -77,16 +77,16 @@ def write_mp4(path: str | os.PathLike[str], frames: np.ndarray, fps: float) -> N
 
 
 def pick_frames(total: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced frame numbers of 0 .. total - 1, in order, first and last included."""
+    """Return at most `most` evenly spaced frame numbers from 0 to total - 1, in order, including both ends."""
     if most >= total:
         return list(range(total))
     return [round(i) for i in np.linspace(0, total - 1, most)] if most > 1 else [0]
 
 
 def strip(clip: np.ndarray, *, gap: int = 0) -> np.ndarray:
-    """Return one clip (T, H, W, 3) as a picture (H, columns, 4), RGBA: its frames side by side, `gap` pixels apart.
+    """Return the frames of one clip (T, H, W, 3) side by side, as an RGBA picture (H, columns, 4).
 
-    The gaps are transparent.
+    Transparent gaps of `gap` pixels separate the frames.
     """
     opaque = np.pad(clip, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=255)
     spaced = np.pad(opaque, ((0, 0), (0, 0), (0, gap), (0, 0)))
@@ -95,7 +95,7 @@ def strip(clip: np.ndarray, *, gap: int = 0) -> np.ndarray:
 
 
 def resize(clip: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize one clip (T, H, W, 3): without smoothing to a larger size, with it to a smaller one."""
+    """Resize one clip (T, H, W, 3). Enlarging does not smooth; shrinking does."""
     resampling = Image.Resampling.NEAREST if height >= clip.shape[1] else Image.Resampling.LANCZOS
     return np.stack([np.asarray(Image.fromarray(frame).resize((width, height), resampling)) for frame in clip])
 
@@ -113,9 +113,9 @@ def picture_bytes(picture: np.ndarray, format: str = "PNG") -> bytes:
 def gif_bytes(clip: np.ndarray, fps: float) -> tuple[bytes, tuple[int, int]]:
     """Return one clip (T, H, W, 3) as a GIF that loops forever, and its size (height, width) in pixels.
 
-    It is at most about 320 pixels on the longer side: a GIF of 480 x 832 pixels and 81 frames would weigh tens of MB.
-    Each frame has 256 colors of its own. GIF counts time in hundredths of a second, and players
-    replace less than two of them by ten. So frames last at least two, and rounding keeps their sum right.
+    The longer side has at most about 320 pixels: a GIF of 480 x 832 pixels and 81 frames would have tens of MB. Each
+    frame has its own 256 colors. GIF counts time in hundredths of a second, and players replace less than two of them
+    by ten. So a frame lasts at least two, and rounding keeps the total time right.
     """
     height, width = clip.shape[1:3]
     height, width = fitted_size(height, width, target=320 * width // max(height, width))
@@ -138,16 +138,16 @@ def contact_sheet(
     frames: int = 8,
     width: int = 1600,
 ) -> Image.Image:
-    """Write a labeled PNG of clips: one row per model, one column per clip, frames in time order; return the picture.
+    """Write a labeled PNG of clips, one row per model and one column per clip, and return the picture.
 
     Args:
-        path: PNG file.
+        path: path to the PNG file.
         rows: (label, clips uint8 (n, T, H, W, 3)) of each model; T, H, W and n may differ (missing cells stay empty).
         captions: texts above the columns.
         notes: small texts under the labels, one per row.
         colors: colors of the rows' marks, one per row.
         title: text at the top.
-        frames: largest number of frames of each clip, evenly spaced.
+        frames: maximal number of frames of each clip, evenly spaced, in time order.
         width: approximate width of the picture, in pixels.
     """
     margin, gap, frame_gap, label_width = 24, 24, 3, 240
@@ -155,7 +155,7 @@ def contact_sheet(
     columns, most = (max(clips.shape[axis] for clips in picked) for axis in (0, 1))
     frame_width = ((width - 2 * margin - label_width) / columns - gap) / most - frame_gap
     source = picked[0].shape[2:4]
-    # Tiny frames: not smaller than one can see, at the cost of the width, and not larger than they need.
+    # Tiny frames get at least 32 pixels to be visible, even beyond `width`, and at most 128.
     size = fitted_size(*source, target=round(frame_width if source[1] > 96 else min(max(frame_width, 32), 128)))
     column_width = most * (size[1] + frame_gap) + gap
     heads = [_wrapped(caption, column_width - gap, lines=4) for caption in captions[:columns]]

@@ -1,4 +1,4 @@
-"""The HTML of a report, by Jinja2: one page without scripts that loads nothing, for light, dark and print."""
+"""HTML page of a report, by Jinja2. It has no scripts, loads nothing, and supports light mode, dark mode and print."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def page(
     """Return the page as text.
 
     Args:
-        data: contents of `report.json`.
-        rows: the same rows in the same order, with their clips.
+        data: content of `report.json`.
+        rows: rows of `data` in the same order, with their clips.
         records: records of `metrics.jsonl`.
         fps: frame rate of the looping clips.
-        files: files next to the page, which it links.
+        files: files next to the page that it links to.
     """
     captions = data["captions"]
     counting = [c["student_better"] for c in data["comparisons"] if c["counts"]]
-    # Never green if something went wrong: the numbers below then describe a broken run.
+    # Never green if something went wrong: the numbers then describe a broken run.
     result = ("lost" if not all(counting) else "" if data["troubles"] else "won") if counting else ""
     names = list(dict.fromkeys(name for row in data["rows"] for name in row["measures"] or ()))
     curves = charts.curves(records)
@@ -66,7 +66,7 @@ def page(
 
 
 def document(title: str, parts: Sequence[str]) -> str:
-    """Return an HTML page of ``parts``, which are HTML, in the style of reports."""
+    """Return an HTML page in the style of reports. ``parts`` are HTML."""
     return _templates().get_template("base.html.j2").render(title=title, parts=parts)
 
 
@@ -84,19 +84,19 @@ def _templates() -> Environment:
 
 
 def _film(clip: np.ndarray, fps: float, *, target: int) -> dict[str, Any]:
-    """Return a looping clip: its frames side by side in one picture, which moves through a window.
+    """Return a looping clip: one picture of its frames side by side, which moves through a window.
 
-    Browsers start animated PNG and GIF files at different times, so models could not be compared.
+    Browsers start animated PNG and GIF files at different times, which would make clips hard to compare.
     """
     height, width = fitted_size(*clip.shape[1:3], target=target)
-    frames = clip[pick_frames(len(clip), 60_000 // width)]  # a JPEG ends at 65,535 pixels
-    # As PNG a page of photographic clips would weigh tens of MB.
+    frames = clip[pick_frames(len(clip), 60_000 // width)]  # a JPEG has at most 65,535 pixels per side
+    # Use JPEG for large clips: as PNG, a page of photographic clips would have tens of MB.
     source = _picture(resize(frames, height, width), format="JPEG" if clip.shape[2] > 96 else "PNG")
     return {"source": source, "height": height, "width": width, "frames": len(frames), "seconds": len(clip) / fps}
 
 
 def _still(clip: np.ndarray) -> str:
-    """Return a picture of frames of the clip, side by side."""
+    """Return a picture of some frames of the clip, side by side."""
     frames = clip[pick_frames(len(clip), _FRAMES_IN_STRIP)]
     height, width = fitted_size(*frames.shape[1:3], target=680 // len(frames))
     return _picture(resize(frames, height, width), gap=4)
@@ -115,7 +115,7 @@ def _data_uri(content: bytes, format: str) -> str:
 
 
 def number(measure: Mapping[str, float | None], name: str) -> tuple[str, str]:
-    """Return (value, standard error) as shown: accuracies in percent, others with two digits of the standard error."""
+    """Format (value, standard error): accuracies in percent, others to two digits of the standard error."""
     value, error = measure["value"], measure["standard_error"]
     if value is None:
         return "not measurable", ""
@@ -134,7 +134,7 @@ def _measure(name: str, rows: Sequence[Mapping]) -> dict[str, str]:
 
 
 def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cell of a row's measure: the measure, the CSS classes and the mark."""
+    """Return the table cell of a row's measure: the measure, its CSS classes and its mark."""
     networks = [other["measures"] for other in data["rows"] if other["measures"] and other["role"] != "heldout"]
     values = [measures[name]["value"] for measures in networks if measures[name]["value"] is not None]
     best = (max if HIGHER_IS_BETTER[name] else min)(values, default=None)
@@ -148,7 +148,7 @@ def _cell(row: Mapping[str, Any], name: str, data: Mapping[str, Any]) -> dict[st
 
 
 def _facts(data: Mapping[str, Any], measured: Mapping[str, str]) -> dict[str, str]:
-    """Return the newest start and the facts of the run, as text."""
+    """Return facts of the newest start and of the run, as text."""
     starts = data["starts"]
     shown = start_facts(starts[-1]) if starts else {}
     if "started" in shown:
@@ -171,7 +171,7 @@ def _text(value: Any) -> str:
 
 
 def _date(text: str) -> str:
-    """Return an ISO time without its T."""
+    """Return an ISO time with a space instead of the T."""
     return text.replace("T", " ", 1)[:40]
 
 

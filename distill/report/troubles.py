@@ -1,4 +1,4 @@
-"""What went wrong in a run, in sentences, computed from its metrics and clips."""
+"""Problems of a run, in sentences, computed from its metrics and clips."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def troubles(
     updates: Mapping[str, int] | None = None,
     clip: float | None = None,
 ) -> list[str]:
-    """Return what went wrong, a sentence each; empty if the numbers show nothing wrong.
+    """Return one sentence per problem that the numbers show; empty without problems.
 
     Args:
         records: records of `metrics.jsonl`, by step.
         rows: rows of the report, with their clips.
-        updates: number of updates that each role tried; by default the logged ones.
-        clip: the setting `optim.clip`.
+        updates: number of updates that each role attempted; by default, the number of logged ones.
+        clip: value of `optim.clip`.
     """
     roles = sorted({key.split("/")[0] for record in records for key in record if key.endswith("/loss")})
     sentences = [] if roles else ["No loss is logged in metrics.jsonl, so the training cannot be judged."]
@@ -68,7 +68,7 @@ def _exploded(name: str, series: Sequence[float], floor: float, note: str) -> li
     if len(finite) < 2:
         return []
     few = max(1, len(finite) // 10)
-    # The smallest at the beginning: a rate that is far too high spoils the second update.
+    # Compare with the smallest early value: a learning rate that is far too high already spoils the second update.
     first, last = float(finite[:few].min()), float(np.median(finite[-few:]))
     if last <= HUGE * max(first, floor):
         return []
@@ -76,7 +76,7 @@ def _exploded(name: str, series: Sequence[float], floor: float, note: str) -> li
 
 
 def _clips(rows: Sequence[ReportRow]) -> list[str]:
-    """Report rows whose clips show nothing although real clips do, and a missing student."""
+    """Report a missing student, and rows with flat or identical clips unless the real clips are like that too."""
     if not rows:
         return []
     real = [row for row in rows if row.role == "heldout"]
@@ -92,11 +92,11 @@ def _clips(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _flat_clips(row: ReportRow) -> int:
-    """Return the number of clips that have one color, up to rounding, in all their frames."""
+    """Return the number of clips with a single color, up to rounding, in all frames."""
     return sum(int((np.ptp(clip, axis=(0, 1, 2)) <= 1).all()) for clip in row.clips)
 
 
 def _all_alike(row: ReportRow) -> bool:
-    """Whether all of several clips are equal up to rounding: the network ignores captions and noise."""
+    """Return whether several clips are all equal up to rounding, so that the network ignores captions and noise."""
     first = row.clips[0].astype(np.int16)
     return len(row.clips) > 1 and all((abs(clip - first) <= 1).all() for clip in row.clips[1:])

@@ -1,4 +1,4 @@
-"""Rows of a run's report, and whether the student beats the teacher at the same number of steps."""
+"""Rows of a run's report, and comparison of student and teacher at the same number of steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from distill.report.measures import Measure, worse_by
 from fsdp_cp.words import counted
 
 COUNTS_FROM = 3.0
-"""Standard errors by which the teacher at n steps must be worse than at full steps for a measure to count at n."""
+"""Number of standard errors by which the teacher at n steps must be worse than at full steps for a measure to count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportRow:
-    """One row of the report: a way to make clips, the clips, and their measures."""
+    """One row of the report: a role and a number of steps, with its clips and their measures."""
 
     name: str
-    """Name on the page: "teacher, 50 steps"."""
+    """Name on the page, for example "teacher, 50 steps"."""
     role: Literal["teacher", "student", "heldout"]
     steps: int | None
     """Sampling steps; None for held-out renders."""
@@ -35,7 +35,7 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Student against teacher, at one number of steps and on one measure."""
+    """Comparison of student and teacher on one measure, at one number of steps."""
 
     steps: int
     measure: str
@@ -44,13 +44,13 @@ class Comparison:
     teacher: Measure
     student: Measure
     standard_errors_worse: float
-    """(teacher at n, worse than at full steps) / (standard error of that difference); negative where it is better."""
+    """Loss of the teacher by taking n instead of full steps, in standard errors of the difference; negative: a gain."""
     counts: bool
-    """Whether the teacher loses at least `COUNTS_FROM` by taking so few steps, so that there is something to win."""
+    """Whether that loss is at least `COUNTS_FROM`, so that a student can win something."""
     student_better: bool
     """Whether the student's value is strictly better than the teacher's at the same number of steps."""
     student_margin: float
-    """(student better than teacher at the same steps) / (standard error of that difference)."""
+    """Lead of the student over the teacher at the same steps, in standard errors of the difference."""
     student_reaches_full: bool
     """Whether the student is better than the teacher at full steps, or less than `COUNTS_FROM` errors worse."""
 
@@ -89,18 +89,18 @@ def student_beats_teacher(rows: Sequence[ReportRow]) -> list[Comparison]:
 
 
 def _worse_by(a: Measure, b: Measure, name: str) -> float:
-    # An infinite or missing value would otherwise count as infinitely many standard errors.
+    # Without this, an infinite or missing value would count as infinitely many standard errors.
     return worse_by(a, b, name) if math.isfinite(a.value) and math.isfinite(b.value) else math.nan
 
 
 def label(measure: str) -> str:
-    """Return a measure's name in words: "distance/edge_sharpness" is "edge sharpness distance"."""
+    """Return a measure's name in words: "edge sharpness distance" for "distance/edge_sharpness"."""
     group, _, name = measure.rpartition("/")
     return f"{name} {group}".strip().replace("_", " ")
 
 
 def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str:
-    """Return the first paragraph of the report: whether the student beats the teacher, computed from the numbers."""
+    """Return the first paragraph of the report, which says whether the student beats the teacher."""
     if all(row.measures is None for row in rows):
         return "This data set has no measures: judge the clips below by eye."
     if not comparisons:
@@ -124,7 +124,7 @@ def verdict(rows: Sequence[ReportRow], comparisons: Sequence[Comparison]) -> str
         ]
         lost = [f"{label(c.measure)} at {counted(c.steps, 'step')}" for c in counting if not c.student_better]
         sentences += [f"The student does not beat it on {', '.join(lost)}."] if lost else []
-    # The cost of the best student next to the full teacher.
+    # Compare the student with the most steps with the full teacher, in cost and quality.
     steps = max(c.steps for c in comparisons)
     evaluations = {(row.role, row.steps): row.evaluations for row in rows}
     here = [c.student_reaches_full for c in comparisons if c.steps == steps]

@@ -1,7 +1,7 @@
 """Files of a distillation run's report: `report.html`, `report.json`, and a picture for a README.
 
-The page first says in plain words, computed from the numbers, whether the student beats the teacher at the same number
-of steps. Then come the clips, the measures, the training curves and the facts of the run.
+The page starts with a verdict, computed from the numbers: whether the student beats the teacher at the same number of
+steps. The clips, the measures, the training curves and the facts of the run follow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distill.report.media import atomic_path, contact_sheet
 from distill.report.page import page
 from distill.report.troubles import troubles
 from distill.report.verdict import ReportRow, student_beats_teacher, verdict
-from distill.run_folder import STARTS
+from distill.run.folder import STARTS
 from fsdp_cp.words import counted
 
 log = logging.getLogger(__name__)
@@ -46,21 +46,20 @@ def write_report(
 ) -> None:
     """Write `report.html` and `report.json` into `run_dir`, from the rows, `metrics.jsonl` and `starts.jsonl`.
 
-    What went wrong in the run comes first, computed from the numbers; each such line is also a warning in the log. The
-    page is one file that loads nothing from elsewhere.
+    Problems of the run come first; each is also logged as a warning. The page is one file that loads nothing.
 
     Args:
         run_dir: run directory.
         title: title of the page.
         rows: teacher and student rows, in any order.
         reference: held-out clips (role "heldout") of the same captions; its measures are the noise floor.
-        captions: captions of the clips, in their order.
-        config_summary: facts of the run (mesh, steps, seconds, versions), shown in their order. A value whose key ends
-            in "command" is shown as code.
+        captions: captions of the clips, in order.
+        config_summary: facts of the run (mesh, steps, seconds, versions), in order. The page shows a value whose key
+            ends in "command" as code.
         fps: frame rate of the looping clips.
         settings: all settings, nested.
-        defaults: values of the settings that nothing sets, nested alike.
-        updates: number of updates that each role tried.
+        defaults: default values of the settings, nested like `settings`.
+        updates: number of updates that each role attempted.
     """
     run_dir, ordered = Path(run_dir), _in_order([reference, *rows])
     comparisons = student_beats_teacher(ordered)
@@ -91,20 +90,20 @@ def write_report(
     }
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
     _write(run_dir / "report.json", text)
-    # The page is made from what was written, so that the two cannot differ.
+    # Make the page from the written JSON, so that the two cannot differ.
     files = facts.run_files(run_dir)
     _write(run_dir / "report.html", page(json.loads(text), rows=ordered, records=metrics.records, fps=fps, files=files))
     log.info("report: %s", run_dir / "report.html")
 
 
 def _write(path: Path, text: str) -> None:
-    # A path that is not UTF-8, or "\\ud800" in a file's JSON, gives half characters, which become "?".
+    # Replace lone surrogates by "?": they come from paths that are not UTF-8, or from "\\ud800" in a file's JSON.
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _in_order(rows: Sequence[ReportRow]) -> list[ReportRow]:
-    """Sort rows: held-out renders, then the teacher, then the student, each from many steps to few."""
+    """Sort rows: held-out renders, teacher, student; each role from many steps to few."""
     roles = list(ROLE_COLORS)
     return sorted(rows, key=lambda row: (roles.index(row.role), -(row.steps or 0)))
 
@@ -123,7 +122,7 @@ def _row_json(row: ReportRow) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` with null in place of numbers that are not finite, which JSON does not have."""
+    """Replace non-finite numbers, which JSON does not have, by null."""
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -143,7 +142,7 @@ def report_picture(
 ) -> Image.Image:
     """Write a PNG for a README: one labeled row per model (full teacher first, student last), one column per caption.
 
-    It shows the first `clips` captions and at most `frames` frames of each clip, and is about `width` pixels wide.
+    The picture has the first `clips` captions and at most `frames` frames per clip, and is about `width` pixels wide.
     """
     ordered = _in_order(rows)
     return contact_sheet(

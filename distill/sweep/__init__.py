@@ -1,1 +1,1 @@
-"""Sweeps: a run's settings at several values each, a torchrun job for every combination, one table and picture."""
+"""Sweeps: several values of some settings, one torchrun job per combination, one table and picture of all."""

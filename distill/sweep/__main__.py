@@ -1,4 +1,4 @@
-"""``python -m distill.sweep``."""
+"""Entry point of ``python -m distill.sweep``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``python -m distill.sweep`` and ``train.py --multirun``: check all points, run them one by one, write the table."""
+"""``python -m distill.sweep`` and ``train.py --multirun``: check all points, run them in turn, write the table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import torch
 
 from distill.report.media import atomic_path
-from distill.run_folder import STARTS, held_run_dir
+from distill.run.folder import STARTS, held_run_dir
 from distill.sweep.job import DONE, OUT_OF_MEMORY, REFUSED, plan_point, train_point
 from distill.sweep.points import check_points, parse_words
 from distill.sweep.results import write_csv, write_picture
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from fsdp_cp.signals import Stopped, StopSignal
+from fsdp_cp.runtime.signals import Stopped, StopSignal
 from fsdp_cp.words import counted
 
 USAGE = """\
@@ -38,7 +38,7 @@ and sweep.png into sweep_dir= (runs/EXPERIMENT_sweep). The same command resumes 
   --no-plan                                     skip the predictions, which may take minutes a point
   --prefix 'srun -n 2'                          words in front of each torchrun
 
-docs/sweep.md says what is measured, and which settings a sweep sets."""
+docs/planning.md says what is measured, and which settings a sweep sets."""
 FILE, TABLE, PICTURE = "sweep.json", "sweep.csv", "sweep.png"
 PLANNED, INTERRUPTED = "planned", "interrupted"
 _FINISHED = (DONE, OUT_OF_MEMORY)
@@ -49,12 +49,12 @@ _MADE_BY = "fsdp_cp sweep"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The parts of a sweep's command line."""
+    """Parsed command line of a sweep."""
 
     launcher: list[str]
     """Command that starts a job's processes: ``--prefix``, torchrun and its options."""
     world: int
-    """Ranks of a point's job."""
+    """Number of ranks of a point's job."""
     settings: list[str]
     """Words ``key=value``, without ``sweep_dir``."""
     folder: Path
@@ -63,7 +63,10 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Return 0; 2 with one line if no point could run; 75 if a signal stopped the sweep, which then can resume."""
+    """Run a sweep; return its exit code.
+
+    0 is success, 2 an error of the user (with one line), and 75 a stop by a signal; the same command then resumes.
+    """
 
     def work() -> None:
         if {"-h", "--help"} & set(arguments):
@@ -77,11 +80,11 @@ def main(arguments: list[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> None:
-    """Check all points, run the open ones, and write the table and the picture.
+    """Check all points, run the unfinished ones, and write the table and the picture.
 
     Raises:
         UserError: a mistake that all points share, another sweep's directory, or every point refused.
-        Stopped: by a signal; the table holds what is done.
+        Stopped: a signal stopped the sweep; the table holds the finished points.
     """
     options = parse_arguments(arguments)
     fixed, swept = parse_words(options.settings)
@@ -95,7 +98,7 @@ def sweep(arguments: Sequence[str]) -> None:
     if foreign := [point.name for point in points if point.name not in known and (folder / point.name).exists()]:
         raise UserError(f"sweep_dir={folder} has a {foreign[0]} that no sweep wrote; give a new folder")
     with held_run_dir(folder, "sweep_dir"):
-        rows = read_rows(folder, about)  # again: another sweep may have ended meanwhile
+        rows = read_rows(folder, about)  # read again under the lock: another sweep may have ended meanwhile
         for point in points:
             row = rows.setdefault(point.name, {"name": point.name, "overrides": point.overrides, "status": None})
             if row["status"] not in _FINISHED:
@@ -175,10 +178,10 @@ def read_rows(folder: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> Options:
-    """Split a sweep's command line: our options, torchrun's, and settings.
+    """Split a sweep's command line into our options, torchrun's options and settings.
 
     Raises:
-        UserError: an unknown option, options after the first setting, an unknown number of ranks, a sweep in torchrun.
+        UserError: an unknown option, an option after a setting, an unknown number of ranks, or a sweep in torchrun.
     """
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
@@ -194,9 +197,9 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     planner.add_argument("--no-plan", action="store_true")
     theirs = get_args_parser()
     theirs.set_defaults(nnodes="1", nproc_per_node=str(max(1, torch.cuda.device_count())))
-    ours.error = theirs.error = _refuse  # type: ignore[method-assign]  # instead of printing a usage and exiting
+    ours.error = theirs.error = _refuse  # type: ignore[method-assign]  # instead of printing usage and exiting
     given, rest = ours.parse_known_args(arguments)
-    parsed = theirs.parse_args([*rest, "-"])  # the last word takes the script's place if there is no setting
+    parsed = theirs.parse_args([*rest, "-"])  # without settings, "-" takes the place of torchrun's script
     settings = [parsed.training_script, *parsed.training_script_args][:-1]
     torchrun = rest[: len(rest) - len(settings)]
     if late := [word for word in settings if word.startswith("-")]:

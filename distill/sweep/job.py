@@ -1,4 +1,4 @@
-"""The processes of one point: the planner's and the torchrun job; how they end, and what the run measured."""
+"""Processes of one point: start the planner and the torchrun job, classify how they end, read the measurements."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from distill.config.errors import CONFIGS
-from distill.json_lines import finite_number, read_objects
 from distill.planning.command import FILE as PLAN_FILE
-from distill.run_folder import STARTS
+from distill.run.folder import STARTS
+from distill.run.json_lines import finite_number, read_objects
 from distill.sweep.points import Point
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import outside_of_torchrun
-from fsdp_cp.signals import end_with_parent
+from fsdp_cp.runtime.signals import end_with_parent
 
 TRAIN = CONFIGS.parent / "train.py"
 OUTPUT, PLAN_OUTPUT = "output.txt", "plan.txt"
-"""Output of the job's and the planner's processes; ``log.txt`` is the run's own."""
+"""Files with the output of the job's and the planner's processes; the run itself writes ``log.txt``."""
 DONE, OUT_OF_MEMORY, FAILED, REFUSED = "done", "out_of_memory", "failed", "refused"
 _TAIL = 2**20
-"""Bytes at the end of a job's output that :func:`classify` reads."""
+"""Number of bytes at the end of a job's output that :func:`classify` reads."""
 _LONGEST = 300
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUDNN_STATUS_ALLOC_FAILED"
@@ -43,7 +43,7 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.S)
 
 
 def plan_point(point: Point, run_dir: Path, *, world: int) -> dict[str, Any]:
-    """Plan one point in a process of its own; returns the ``predicted_*`` part of its row, or ``plan_reason``."""
+    """Plan one point in a separate process; return the ``predicted_*`` part of its row, or ``plan_reason``."""
     command = [sys.executable, str(TRAIN), *point.words, f"run_dir={run_dir}", "plan=true", f"world={world}"]
     code, _ = _run(command, run_dir / PLAN_OUTPUT)
     if code != 0:
@@ -59,12 +59,12 @@ def plan_point(point: Point, run_dir: Path, *, world: int) -> dict[str, Any]:
 
 
 def train_point(point: Point, run_dir: Path, *, launcher: Sequence[str]) -> dict[str, Any]:
-    """Run one point's job to its end; returns the part of its row that the job decides.
+    """Run one point's job to its end; return its part of the point's row.
 
     Args:
         point: a point that is not refused.
-        run_dir: existing directory of the run.
-        launcher: torchrun with its options, and what stands before it.
+        run_dir: existing run directory.
+        launcher: command that starts the job's processes: torchrun with its options and any prefix.
     """
     code, seconds = _run([*launcher, str(TRAIN), *point.words, f"run_dir={run_dir}"], run_dir / OUTPUT)
     status, reason = classify(code, _tail(run_dir / OUTPUT))
@@ -73,11 +73,11 @@ def train_point(point: Point, run_dir: Path, *, launcher: Sequence[str]) -> dict
 
 
 def classify(exit_code: int, output: str) -> tuple[str, str | None]:
-    """Return ``status`` and ``reason`` of a process from its exit code and the end of its output.
+    """Return ``status`` and ``reason`` of a job from its exit code and the end of its output.
 
     Args:
-        exit_code: of torchrun or train.py; negative for a signal.
-        output: of all processes of the job.
+        exit_code: exit code of torchrun or train.py; negative for a signal.
+        output: output of all processes of the job.
     """
     if exit_code == 0:
         return DONE, None
@@ -101,11 +101,11 @@ def classify(exit_code: int, output: str) -> tuple[str, str | None]:
 
 
 def measurements(run_dir: Path, warm_up: int, measured: int) -> dict[str, Any]:
-    """Return the measured columns of a finished run: rates over the ``measured`` steps after the first ``warm_up``.
+    """Return the measured columns of a finished run: rates over ``measured`` steps after the first ``warm_up``.
 
-    Rates are weighted by the seconds of their steps, so that each role's steps count as often as they come.
-    ``allocated_gib`` is the peak of the whole run on the rank with the largest: on CUDA the bytes that torch allocated,
-    on a CPU the resident memory above that of the start. Values that the files do not hold are ``None``.
+    Rates are weighted by the seconds of their steps, which gives totals divided by the total time.
+    ``allocated_gib`` is the largest peak of any rank in the whole run: torch's allocated memory on CUDA, and the growth
+    of resident memory since the start on a CPU. Values that the files lack are ``None``.
     """
     records = read_objects(run_dir / "metrics.jsonl").records
     chosen = [record for record in records if warm_up < record["step"] <= warm_up + measured]
@@ -136,7 +136,7 @@ def _tail(file: Path) -> str:
 
 
 def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
-    """Return exit code and seconds of a process. An exception here, such as a signal's, ends the process first.
+    """Run a process; return its exit code and seconds. An exception here, such as a signal's, ends the process first.
 
     Raises:
         UserError: a program that does not exist, or a file that cannot be written.
@@ -150,8 +150,8 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=outside_of_torchrun() | {"PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which ends its point in order
-                preexec_fn=end_with_parent,  # a killed sweep leaves no torchrun in a directory that the next one needs
+                start_new_session=True,  # Ctrl-C reaches only the sweep, which ends its job in order
+                preexec_fn=end_with_parent,  # a killed sweep must not leave torchrun in a directory that the next needs
             )
     except OSError as error:
         raise UserError(f"{command[0]} cannot be started with its output in {output} ({error.strerror})") from error
@@ -163,10 +163,10 @@ def _run(command: Sequence[str], output: Path) -> tuple[int, float]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a job: its workers at once, torchrun after it has cleaned up.
+    """End a job: kill its workers at once, and let torchrun clean up.
 
-    After SIGTERM alone the workers would finish their step and save a checkpoint that no start uses. A signal to the
-    process group does not reach them: torchrun starts each worker in its own session.
+    After SIGTERM, the workers would finish their step and save a checkpoint that nothing resumes. A signal to the
+    process group does not reach them, since torchrun starts each worker in its own session.
     """
     workers = _descendants(process.pid)
     process.terminate()
@@ -177,7 +177,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below ``pid`` (Linux only)."""
+    """Return the ids of all descendants of process ``pid`` (Linux only)."""
     children: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended

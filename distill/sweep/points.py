@@ -1,4 +1,4 @@
-"""The points of a sweep: Hydra's grammar of several values, and for each point the words of its run or its refusal."""
+"""Points of a sweep, from Hydra's grammar of several values: the command line of each point's run, or its refusal."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hydra.errors import HydraException
 from distill.config import Config, compose_config
 from distill.methods import METHODS
 from distill.planning.command import as_planned, planned_shapes
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 
 MOST = 1000
-"""Limit on the points of a sweep: a mistyped range has more."""
+"""Limit on the points of a sweep; catches a mistyped range."""
 WARM_UP = 2
-"""Minimal number of steps before the measured ones: allocators, kernels and graphs settle."""
+"""Minimal number of steps before the measured ones, in which allocators, kernels and graphs settle."""
 MEASURED = 8
 """Minimal number of measured steps, if the sweep chooses ``steps``."""
 _PERIODS = 1000
-"""Steps among which :func:`role_turns` looks for a period."""
+"""Number of steps in which :func:`role_turns` looks for a period."""
 _LONGEST_NAME = 150
 _DEFAULTS = {
     "checkpoint.every": "0",
@@ -36,7 +36,7 @@ _DEFAULTS = {
     "sample.at_end": "false",
     "log.every": "1",
 }
-"""Settings of a point that the user's words do not set."""
+"""Settings of a point, unless the user's words set them."""
 _RESERVED = ("run_dir", "log.every", "world", "plan", "dry_run")
 """Settings that only the sweep sets."""
 
@@ -54,22 +54,22 @@ class Point:
     words: tuple[str, ...] = ()
     """Command line of the run, without ``run_dir``."""
     tokens: int | None = None
-    """Tokens of a sample."""
+    """Number of tokens of a sample."""
     batch_size: int | None = None
     warm_up: int = 0
-    """Steps before the measured ones."""
+    """Number of steps before the measured ones."""
     measured: int = 0
-    """Measured steps: whole periods of the roles' turns."""
+    """Number of measured steps, in whole periods of the roles' turns."""
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Split settings into fixed words and swept keys with their values (``a=1,2``, ``choice(...)``, ``range(...)``).
 
-    A word that Hydra's grammar does not read is fixed: a path or a prompt needs no quotes, as in a run.
+    A word that Hydra's grammar cannot parse is fixed: paths and prompts need no quotes, as in a run.
 
     Raises:
         UserError: a setting that the sweep sets itself; values that cannot be listed; a swept setting that is given
-            twice; no swept setting, or more than :data:`MOST` points.
+            twice; no swept setting; more than :data:`MOST` points.
     """
     parser = OverridesParser.create()
     fixed: list[str] = []
@@ -102,13 +102,13 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def check_points(fixed: Sequence[str], swept: Mapping[str, Sequence[str]], *, world: int, planned: bool) -> list[Point]:
-    """Compose and check the run of every combination of ``swept``, the last key fastest.
+    """Compose and check the run of every combination of ``swept``; the last key varies fastest.
 
     Args:
         fixed: words of all points.
         swept: values by key.
-        world: ranks of a point's job.
-        planned: check as the planner does: checkpoints, data and GPUs may be missing.
+        world: number of ranks of a point's job.
+        planned: check like the planner, so that checkpoints, data and GPUs may be missing.
     """
     combinations = itertools.product(*swept.values())
     return [_check(fixed, dict(zip(swept, values, strict=True)), world, planned) for values in combinations]
@@ -149,10 +149,10 @@ def _check(fixed: Sequence[str], overrides: dict[str, str], world: int, planned:
 
 
 def role_turns(config: Config) -> tuple[int, int]:
-    """Return the step from which the order of the trained roles is periodic, and its period in steps.
+    """Return the step from which the order of the trained roles is periodic, and the period in steps.
 
-    (0, 1) if one role trains longer than a sweep runs: a method that begins with 1000 steps of the student is measured
-    in that part.
+    Return (0, 1) if the order has no period within 1000 steps, for example for a method that starts with 1000 steps of
+    the student. The sweep then measures that part.
     """
     method = METHODS[config.method.name][0](config.method, {})
     turns = [method.trained_role(step) for step in range(_PERIODS)]

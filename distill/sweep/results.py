@@ -1,4 +1,4 @@
-"""The table of a sweep, and its picture with predictions next to measurements."""
+"""Table of a sweep, and its picture of measurements and predictions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ COLUMNS = (
     "reason",
     "plan_reason",
 )
-"""Columns after the swept settings. An empty cell is an unknown value."""
+"""Columns after the swept settings; an empty cell is an unknown value."""
 _PANELS = {"tokens/s of all ranks": "tokens_per_second", "MFU": "mfu", "peak memory of a rank, GiB": "allocated_gib"}
 
 Row = Mapping[str, Any]
 
 
 def write_csv(file: Path, rows: Sequence[Row]) -> None:
-    """Write one row a point, with unrounded numbers."""
+    """Write one row per point, with unrounded numbers."""
     keys = list(rows[0]["overrides"])
     with atomic_path(file) as part, part.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
@@ -43,7 +43,7 @@ def write_csv(file: Path, rows: Sequence[Row]) -> None:
 
 
 def lines_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group the rows into the picture's lines, sorted by tokens: rows of a line differ only in settings of the data."""
+    """Group the rows into the picture's lines, sorted by tokens. Rows of a line differ only in data settings."""
     short = short_keys(rows[0]["overrides"])
     lines: dict[str, list[Row]] = {}
     for row in sorted((row for row in rows if row["tokens"] is not None), key=lambda row: row["tokens"]):
@@ -53,9 +53,9 @@ def lines_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def write_picture(file: Path, rows: Sequence[Row], *, title: str) -> None:
-    """Draw speed, MFU and peak memory over the tokens of a sample as PNG, predictions dashed.
+    """Draw speed, MFU and peak memory against the tokens of a sample as PNG, with dashed predictions.
 
-    A point that ran out of memory is a cross at its predicted value, or on the axis.
+    A point that ran out of memory is a cross at its predicted value, or on the axis without a prediction.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Context-parallel attention: each rank holds some tokens of every head and attends to all tokens.
 
-Ulysses all-to-all, ring attention, or both at once, with any token count, forward, backward and forward-mode
-derivative; docs/attention.md is the guide.
+It combines Ulysses all-to-all and ring attention, works with any token count, and has reverse-mode and forward-mode
+derivatives. See docs/attention.md.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.arguments import check_joint, check_options, check_split, check_tensors
-from fsdp_cp.attention.derivative import choose_dual
+from fsdp_cp.attention.arguments import check_cross_attention, check_self_attention
+from fsdp_cp.attention.kernels.derivative import choose_dual
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.operators import attend_in_ring, make_ring
 from fsdp_cp.attention.ring import ring_dual
@@ -27,11 +27,9 @@ from fsdp_cp.attention.ulysses import (
     unpack_heads,
     unpack_tokens,
 )
-from fsdp_cp.duals import may_be_dual, unpack_duals
-from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh, context_groups
+from fsdp_cp.context.duals import may_be_dual, unpack_duals
+from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
-from fsdp_cp.sequence_lengths import refuse_split_keys, segments_of
 
 __all__ = ["context_parallel_attention", "cross_attention"]
 
@@ -54,62 +52,61 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute self-attention over tokens split over the ``cp`` axis, by Ulysses all-to-all x ring attention.
 
-    Among the ``ulysses`` ranks one all-to-all gives each all their tokens and a share of the heads (DeepSpeed-Ulysses,
-    Jacobs et al. 2023); around the ``ring`` K and V travel (Ring Attention, Liu et al. 2023); a second all-to-all
-    brings the output back. Differentiable in reverse mode; in forward mode (``torch.autograd.forward_ad``) under
-    ``torch.no_grad()``, with the same number of exchanges.
+    One all-to-all among the ``ulysses`` ranks gives each rank all their tokens and a share of the heads
+    (DeepSpeed-Ulysses, Jacobs et al. 2023). K and V travel around the ``ring`` (Ring Attention, Liu et al. 2023). A
+    second all-to-all brings the output back. The result is differentiable in reverse mode. Forward mode
+    (``torch.autograd.forward_ad``) needs ``torch.no_grad()`` and uses the same number of exchanges.
 
     Args:
-        q: ``(B, S_local, H, D)``, the rank's own tokens as :func:`fsdp_cp.sequence.split_tokens` makes them:
-            ``S_local = ceil(S / cp)`` positions, of which the last ranks' last ones may be pads.
+        q: ``(B, S_local, H, D)``, the rank's own tokens as :func:`fsdp_cp.sequence.split_tokens` returns them:
+            ``S_local = ceil(S / cp)`` positions. The last ranks may have pads at the end.
         k, v: ``(B, S_local, Hk, D)``; ``Hk`` divides ``H`` (grouped-query attention).
         mesh: the mesh, or a ``DeviceMesh`` with axes out of ``("ring", "ulysses")``. ``ulysses`` must divide ``Hk``.
-        total_tokens: ``S``, which says how many pads there are. Several numbers, e.g. ``(text, video)``: the local
-            sequence is the concatenation of segments that were split each by itself. A string is a name of the plan:
-            ``("encoder_hidden_states", "hidden_states")`` are as many as were split under these names. Inside a
-            network of :func:`fsdp_cp.context_parallel.parallelize_context` the default is the one count of its splits
-            that makes ``S_local`` per rank (:mod:`fsdp_cp.sequence_lengths`); elsewhere it is required with ``cp > 1``.
+        total_tokens: ``S``, which determines the number of pads. Several numbers, for example ``(text, video)``, mean
+            that the local sequence concatenates segments that were split separately. A string is a name from the plan
+            and stands for the number of tokens split under that name. The default, in a network of
+            :func:`fsdp_cp.context_parallel.parallelize_context`, is the only token count that the plan split into
+            ``S_local`` per rank (:mod:`fsdp_cp.context.sequence_lengths`); elsewhere it is required with ``cp > 1``.
         scale: factor on the logits, ``D ** -0.5`` by default.
-        backend: the local kernel: ``"auto"`` (the log says once which and why), ``"cpu_flash"``, ``"flash"``,
+        backend: the local kernel: ``"auto"`` (logs its choice and the reason once), ``"cpu_flash"``, ``"flash"``,
             ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.
-        key_mask: ``(B, all tokens)`` bool, True where a key may be attended to; over the text (with ``joint``) or the
-            segments in their order, then the video; the same on all ranks. A row that may attend to nothing gives 0.
-        causal_block: tokens of a block (frames x tokens per frame); a query attends to its own block and to earlier
-            ones (block-causal, as causal video students need). Keys that a rank may not see are not visited.
-        joint: q, k, v of text ``(B, L, H or Hk, D)`` that every rank holds in full; text and video attend to each
-            other, and each text token takes part once.
-        head_groups: exchange and attend to the heads in this many groups, so that the all-to-all of one runs
-            during the attention of another. Divides the heads that a rank gets; without an all-to-all it does nothing.
+        key_mask: ``(B, all tokens)`` bool, True where a key may be attended to; the same on all ranks. It covers the
+            segments in order; with ``joint``, first the text, then the video. A row with no allowed key gives 0.
+        causal_block: number of tokens in a block (frames x tokens per frame). A query attends to its own block and to
+            earlier ones (block-causal, for causal video students). A rank skips keys that none of its queries sees.
+        joint: q, k, v of text ``(B, L, H or Hk, D)`` that every rank holds in full. Text and video attend to each
+            other, and each text token counts once.
+        head_groups: number of groups of heads that are exchanged and attended to one after another, so that one
+            group's all-to-all overlaps with another's attention. Must divide the number of heads that a rank gets; has
+            no effect without an all-to-all.
 
     Returns:
         ``(B, S_local, H, D)``, pads 0; with ``joint`` also the text's output ``(B, L, H, D)``, the same on all ranks.
-        Its gradient is a partial sum on each rank (docs/gradients.md), so backward sums it over them.
+        The gradient of the text's output is a partial sum on each rank (docs/gradients.md); backward sums it over
+        ranks.
 
     Raises:
-        ValueError: shapes, dtypes, devices, degrees or a backend that do not fit, or ``total_tokens`` that is missing;
-            before anything is sent.
+        ValueError: invalid shapes, dtypes, devices, degrees or backend, or missing ``total_tokens``. Raised before
+            anything is sent.
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
-        What a kernel raises, once this rank's messages in flight have arrived. The other ranks wait for this rank until
-            it ends (docs/attention.md, "When it fails").
+        Exception: a kernel fails. It is raised once this rank's messages in flight have arrived; the other ranks wait
+            for this rank until it exits (docs/attention.md, "When it fails").
     """
     groups = context_groups(mesh)
-    q, k, v = check_tensors(q, k, v)
-    segments = segments_of(total_tokens, q.shape[1], groups)
-    check_split(q, k, segments, causal_block, head_groups, groups)
-    text = None if joint is None else check_joint(joint, (q, k, v), segments, causal_block, mesh)
-    segments = segments if text is None else (text[0].shape[1], *segments)
-    check_options(q, key_mask, scale, backend, sum(segments))
-
+    (q, k, v), text, segments = check_self_attention(
+        q, k, v, mesh=mesh, groups=groups, total_tokens=total_tokens, scale=scale, backend=backend, key_mask=key_mask,
+        causal_block=causal_block, joint=joint, head_groups=head_groups,
+    )  # fmt: skip
     if text is not None:
         assert isinstance(mesh, Mesh)
-        q, k, v = (torch.cat([split_tokens(x, mesh), own], dim=1) for x, own in zip(text, (q, k, v), strict=True))
+        q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
     layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, causal_block=causal_block)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if text is None:
         return out
     assert isinstance(mesh, Mesh)
-    own_text = local_token_count(segments[0], mesh.cp_size)
-    out_text, out = out.split([own_text, out.shape[1] - own_text], dim=1)
+    local_text = local_token_count(segments[0], mesh.cp_size)
+    out_text, out = out.split([local_text, out.shape[1] - local_text], dim=1)
     return out, gather_tokens(out_text, mesh, total=segments[0], partial_grad=True)
 
 
@@ -126,46 +123,33 @@ def cross_attention(
 ) -> Tensor:
     """Compute attention of the rank's own tokens to keys and values of another sequence (text).
 
-    By default every rank holds these in full, and there is no communication. With ``mesh`` they are split over ``cp``
-    like the queries, though with a number of tokens of their own: one all-gather of both, and one reduce-scatter in
-    backward. That suits text; to a long sequence attend with :func:`context_parallel_attention`.
+    By default every rank holds all keys and values, and nothing is communicated. With ``mesh`` they are split over
+    ``cp`` like the queries: one all-gather collects both, and backward runs one reduce-scatter. This suits text; for a
+    long sequence use :func:`context_parallel_attention`.
 
-    The gradients of ``k`` and ``v`` are partial sums over the rank's own queries, as every gradient upstream of a
-    split is (docs/gradients.md); of split keys they are complete, for the rank's own. Forward-mode AD as in
-    :func:`context_parallel_attention`.
+    Without ``mesh``, the gradients of ``k`` and ``v`` are partial sums over the rank's own queries, like every
+    gradient upstream of a split (docs/gradients.md). With ``mesh``, the gradients of the rank's own keys are complete.
+    Forward-mode AD works as in :func:`context_parallel_attention`.
 
     Args:
         q: ``(B, S_local, H, D)``.
         k, v: ``(B, L, Hk, D)``; ``Hk`` divides ``H``. With ``mesh`` ``(B, ceil(L / cp), Hk, D)``.
-        key_mask: ``(B, L)`` bool, True where a key may be attended to. A row that may attend to nothing gives 0.
+        key_mask: ``(B, L)`` bool, True where a key may be attended to. A row with no allowed key gives 0.
         scale: factor on the logits, ``D ** -0.5`` by default.
         backend: as in :func:`context_parallel_attention`.
         mesh: the mesh whose ``cp`` axis the keys are split over.
-        total_keys: ``L``, or a name of the plan; by default as ``total_tokens`` there. Without ``mesh`` it confirms
-            that every rank holds all ``L`` keys, where these are as many as its share of a sequence of the plan.
+        total_keys: ``L``, or a name from the plan; the default is that of ``total_tokens``. Without ``mesh``, set it
+            to confirm that every rank holds all ``L`` keys, if ``L`` also equals a rank's share of a split sequence.
 
     Returns:
         ``(B, S_local, H, D)``.
 
     Raises:
-        ValueError, RuntimeError: as :func:`context_parallel_attention`.
+        ValueError, RuntimeError: as in :func:`context_parallel_attention`.
     """
-    q, k, v = check_tensors(q, k, v)
-    keys = k.shape[1]
-    if mesh is not None:
-        check_mesh(mesh)
-        (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
-        if local_token_count(keys, mesh.cp_size) != k.shape[1]:
-            raise UserError(
-                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes"
-                f" {local_token_count(keys, mesh.cp_size)}; use fsdp_cp.sequence.split_tokens"
-            )
-    elif total_keys is None:
-        refuse_split_keys(q.shape[1], keys)
-    elif total_keys != keys:
-        raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
-    check_options(q, key_mask, scale, backend, keys)
-
+    (q, k, v), keys = check_cross_attention(
+        q, k, v, mesh=mesh, total_keys=total_keys, scale=scale, backend=backend, key_mask=key_mask
+    )
     if mesh is not None:
         k, v = gather_tokens(torch.stack((k, v)), mesh, keys, 2, partial_grad=True).unbind()
     layout = Layout((q.shape[1],), (keys,), ulysses=1, ring=1)
@@ -178,7 +162,7 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
         primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
         if tangents is not None:
             attention_dual = choose_dual(backend, primals[0], groups)
-            if groups.cp_size > 1:  # what travels is one buffer
+            if groups.cp_size > 1:  # one buffer travels, so missing tangents need zeros
                 pairs = zip(primals, tangents, strict=True)
                 tangents = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
             ring = make_ring(layout, groups.ring_rank, groups.ring_group)
@@ -187,11 +171,11 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
                 q, k, v, t_q, t_k, t_v = x
                 return ring_dual(q, k, v, t_q, t_k, t_v, mask, scale, ring, attention_dual)
 
-            # None among them on one rank alone, where they are handed on as they are.
+            # Tangents may be None only on one rank, where nothing packs them.
             inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
             out, t_out = _exchanged(inputs, attend_dual, 2, groups, head_groups)
             return forward_ad.make_dual(out, t_out)
-    # Kernels read a head's row as contiguous, and would read the wrong memory otherwise.
+    # Kernels assume that a head's row is contiguous, and would read the wrong memory otherwise.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
     def attend(x: Sequence[Tensor]) -> tuple[Tensor]:
@@ -209,23 +193,23 @@ def _exchanged(
     groups: ContextGroups,
     head_groups: int,
 ) -> Sequence[Tensor]:
-    """Give every rank all tokens of its share of the heads, call ``attend`` on them, and bring its outputs back."""
+    """Exchange tokens for heads, call ``attend`` on all tokens of the rank's heads, and exchange its outputs back."""
     ranks, group, head_dim = groups.ulysses_size, groups.ulysses_group, tensors[0].shape[-1]
     if ranks == 1:
         return attend(tensors)
     heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
-    # All exchanges are begun at once and wait their turn; each one back begins as soon as its heads are done.
+    # Start all exchanges at once. Start each exchange back as soon as its heads are done.
     coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
     coming.reverse()
     going: list[Tensor] = []
     try:
-        while coming:  # popped, so that a group's buffer goes when its heads are done
+        while coming:  # pop, so that a group's buffer is freed when its heads are done
             done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim))
             going.append(start_exchange(pack_heads(done, ranks), group))
             del done
     except BaseException:
-        # Exchanges that nobody waits for would keep their buffers for ever. An exception here may also be how
-        # checkpointing ends a recomputation, on all ranks at the same place.
+        # Exchanges that nobody waits for would keep their buffers forever. The exception may be no error: activation
+        # checkpointing stops a recomputation early by raising, on all ranks at the same place.
         for x in (*coming, *going):
             finish_exchange(x.detach(), group)
         raise

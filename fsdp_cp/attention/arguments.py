@@ -1,27 +1,91 @@
-"""Checks of the attention's arguments, before anything is sent."""
+"""Checks of the arguments of attention before anything is sent, one function for each entry point."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_cp.attention.kernels import choose_kernel
+from fsdp_cp.attention.kernels.choose import choose_kernel
+from fsdp_cp.context.sequence_lengths import refuse_split_keys, segments_of
 from fsdp_cp.errors import UserError
-from fsdp_cp.mesh import ContextGroups, Mesh
+from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh
 from fsdp_cp.sequence import is_count, local_token_count
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
-def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
-    """Check that q, k and v fit each other; return them as autocast casts them for scaled_dot_product_attention.
+def check_self_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mesh: Mesh | DeviceMesh,
+    groups: ContextGroups,
+    total_tokens: int | str | Sequence[int | str] | None,
+    scale: Any,
+    backend: Any,
+    key_mask: Any,
+    causal_block: Any,
+    joint: Any,
+    head_groups: Any,
+) -> tuple[QKV, QKV | None, tuple[int, ...]]:
+    """Check the arguments of :func:`fsdp_cp.attention.context_parallel_attention`.
+
+    Returns:
+        q, k and v in autocast's dtype; those of the joint text; the total tokens of each segment, text first.
 
     Raises:
-        UserError: naming the tensor, with ``where`` in front.
+        ValueError: an invalid argument.
+    """
+    q, k, v = _check_tensors(q, k, v)
+    segments = segments_of(total_tokens, q.shape[1], groups)
+    _check_split(q, k, segments, causal_block, head_groups, groups)
+    text = None
+    if joint is not None:
+        text = _check_joint(joint, (q, k, v), segments, causal_block, mesh)
+        segments = (text[0].shape[1], *segments)
+    _check_options(q, key_mask, scale, backend, sum(segments))
+    return (q, k, v), text, segments
+
+
+def check_cross_attention(
+    q: Any, k: Any, v: Any, *, mesh: Mesh | None, total_keys: int | str | None, scale: Any, backend: Any, key_mask: Any
+) -> tuple[QKV, int]:
+    """Check the arguments of :func:`fsdp_cp.attention.cross_attention`.
+
+    Returns:
+        q, k and v in autocast's dtype; the number of keys on all ranks together.
+
+    Raises:
+        ValueError: an invalid argument.
+    """
+    q, k, v = _check_tensors(q, k, v)
+    keys = k.shape[1]
+    if mesh is not None:
+        check_mesh(mesh)
+        (keys,) = segments_of(total_keys, k.shape[1], mesh.context, "k", "total_keys")
+        if local_token_count(keys, mesh.cp_size) != k.shape[1]:
+            raise UserError(
+                f"k has {k.shape[1]} local tokens, but total_keys={keys} over cp={mesh.cp_size} makes"
+                f" {local_token_count(keys, mesh.cp_size)}; use fsdp_cp.sequence.split_tokens"
+            )
+    elif total_keys is None:
+        refuse_split_keys(q.shape[1], keys)
+    elif total_keys != keys:
+        raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
+    _check_options(q, key_mask, scale, backend, keys)
+    return (q, k, v), keys
+
+
+def _check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
+    """Check that q, k and v fit each other. Return them in the dtype of autocast for scaled_dot_product_attention.
+
+    Messages prefix a tensor's name with ``where``.
     """
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4 or 0 in x.shape:
@@ -43,12 +107,8 @@ def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     return q, k, v
 
 
-def check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
-    """Check what every attention of ``q`` to ``keys`` keys takes. A compiled graph checks ``backend`` when it runs.
-
-    Raises:
-        ValueError: naming the argument.
-    """
+def _check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
+    """Check the options that all attention functions share. A compiled graph checks ``backend`` when it runs."""
     wanted = (q.shape[0], keys)
     if key_mask is not None and (
         not isinstance(key_mask, Tensor)
@@ -64,14 +124,10 @@ def check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int)
         choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
 
 
-def check_split(
+def _check_split(
     q: Tensor, k: Tensor, segments: tuple[int, ...], causal_block: Any, head_groups: Any, groups: ContextGroups
 ) -> None:
-    """Check that the rank's tokens and heads are a share of ``segments`` and of the mesh.
-
-    Raises:
-        UserError: naming the argument.
-    """
+    """Check that the rank's token counts match ``segments`` and that the mesh divides the heads."""
     if causal_block is not None and (not is_count(causal_block) or len(segments) > 1):
         raise UserError(
             "causal_block must be a number of tokens of at least 1, of one segment (total_tokens), got"
@@ -98,17 +154,15 @@ def check_split(
             )
 
 
-def check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], causal_block: Any, mesh: Mesh | DeviceMesh) -> QKV:
-    """Check the text that every rank holds in full; return its q, k and v.
-
-    Raises:
-        UserError: naming the argument.
-    """
+def _check_joint(
+    joint: Any, tensors: QKV, segments: tuple[int, ...], causal_block: Any, mesh: Mesh | DeviceMesh
+) -> QKV:
+    """Check the text that every rank holds in full; return its q, k and v."""
     if not isinstance(joint, (tuple, list)) or len(joint) != 3 or not isinstance(mesh, Mesh):
         raise UserError("joint must be q, k and v of the text, (batch, L, heads, head_dim), on a mesh of build_mesh")
     if causal_block is not None or len(segments) > 1:
         raise UserError("joint text takes neither causal_block nor total_tokens of several segments")
-    text = check_tensors(joint[0], joint[1], joint[2], where="joint ")
+    text = _check_tensors(joint[0], joint[1], joint[2], where="joint ")
     for name, x, video in zip("qkv", text, tensors, strict=True):
         wanted = (video.shape[0], text[0].shape[1], *video.shape[2:])
         if (x.shape, x.dtype, x.device) != (wanted, video.dtype, video.device):

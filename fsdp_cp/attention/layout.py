@@ -1,8 +1,8 @@
-"""Places of the tokens of a split sequence: the rank, the position in a padded buffer, and the ranks that attend to it.
+"""Layout of a split sequence: each token's rank, its position in a padded buffer, and the ranks that attend to it.
 
-Everything here follows from the true token counts alone, so that no sizes are exchanged and nothing waits for the
-device. A *chunk* is what one ring rank works on: the tokens of the ``ulysses`` neighbouring ranks of its Ulysses group,
-in rank order, each rank's padded to the same length.
+The layout follows from the true token counts alone, so ranks exchange no sizes and the host does not wait for the
+device. A *chunk* holds the tokens of one ring rank: those of the ``ulysses`` neighboring ranks of its Ulysses group, in
+rank order, each rank's tokens padded to the same length.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The true tokens of one ring rank."""
+    """True tokens (without pads) of one ring rank."""
 
     positions: tuple[Range, ...]
-    """Where they lie in the chunk's padded buffer, (start, stop), in order."""
+    """Ranges (start, stop) of true tokens in the chunk's padded buffer, in order."""
     tokens: tuple[Range, ...]
     """The same ranges as indices into the full sequence."""
     padded: int
-    """Length of the buffer."""
+    """Length of the padded buffer."""
 
-    @cached_property  # a chunk is asked a dozen times in each attention
+    @cached_property  # each attention reads it a dozen times
     def size(self) -> int:
         return sum(stop - start for start, stop in self.positions)
 
@@ -38,14 +38,14 @@ class Chunk:
         return self.size == self.padded
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the true tokens of ``(B, padded, ...)``: a view where they lie together."""
+        """Return the true tokens of ``(B, padded, ...)``, as a view if they are one range."""
         if self.is_whole:
             return x
         parts = [x[:, start:stop] for start, stop in self.positions]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else x[:, :0]
 
     def put(self, x: Tensor) -> Tensor:
-        """Put ``(B, size, ...)`` back into ``(B, padded, ...)``, with zeros at the pads."""
+        """Return ``(B, padded, ...)`` with ``x`` ``(B, size, ...)`` at the true tokens and zeros at the pads."""
         if self.is_whole:
             return x
         out = x.new_zeros((x.shape[0], self.padded, *x.shape[2:]))
@@ -56,7 +56,7 @@ class Chunk:
         return out
 
     def add_into(self, buffer: Tensor, x: Tensor, start: int = 0) -> None:
-        """Add ``x``, which belongs to the true tokens from ``start`` on, to ``(B, padded, ...)`` in place."""
+        """Add ``x`` in place to the true tokens from ``start`` on in a buffer ``(B, padded, ...)``."""
         first, end = start, start + x.shape[1]
         offset = 0
         for position, stop in self.positions:
@@ -74,29 +74,30 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of the attention matrix of (query chunk, key chunk) in which every query sees every key."""
+    """Rectangle of the attention matrix of (query chunk, key chunk) in which every query sees every key."""
 
     queries: Range
-    """Among the chunk's true tokens."""
+    """Range of the query chunk's true tokens."""
     keys: Range
+    """Range of the key chunk's true tokens."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of one sequence are split over ``ring x ulysses`` ranks.
+    """Split of the tokens of one sequence over ``ring x ulysses`` ranks.
 
-    The local sequence of a rank is the concatenation of its share of each segment (text, video), and every segment is
-    split by itself: each rank gets ``ceil(tokens / cp)`` positions, the last ones may be pads.
+    Every segment (text, video) is split separately: each rank gets ``ceil(tokens / cp)`` positions, of which the last
+    may be pads. The local sequence of a rank concatenates its shares of all segments.
     """
 
     segments: tuple[int, ...]
-    """True tokens of each segment."""
+    """Number of true tokens in each segment of the queries."""
     keys: tuple[int, ...]
-    """The same for keys and values; differs in cross-attention on one rank only."""
+    """Number of true tokens in each segment of keys and values; differs only in cross-attention, on one rank."""
     ulysses: int
     ring: int
     causal_block: int | None = None
-    """Tokens of a block; a query sees the keys of its own block and of earlier ones. ``None``: it sees all."""
+    """Number of tokens in a block. A query sees the keys of its own and earlier blocks; with ``None`` it sees all."""
 
     def chunk(self, ring_rank: int) -> Chunk:
         return _chunk(self.segments, self.ulysses, self.ring, ring_rank)
@@ -105,22 +106,22 @@ class Layout:
         return _chunk(self.keys, self.ulysses, self.ring, ring_rank)
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
-        """Return the rectangles in which the queries of one ring rank see keys of another."""
+        """Return the rectangles in which queries of one ring rank see keys of another ring rank."""
         return _tiles(self, query_rank, key_rank)
 
     def alone(self, ring_rank: int) -> bool:
-        """Whether nothing is merged: one tile of all the rank's queries and keys, in a ring of one."""
+        """Return whether nothing is merged: the ring has one rank, and one tile covers all its queries."""
         if self.ring > 1:
             return False
         tiles = self.tiles(ring_rank, ring_rank)
         return len(tiles) == 1 and tiles[0].queries == (0, self.chunk(ring_rank).size)
 
     def keys_travel(self, chunk: int, hop: int) -> bool:
-        """Whether a rank at or after the ``hop``-th hop (from 0) of ``chunk``'s K and V attends to them."""
+        """Return whether a rank at or after the ``hop``-th hop (from 0) of ``chunk``'s K and V attends to them."""
         return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(hop + 1, self.ring))
 
     def grads_travel(self, chunk: int, hop: int) -> bool:
-        """Whether a rank has added to ``chunk``'s gradients before their ``hop``-th hop, from rank chunk + 1 + hop."""
+        """Return whether any rank adds to ``chunk``'s gradients before hop ``hop``, sent by rank chunk + 1 + hop."""
         return any(self.tiles((chunk + i) % self.ring, chunk) for i in range(1, hop + 2))
 
 
@@ -163,7 +164,7 @@ def _tiles(layout: Layout, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         seen = min(end_key, (number + 1) * block) - first_key
         if seen <= 0:
             continue
-        if tiles and tiles[-1].keys == (0, seen):  # all keys were visible already: one tile for these blocks
+        if tiles and tiles[-1].keys == (0, seen):  # the previous block already sees all keys: extend its tile
             tiles[-1] = Tile((tiles[-1].queries[0], stop), (0, seen))
         else:
             tiles.append(Tile((start, stop), (0, seen)))

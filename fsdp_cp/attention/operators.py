@@ -1,11 +1,12 @@
 """Ring attention as one opaque torch operator with its backward: ``torch.ops.fsdp_cp.ring_attention``.
 
-Opaque, so that handles, buffers in flight and the choice of a kernel stay out of ``torch.compile``'s sight, and so that
-a selective-checkpointing policy can name it. Its arguments are tensors, numbers and the name of a process group. It has
-no forward-mode derivative: :mod:`fsdp_cp.attention` takes tangents another way, before they get here.
+The operator hides work handles, buffers in flight and the choice of a kernel from ``torch.compile``, and gives
+selective-checkpointing policies a name. Its arguments are tensors, numbers and the name of a process group. It has no
+forward-mode derivative: :mod:`fsdp_cp.attention` handles tangents before calling it.
 
-A call of an operator written in Python costs the host more than a small kernel does. So :func:`attend_in_ring` calls
-it where somebody looks at operators, and where nobody does, the same two functions as an ``autograd.Function``.
+Calling an operator written in Python costs the host more than launching a small kernel. :func:`attend_in_ring`
+therefore calls the operator only if something observes operators. Otherwise it calls the same two functions through an
+``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
-from fsdp_cp.attention.kernels import choose_kernel
+from fsdp_cp.attention.kernels.choose import choose_kernel
+from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
 from fsdp_cp.attention.layout import Layout
 from fsdp_cp.attention.ring import Ring, ring_backward, ring_forward
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the group of a ``ProcessGroup.group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
+    """Return the process group with a ``group_name``. ``_resolve_process_group`` is private (torch 2.11 to 2.13)."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # GroupName, a str
 
 
 def make_ring(layout: Layout, rank: int, group: str) -> Ring:
-    """Return the place of a rank in the ring of ``group``, a name that a ring of one ignores."""
+    """Return the place of a rank in the ring of the named ``group``. A ring of one ignores the name."""
     return Ring(layout, rank, group_by_name(group) if layout.ring > 1 else None)
 
 
 def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *settings) -> Tensor:
-    """Return the output of :data:`ring_attention`, whose arguments these are: by the operator where it is looked at."""
+    """Compute the output of :data:`ring_attention`, through the operator only if something observes operators."""
     if _looked_at(q, k, v):
         return ring_attention(q, k, v, mask, *settings)[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -43,10 +44,10 @@ def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *settin
 
 
 def _looked_at(*tensors: Tensor) -> bool:
-    """Whether anything acts on operators: a compiler, a dispatch mode, a tensor subclass, ``torch.func``, the profiler.
+    """Return whether a compiler, dispatch mode, tensor subclass, ``torch.func`` or the profiler observes operators.
 
-    Dispatch modes are selective checkpointing, fake tensors, counters of operations or bytes. The three questions to
-    ``torch._C`` are private (torch 2.11 to 2.13).
+    Dispatch modes include selective checkpointing, fake tensors, and counters of operations or bytes. The three
+    functions of ``torch._C`` are private (torch 2.11 to 2.13).
     """
     return (
         torch.compiler.is_compiling()
@@ -87,7 +88,7 @@ def _ring_and_kernel(
 
 
 def _separate(*inputs):
-    """Call :func:`_backward`; gradients that are views of one buffer would be refused as aliases."""
+    """Call :func:`_backward` and clone gradients that share a buffer: an operator must not return aliases."""
     dq, dk, dv = _backward(*inputs)
     if len({x.untyped_storage()._cdata for x in (dq, dk, dv)}) < 3:
         dk, dv = dk.clone(), dv.clone()
@@ -98,7 +99,7 @@ _SETTINGS = (
     "Tensor? mask, float scale, SymInt[] segments, SymInt[] keys, SymInt causal_block, SymInt ulysses, SymInt ring, "
     "SymInt rank, str group, str backend"
 )
-"""Arguments of both operators: those of :class:`Layout`, with 0 for no ``causal_block``, and the rank's place."""
+"""Arguments that both operators share: fields of :class:`Layout` (``causal_block`` 0 for none), rank and group."""
 ring_attention = torch.library.custom_op(
     "fsdp_cp::ring_attention",
     _forward,
@@ -144,7 +145,7 @@ def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx, grad_out: Tenso
 
 
 class _RingAttention(torch.autograd.Function):
-    """The operator's forward and backward, without the operator."""
+    """Forward and backward of the operator as an autograd function, without an operator call."""
 
     @staticmethod
     def forward(ctx, *inputs):

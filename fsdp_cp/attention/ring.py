@@ -1,11 +1,11 @@
 """Ring attention: K and V travel around the ring while each rank attends to the chunk that it holds.
 
-After Ring Attention (Liu et al. 2023): partial results merge by their log-sum-exps, kept in fp32. In backward the
-gradients of a chunk travel with it and the rank's own chunk comes last, so that they are home after one hop less than
-a full turn. Sends and receives of the next chunk are in flight while the current one is worked on.
+The algorithm is Ring Attention (Liu et al. 2023). Partial results merge by their log-sum-exps, in fp32. In backward the
+gradients of a chunk travel with it, and each rank processes its own chunk last, so gradients reach their rank one hop
+before a full turn. The next chunk is sent and received while the current one is processed.
 
-With a ring of one there is no communication, and this is plain attention on one rank. Shapes: B batch, S tokens of the
-chunk with pads, H query heads, Hk key/value heads, D head size; all tensors of ring rank r belong to its chunk.
+A ring of one computes plain attention without communication. Shapes: B batch, S tokens of the chunk with pads, H query
+heads, Hk key/value heads, D head size. All tensors of ring rank r belong to its chunk.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_cp.attention.kernel import Kernel, accumulation_dtype
+from fsdp_cp.attention.kernels.kernel import Kernel, accumulation_dtype
+from fsdp_cp.attention.kernels.reference import Dual
 from fsdp_cp.attention.layout import Chunk, Layout, Tile
-from fsdp_cp.attention.reference import Dual
 
 T = TypeVar("T", Tensor, Tensor | None)
-_KEYS_TAG, _GRADS_TAG = 1, 2  # both are in flight between the same two ranks in backward
+_KEYS_TAG, _GRADS_TAG = 1, 2  # distinct, since backward sends both between the same two ranks at once
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Ring:
     layout: Layout
     rank: int
     group: dist.ProcessGroup | None
-    """``None`` for a ring of one."""
+    """Process group of the ring; ``None`` for a ring of one."""
 
     @property
     def size(self) -> int:
         return self.layout.ring
 
     def start_hop(self, send: Tensor | None, receive: Tensor | None, tag: int) -> list[dist.Work]:
-        """Begin to send to the next rank and to receive from the one before; ``None`` leaves that side out."""
+        """Start to send to the next rank and to receive from the previous one. ``None`` skips that side."""
         assert self.group is not None, "a ring of one has no neighbours"
         ahead, behind = (dist.get_global_rank(self.group, (self.rank + i) % self.size) for i in (1, -1))
         ops = []
@@ -54,10 +54,10 @@ class Ring:
 
 
 class _Travelling:
-    """Buffer that goes around the ring: send the one in hand, receive the next, both at once.
+    """Buffer that travels around the ring. Each hop sends the current buffer and receives the next one.
 
-    As a context manager it waits at the end for messages in flight, also after an exception: the process group can then
-    be used again, and no message writes into memory that was freed.
+    Its context waits on exit, also after an exception, for messages in flight. The process group can then be used
+    again, and no message writes into freed memory.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class _Travelling:
         self.wait()
 
     def start(self, x: Tensor | None, chunk: int, hop: int) -> None:
-        """Send ``x``, which is of ``chunk``, on its ``hop``-th hop; what comes in is of the chunk before it."""
+        """Start the ``hop``-th hop: send ``x``, which belongs to ``chunk``, and receive from the chunk before it."""
         before = (chunk - 1) % self.ring.size
-        self.sent = x if self.travels(chunk, hop) else None  # held until it has left
+        self.sent = x if self.travels(chunk, hop) else None  # keep the buffer alive until it is sent
         self.received = self.empty() if self.travels(before, hop) else None
         self.works = self.ring.start_hop(self.sent, self.received, self.tag)
 
     def wait(self) -> Tensor | None:
-        """Wait for the hop; return what came in, or ``None`` if nobody sent."""
+        """Wait for the hop; return the received buffer, or ``None`` if nothing was sent to this rank."""
         works, self.works = self.works, []
         for work in works:
             work.wait()
@@ -98,23 +98,23 @@ class _Travelling:
 
 
 class _Merged:
-    """Attention of the rank's queries to the keys so far, in fp32 (fp64 for fp64); with tangents where it ``moves``."""
+    """Attention of the rank's queries to the keys so far, in fp32 (fp64 for fp64); with tangents if ``moves``."""
 
     def __init__(self, q: Tensor, moves: bool = False):
         self.q, self.moves = q, moves
         self.sum: Dual | None = None
 
     def add(self, rows: slice, part: Dual) -> None:
-        """Merge the attention of some ``rows`` of the queries to keys that were not seen yet."""
+        """Merge the attention of some ``rows`` of the queries to further keys."""
         if self.sum is None and part.out.shape[1] == self.q.shape[1]:
-            # As the kernel made it: a ring of one has nothing to merge, so its output is never widened and rounded.
+            # Cast to fp32 only at a merge: a ring of one never needs it.
             self.sum = part
             return
         out, lse, t_out, t_lse = self._widened()
         o, s = out[:, rows], lse[:, :, rows]
         w = _weight(s, part.lse)
-        # The tangents first: they need the outputs as they are before this part.
-        # With out=, since lerp_ of fake tensors prints its arguments, which fails at a level of forward-mode AD.
+        # Merge the tangents first: they need the outputs from before this part.
+        # Use out=: lerp_ of fake tensors prints its arguments, which fails inside a level of forward-mode AD.
         if t_out is not None and t_lse is not None:
             assert part.t_out is not None and part.t_lse is not None
             t_o, t_s = t_out[:, rows], t_lse[:, :, rows]
@@ -143,7 +143,7 @@ class _Merged:
 
 def _weight(lse: Tensor, other: Tensor) -> Tensor:
     """Return the share of ``other`` in the merged rows, ``(B, H, S)`` to ``(B, S, H, 1)``."""
-    # Rows that neither has seen a key for: -inf - -inf.
+    # Rows without a key in both parts give NaN (-inf - -inf).
     return torch.sigmoid(other - lse).nan_to_num_(nan=0.0).transpose(1, 2).unsqueeze(-1)
 
 
@@ -154,7 +154,7 @@ def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> T
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Dual:
     out, lse = kernel.forward(q, k, v, mask, scale)
     if mask is not None:
-        # Kernels disagree about rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
+        # Kernels return different values for rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
         empty = ~mask.any(1)[:, None, None]
         lse = lse.masked_fill(empty, -torch.inf)
         out = out.masked_fill(empty[..., None], 0)
@@ -162,26 +162,25 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
 
 def _packed(tensors: Sequence[Tensor], heads_first: bool) -> Tensor:
-    """Return one buffer to send: ``(n, B, S, H, D)``, or ``(n, B, H, S, D)`` with a head's rows next to each other."""
+    """Return one buffer to send: ``(n, B, S, H, D)``, or ``(n, B, H, S, D)`` with ``heads_first``."""
     return torch.stack([x.transpose(1, 2) if heads_first else x for x in tensors])
 
 
 def _unpacked(buffer: Tensor | None, heads_first: bool) -> list[Tensor]:
-    """Return the ``(B, S, H, D)`` tensors of :func:`_packed`."""
+    """Return the ``(B, S, H, D)`` tensors that :func:`_packed` packed."""
     assert buffer is not None, "a chunk that this rank looks at has travelled here"
     return [x.transpose(1, 2) if heads_first else x for x in buffer]
 
 
 def _prefers_heads_first(x: Tensor, backward: bool) -> bool:
-    """Whether rows of a head next to each other are faster: 2 to 6 % on the CPU, but for the bf16 forward's packing."""
+    """Return whether contiguous rows of a head are faster: by 2 to 6 % on the CPU, except in the bf16 forward."""
     return x.device.type == "cpu" and (backward or x.dtype != torch.bfloat16)
 
 
 def _visited(tensors: tuple[T, ...], ring: Ring) -> Generator[tuple[int, Sequence[T]]]:
-    """Yield each chunk that comes by, the rank's own first: its number and its ``tensors`` with pads, of which some may
-    be ``None`` in a ring of one.
+    """Yield the number and the padded ``tensors`` of each chunk that this rank attends to, its own chunk first.
 
-    The next chunk is on its way while the caller works on this one.
+    In a ring of one, tensors may be ``None``. The next chunk is in flight while the caller works on this one.
     """
     layout, me = ring.layout, ring.rank
     if ring.size == 1:
@@ -208,7 +207,8 @@ def ring_forward(
     """Compute attention of the rank's chunk of queries to all keys.
 
     Args:
-        q: ``(B, S, H, D)``; k, v: ``(B, S, Hk, D)``; pads are ignored and give 0.
+        q: ``(B, S, H, D)``. Pads of all tensors are ignored and give 0.
+        k, v: ``(B, S, Hk, D)``.
         mask: ``(B, all tokens)`` bool, True where a key may be attended to, the same on all ranks.
 
     Returns:
@@ -225,18 +225,18 @@ def ring_forward(
                 rows, columns = slice(*tile.queries), slice(*tile.keys)
                 seen = _tile_mask(mask, layout, chunk, tile)
                 merged.add(rows, _attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
-            del tensors, keys, values  # or three chunks are held while the next one comes in
+            del tensors, keys, values  # otherwise three chunks are in memory while the next one arrives
     out, lse, *_ = merged.result()
     return own.put(out), _put_rows(own, lse)
 
 
 def _put_rows(own: Chunk, lse: Tensor) -> Tensor:
-    """:meth:`Chunk.put` of ``(B, H, S)``."""
+    """Apply :meth:`Chunk.put` to ``(B, H, S)``."""
     return lse if own.is_whole else own.put(lse.transpose(1, 2)).transpose(1, 2)
 
 
 def _take_rows(own: Chunk, lse: Tensor) -> Tensor:
-    """:meth:`Chunk.take` of ``(B, H, S)``."""
+    """Apply :meth:`Chunk.take` to ``(B, H, S)``."""
     return lse if own.is_whole else own.take(lse.transpose(1, 2)).transpose(1, 2)
 
 
@@ -252,10 +252,10 @@ def ring_backward(
     ring: Ring,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of the rank's queries, and of its keys and values over the queries of all ranks.
+    """Compute the gradients of the rank's queries, and of its keys and values summed over the queries of all ranks.
 
-    ``grad_out`` and ``out`` are ``(B, S, H, D)``, ``lse`` is what :func:`ring_forward` returned. Sums over chunks are
-    kept in fp32 (fp64 for fp64).
+    ``grad_out`` and ``out`` are ``(B, S, H, D)``; ``out`` and ``lse`` come from :func:`ring_forward`. Sums over chunks
+    are in fp32 (fp64 for fp64).
     """
     layout, me, size = ring.layout, ring.rank, ring.size
     own = layout.chunk(me)
@@ -266,7 +266,7 @@ def ring_backward(
     if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
         lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
     if layout.alone(me):
-        # nothing to sum: the kernel's gradients as they are
+        # One kernel call covers everything: return its gradients without a sum in fp32.
         keys_own = layout.key_chunk(me)
         seen_by_all = None if mask is None else keys_own.select(mask)
         dq_own, dk_own, dv_own = kernel.backward(
@@ -311,7 +311,7 @@ def ring_backward(
         for step in range(size):
             chunk = (me - 1 - step) % size  # the rank's own chunk comes last, so that its gradients end here
             is_last = step == size - 1
-            kv = None if is_last else keys.wait()  # the one before is sent: held, it would be a third chunk in memory
+            kv = None if is_last else keys.wait()  # overwrite the sent chunk, or a third one would stay in memory
             if step < size - 2:
                 keys.start(kv, chunk, step + 1)
             parts: list[tuple[int, Tensor, Tensor]] = []
@@ -342,9 +342,11 @@ def ring_dual(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of the rank's chunk of queries and its derivative along the tangents, in one turn of the ring.
 
-    Shapes as in :func:`ring_forward`; in a ring of one, a tangent that is 0 may be ``None``. ``attention_dual``
-    computes one rectangle of queries and keys, as :func:`fsdp_cp.attention.reference.attention_dual` does. Returns
-    ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
+    Shapes are those of :func:`ring_forward`. In a ring of one, ``None`` stands for a tangent of 0. ``attention_dual``
+    computes one tile, like :func:`fsdp_cp.attention.kernels.reference.attention_dual`.
+
+    Returns:
+        ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
     """
     layout, me = ring.layout, ring.rank
     own = layout.chunk(me)
@@ -363,7 +365,7 @@ def ring_dual(
     with closing(_visited((k, v, t_k, t_v), ring)) as visited:
         for chunk, tensors in visited:
             attend(chunk, tensors)
-            del tensors  # or three chunks are held while the next one comes in
+            del tensors  # otherwise three chunks are in memory while the next one arrives
     out, _, t_out, _ = merged.result()
     assert t_out is not None
     return own.put(out), own.put(t_out.to(q.dtype))

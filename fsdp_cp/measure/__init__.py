@@ -1,1 +1,1 @@
-"""What a step takes: memory, traffic, phases, norms."""
+"""Measurements of a step: memory, traffic, phases, norms."""

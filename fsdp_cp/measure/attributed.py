@@ -1,4 +1,4 @@
-"""Live storages by what they are for, and what they were for when most was alive."""
+"""Live bytes by label, now and at their peak."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fsdp_cp.reduce import local_shard
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most was alive."""
+    """Bytes alive at the peak."""
 
     bytes: int
     by: dict[Hashable, int]
-    """By label."""
+    """Bytes by label."""
 
 
 class AttributedStorages(LiveStorages):
-    """:class:`LiveStorages` in which every storage has a label, that of the moment of its birth unless told otherwise.
+    """:class:`LiveStorages` with a label for every storage: the label current at its allocation, unless relabeled.
 
     Args:
-        place: names the part of the work that is under way; a peak is kept for each.
-        elsewhere: says of a label whether its storages are in another memory, whatever torch takes their device for:
-            :attr:`bytes` and the peaks are without them.
-        fakes: see :class:`LiveStorages`.
+        place: function that returns the name of the current part of the work. Each part has a separate peak.
+        elsewhere: function that returns whether storages with a label are in another memory, whatever their torch
+            device. :attr:`bytes` and the peaks exclude them.
+        fakes: whether fake tensors count (:class:`LiveStorages`).
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class AttributedStorages(LiveStorages):
         super().__init__(fakes=fakes)
         self.place, self.elsewhere = place, elsewhere
         self.label: Hashable = None
-        """Of storages that are born now."""
+        """Label for new storages."""
         self.by: Counter[Hashable] = Counter()
         """Bytes alive now, by label."""
         self.peaks: dict[str, Peak] = {}
-        """By place."""
+        """Peak of each place."""
         self.away = Peak(0, {})
-        """The most that was alive elsewhere."""
+        """Peak of the storages in another memory."""
         self._labels: dict[int, Hashable] = {}
 
     @contextmanager
     def labelled(self, label: Hashable) -> Iterator[None]:
-        """What is born inside gets ``label``."""
+        """Within this context, give new storages ``label``."""
         before, self.label = self.label, label
         try:
             yield
@@ -62,7 +62,7 @@ class AttributedStorages(LiveStorages):
             self.label = before
 
     def relabel(self, tensor: Tensor, label: Hashable) -> None:
-        """``tensor``'s storage (of a DTensor, its shard's) has ``label`` from here on."""
+        """Give ``tensor``'s storage (for a DTensor, its shard's) another ``label``."""
         key = local_shard(tensor).untyped_storage()._cdata
         if key in self._sizes:
             size = self._sizes[key]
@@ -71,7 +71,7 @@ class AttributedStorages(LiveStorages):
             self._changed(key, size)
 
     def reset_peaks(self) -> None:
-        """Let the peaks of all places start from here."""
+        """Restart the peaks of all places from the bytes alive now."""
         self.reset_peak()
         self.peaks, self.away = {}, Peak(0, {})
         self._note_peak_away()

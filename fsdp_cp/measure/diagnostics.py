@@ -12,22 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_cp.reduce import all_reduce_scalars, local_shard
-from fsdp_cp.tensor_lists import local_shards, squared_norms
+from fsdp_cp.sharding.tensor_lists import local_shards, squared_norms
 
 
-@torch.no_grad()  # with gradients on, every shard would be a call of autograd
+@torch.no_grad()  # with gradients enabled, every shard would cost an autograd call
 def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float, float | None]]:
     """Return the Euclidean norm of each parameter and of its gradient, by name; the same on every rank.
 
     All ranks call it between backward and the optimizer's step. Each rank sums the squares of its shards in fp64, and
-    one all-reduce adds up all of them (the norm of a DTensor is one collective per tensor). Replicas count once.
+    one all-reduce adds all of them (the norm of a DTensor would be one collective per tensor). Replicas count once.
 
     Args:
         named: sharded parameters of one mesh, by name. Reshard a gathered network first: its ``named_parameters`` are
             full copies without the reduced gradients.
 
     Returns:
-        ``(norm of the weight, norm of the gradient)``; ``None`` for a parameter without a gradient.
+        ``(norm of the weight, norm of the gradient)`` by name; the second is ``None`` without a gradient.
     """
     if not named:
         return {}
@@ -41,7 +41,7 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
     shards = local_shards(grad for grad in grads if grad is not None)
     if shards:
         gradients[has_grad.to(gradients.device)] = squared_norms(shards)
-    # Offloaded shards lie on the CPU, but their ranks talk over NCCL.
+    # Offloaded shards are on the CPU, but their mesh may have only NCCL.
     sums = torch.stack([weights, gradients, has_grad.to(weights)], dim=1).to(mesh.device_type)
     if mesh.size(mesh.ndim - 1) > 1:
         dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
@@ -52,11 +52,11 @@ def parameter_norms(named: Mapping[str, nn.Parameter]) -> dict[str, tuple[float,
 
 
 def first_non_finite(named: Mapping[str, nn.Parameter], world: DeviceMesh) -> str:
-    """Return the name of the first parameter whose gradient is not finite on some rank; all ranks call it.
+    """Return the name of the first parameter whose gradient is not finite on some rank. Called by all ranks.
 
     Args:
-        named: parameters by name, sharded or not. Each rank looks at its shards.
-        world: all ranks, as one axis.
+        named: parameters by name, sharded or not. Each rank checks its shards.
+        world: mesh of all ranks, with one axis.
 
     Returns:
         The name; ``no parameter`` if all gradients are finite.

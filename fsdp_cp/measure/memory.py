@@ -1,4 +1,4 @@
-"""What the device is and did: peak memory, and the arithmetic it could do."""
+"""Peak memory and peak arithmetic rate of a device, and live bytes of tensors."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ from torch.utils._python_dispatch import (
 
 
 def reset_peak(device: torch.device) -> None:
-    """Count CUDA's peak from here on; the CPU's cannot be reset."""
+    """Restart the count of CUDA's peak memory. The CPU's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory of this process so far, GiB: allocated by torch on CUDA, resident on the CPU."""
+    """Return the peak memory of this process in GiB: allocated by torch on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def reserved_gib(device: torch.device) -> float | None:
-    """Most that torch's allocator held of a GPU's memory so far, GiB: what is allocated, and what it keeps for later.
-
-    ``None`` on the CPU, whose allocator keeps nothing.
-    """
+    """Return the peak GPU memory in GiB that torch's allocator reserved; ``None`` on the CPU, where it has no cache."""
     return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
 
 
@@ -44,21 +41,21 @@ _at_start: list[float] = []
 
 
 def mark_start(device: torch.device) -> None:
-    """Note what is resident now on the CPU: Python and its libraries, before data and networks. The first call counts.
+    """Record the resident memory of Python and its libraries, before data and networks are loaded.
 
-    On CUDA nothing is noted: torch's peak has no libraries in it.
+    Only the first call counts. CUDA does not need it: torch's peak excludes libraries.
     """
     if device.type == "cpu" and not _at_start:
         _at_start.append(resident_gib())
 
 
 def resident_at_start() -> float | None:
-    """GiB that :func:`mark_start` has noted in this process; ``None`` where it has not."""
+    """Return the GiB that :func:`mark_start` recorded in this process, or ``None``."""
     return _at_start[0] if _at_start else None
 
 
 def resident_gib() -> float:
-    """Resident memory of this process now, GiB; where there is no ``/proc``, its peak so far."""
+    """Return the resident memory of this process in GiB; without ``/proc``, its peak so far."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -69,16 +66,16 @@ def resident_gib() -> float:
 _DENSE_BF16_TFLOPS = {
     "H20": 148, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "A800": 312, "H800": 989, "L40S": 362,
 }  # fmt: skip
-"""Published dense bf16 rates by a word of the device's name, of Hopper as SXM modules."""
+"""Published dense bf16 rates by a word in the device's name; for Hopper those of SXM modules."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Published dense bf16 rate of ``device`` in operations per second; ``None`` where it is not known."""
+    """Return the published dense bf16 rate of ``device`` in operations per second, or ``None`` if unknown."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
     if {"H100", "H800"} & {*words} and {"PCIe", "PCIE", "NVL"} & {*words}:
-        return None  # slower ones of the same name
+        return None  # slower modules with the same name
     return next((rate * 1e12 for name, rate in _DENSE_BF16_TFLOPS.items() if name in words), None)
 
 
@@ -86,14 +83,14 @@ class LiveStorages(TorchDispatchMode):
     """Bytes of the tensor storages that were allocated inside the context and are still alive, and their peak.
 
     Each storage counts once, however many views it has, from the operation that returns it to its release, in forward
-    and in backward (on the CPU, where autograd runs in the calling thread). Storages are watched, not held. Operators
-    from outside of aten (custom ones, functional collectives) are looked into.
+    and in backward (on the CPU, where autograd runs in the calling thread). Storages are watched, not kept alive.
+    Allocations inside operators outside of aten (custom ones, functional collectives) count too.
+
+    Not counted: temporary memory of aten kernels and communication backends, allocations in other threads, and tensors
+    that no operation touched (``torch.from_numpy``).
 
     Args:
-        fakes: fake tensors count as what they stand for, where a ``FakeTensorMode`` was entered before.
-
-    Not seen: what an aten kernel or a communication backend allocates for itself and gives back, allocations in other
-    threads, and whatever no operation ever touched (``torch.from_numpy``).
+        fakes: whether fake tensors count like the tensors they stand for. Enter the ``FakeTensorMode`` first.
 
     >>> with LiveStorages() as live:
     ...     x = torch.zeros(1024)
@@ -105,9 +102,9 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.fakes = fakes
         self.bytes = 0
-        """Alive now; keeps falling after the context when tensors are released."""
+        """Bytes alive now; updated after the context too."""
         self.peak_bytes = 0
-        """Most that was alive at once inside the context."""
+        """Most bytes alive at once inside the context."""
         self._sizes: dict[int, int] = {}
         self._watched: dict[int, weakref.ref] = {}
         self._depth = 0
@@ -126,15 +123,15 @@ class LiveStorages(TorchDispatchMode):
         return super().__exit__(*error)
 
     def reset_peak(self) -> None:
-        """Let the peak start from what is alive now."""
+        """Restart the peak from the bytes alive now."""
         self.peak_bytes = self.bytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # wrappers of tensors (DTensor): their own dispatch comes back with what they wrap
+            return NotImplemented  # a wrapper (DTensor): its dispatch calls this again with the wrapped tensors
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs), self.fakes)
-        # What goes in and was never seen is older than the context, except a Python literal on its way in.
+        # An unknown input is older than the context, except that of lift_fresh: a new tensor from a Python literal.
         if func is not torch.ops.aten.lift_fresh.default:
             for tensor in inputs:
                 self._see(tensor.untyped_storage(), counts=False)
@@ -162,7 +159,7 @@ class LiveStorages(TorchDispatchMode):
         self._changed(key, -self._sizes.pop(key, 0))
 
     def _changed(self, key: int, change: int) -> None:
-        """The storage ``key`` has so many bytes more."""
+        """Add ``change`` bytes of the storage ``key``."""
         self.bytes += change
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
@@ -173,14 +170,17 @@ class LiveStorages(TorchDispatchMode):
 
 @contextmanager
 def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """FSDP2 frees and refills full parameters with ``UntypedStorage.resize_``, for which no operation is dispatched."""
+    """Within this context, call ``report`` after each ``UntypedStorage.resize_``.
+
+    FSDP2 frees and refills full parameters with it, and torch dispatches no operation for it.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
         report(storage)
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # a patch, taken back below
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]  # a patch, undone below
     try:
         yield
     finally:
@@ -188,9 +188,9 @@ def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator
 
 
 def _tensors(tree: Any, fakes: bool = False) -> list[Tensor]:
-    """The tensors with memory: the storages of wrappers have a size and hold nothing, and so do those on meta.
+    """Return the tensors that have memory. Wrappers and tensors on meta have storages with a size but no memory.
 
-    A fake tensor's storage is on the meta device too; ``fakes`` counts it as that of the tensor which it stands for.
+    A fake tensor's storage is on the meta device too; ``fakes`` includes it.
     """
     leaves: list[Tensor] = []
     _collect(tree, leaves)
@@ -204,8 +204,11 @@ def _tensors(tree: Any, fakes: bool = False) -> list[Tensor]:
 
 
 def _collect(tree: Any, leaves: list[Tensor]) -> None:
-    """An operator's arguments and results have no other containers; torch's own ``tree_leaves`` takes five times as
-    long, for each of the hundred thousand operators of a plan."""
+    """Append the tensors of ``tree`` to ``leaves``.
+
+    Operators use no other containers. torch's ``tree_leaves`` takes five times as long, for each of the hundred
+    thousand operators of a plan.
+    """
     if isinstance(tree, Tensor):
         leaves.append(tree)
     elif isinstance(tree, (list, tuple)):
@@ -217,11 +220,11 @@ def _collect(tree: Any, leaves: list[Tensor]) -> None:
 
 
 def call_in_sight(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` from within ``mode``, which goes on to watch what a kernel outside of aten calls.
+    """Call ``func(*args, **kwargs)`` from within ``mode`` so that ``mode`` sees the operations in a non-aten kernel.
 
-    An operator is opaque to the modes above it. Entering the mode again would only bring the same call back, so the
-    kernel is called below the modes while the mode watches. ``OpOverload.redispatch`` and ``_dispatch_keys`` are
-    private (torch 2.11 to 2.13).
+    An operator is opaque to modes, and calling it with the mode active would only dispatch to the mode again. So the
+    kernel is called below the modes while ``mode`` is active. ``OpOverload.redispatch`` and
+    ``_dispatch_key_for_device`` are private (torch 2.11 to 2.13).
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "c10d", "prim", "prims"):
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Phases of a step: named for profilers, timed, and with nothing left gathered behind them."""
+"""Phases of a step: named for profilers, timed, and followed by resharding of networks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fsdp_cp.sharding.state import reshard
 
 @contextmanager
 def phase(name: str, networks: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """A ``record_function`` range, on CUDA an NVTX range too; on leaving it every one of ``networks`` is resharded.
+    """Open a ``record_function`` range, on CUDA also an NVTX range; reshard all ``networks`` on exit.
 
-    Strategies that keep parameters gathered for a whole step (``optim``, ``optim_grads``) would hold an idle network's
-    full weights until its next use, and updates to its shards would be ignored until then.
+    Strategies that keep parameters gathered for a whole step (``optim``, ``optim_grads``) would otherwise hold an idle
+    network's full weights until its next use, and would ignore updates to its shards until then.
 
     Args:
-        name: of the range, e.g. ``"student/backward"``.
+        name: name of the range, for example ``"student/backward"``.
         networks: roots of :func:`fsdp_cp.shard_module`.
     """
     with _named(name):
@@ -31,7 +31,7 @@ def phase(name: str, networks: Iterable[nn.Module] = ()) -> Iterator[None]:
             yield
         except BaseException:
             for network in networks:
-                with suppress(Exception):  # of a network in disarray: what failed first is what the user must see
+                with suppress(Exception):  # the network may be in a bad state; the user must see the first error
                     reshard(network)
             raise
         for network in networks:
@@ -40,40 +40,40 @@ def phase(name: str, networks: Iterable[nn.Module] = ()) -> Iterator[None]:
 
 @dataclass
 class _Now:
-    """Where this process is."""
+    """Phases that this process is in."""
 
     open: list[str] = field(default_factory=list)
-    """From the outermost phase to the innermost."""
+    """Open phases, outermost first."""
     latest: str = ""
-    """The phase that was left last."""
+    """Phase that ended last."""
     since: float = field(default_factory=time.monotonic)
-    """When a phase was entered or left last."""
+    """Time at which a phase last began or ended."""
 
 
 _now = _Now()
 
 
 class PhaseTimes:
-    """How long each phase took inside the context, without the phases that ran inside of it.
+    """Duration of each phase inside the context, without the phases nested in it.
 
-    The clock is read at the phases' borders and nowhere else, so the parts add up to the whole. On CUDA it is the
-    device's, by events on the current stream: the host runs ahead of the kernels that it launches, and its own clock
-    would count them where something next waits for the device. Nothing waits for the device before :meth:`seconds`.
+    The clock is read only at the borders of phases, so the parts add up to the whole. On CUDA events on the current
+    stream measure device time: the host runs ahead of its kernels, and its clock would count them in the phase that
+    next waits for the device. Nothing waits for the device before :meth:`seconds`.
 
     Args:
-        device: whose clock it is.
+        device: device whose time is measured.
 
     >>> with PhaseTimes(torch.device("cpu")) as times:
     ...     with phase("a"):
     ...         work()
-    >>> times.seconds()  # the empty name: outside of every phase
+    >>> times.seconds()  # the empty name is time outside of every phase
     {"": 0.001, "a": 0.2}
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._borders: list[tuple[str, float | torch.cuda.Event]] = []
-        """The innermost phase from there on, and when."""
+        """Innermost phase after each border, and the time of the border."""
 
     def __enter__(self) -> PhaseTimes:
         self._borders = []
@@ -95,7 +95,7 @@ class PhaseTimes:
             self._borders.append((phase_now(), time.perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """By the phase's name, in the order in which they came; on CUDA the device is waited for."""
+        """Return the seconds of each phase by name, in order of first occurrence. On CUDA, wait for the device."""
         taken: dict[str, float] = {}
         if self._borders and isinstance(last := self._borders[-1][1], torch.cuda.Event):
             last.synchronize()
@@ -110,12 +110,12 @@ class PhaseTimes:
 
 
 _at_borders: list[Callable[[], None]] = []
-"""Called wherever a phase has been entered or left."""
+"""Functions to call whenever a phase begins or ends."""
 
 
 @contextmanager
 def at_borders(call: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``call`` runs wherever a phase has been entered or left; :func:`phase_now` says into which."""
+    """Within this context, run ``call`` after a phase begins or ends. :func:`phase_now` then returns the new phase."""
     _at_borders.append(call)
     try:
         yield
@@ -124,9 +124,9 @@ def at_borders(call: Callable[[], None]) -> Iterator[None]:
 
 
 def where(error: BaseException | None = None) -> str:
-    """The innermost phase of now, or that was open when ``error`` was raised, as words of a sentence.
+    """Return words that name the innermost phase, now or when ``error`` was raised: ``in phase student/backward``.
 
-    Where none is open, the phase before.
+    If no phase is open, they name the previous one.
     """
     name = _now.open[-1] if error is None and _now.open else getattr(error, "innermost_phase", None)
     if name is not None:
@@ -135,12 +135,12 @@ def where(error: BaseException | None = None) -> str:
 
 
 def phase_now() -> str:
-    """The innermost phase that is open; empty where none is."""
+    """Return the innermost open phase, or an empty string."""
     return _now.open[-1] if _now.open else ""
 
 
 def seconds_in_place() -> float:
-    """How long ago a phase was entered or left last."""
+    """Return the seconds since a phase last began or ended."""
     return time.monotonic() - _now.since
 
 
@@ -157,7 +157,7 @@ def _named(name: str) -> Iterator[None]:
         with record_function(name):
             yield
     except BaseException as error:
-        if not hasattr(error, "innermost_phase"):  # it passes through the outer ones too
+        if not hasattr(error, "innermost_phase"):  # outer phases must not overwrite it
             vars(error)["innermost_phase"] = name
         raise
     finally:
@@ -165,5 +165,5 @@ def _named(name: str) -> Iterator[None]:
         _now.latest, _now.since = name, time.monotonic()
         if nvtx:
             torch.cuda.nvtx.range_pop()
-    for mark in _at_borders:  # not after an error: of a GPU that has failed, it would fail again and hide the first
+    for mark in _at_borders:  # skipped after an error: on a failed GPU a mark would raise and hide the first error
         mark()

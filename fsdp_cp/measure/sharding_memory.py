@@ -14,29 +14,24 @@ from torch import Tensor, nn
 
 from fsdp_cp.measure.memory import resizes_reported
 from fsdp_cp.reduce import local_shard
-from fsdp_cp.sharding.one_rank import is_in_place, watch_gradients
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 
 KINDS = ("gathered", "staging", "full_gradients", "reduce_inputs", "shard_gradients")
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of the storages of ``tensors`` on this rank (of a DTensor its shard's), each storage once."""
+    """Return the bytes of the storages of ``tensors`` on this rank (a DTensor's shard), each storage once."""
     storages = (local_shard(x).untyped_storage() for x in tensors if x is not None)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def gathered_outputs(networks: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors that become full parameters and are resized to 0 between uses (private, torch 2.11 to 2.13).
+    """Yield the all-gather outputs that hold full parameters, resized to 0 between uses.
 
-    A parameter that one rank holds alone and uses in place has none.
+    ``all_gather_outputs`` is private (torch 2.11 to 2.13).
     """
     for parameter in _fsdp_params(networks):
-        yield from _gathered_outputs(parameter)
-
-
-def _gathered_outputs(parameter: Any) -> list[Tensor]:
-    return [] if is_in_place(parameter) else parameter.all_gather_outputs
+        yield from parameter.all_gather_outputs
 
 
 def _fsdp_params(networks: Iterable[nn.Module]) -> Iterator[Any]:
@@ -47,47 +42,48 @@ def _fsdp_params(networks: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def has_run(network: nn.Module) -> bool:
-    """Whether any unit has run a forward. The first one makes the buffers that :class:`ShardingMemory` watches."""
+    """Return whether any unit has run a forward, which makes the buffers that :class:`ShardingMemory` watches."""
     return any(parameter.all_gather_outputs for parameter in _fsdp_params([network]))
 
 
 class ShardingMemory:
     """Bytes that FSDP2 holds for ``networks`` on this rank inside the context, now and at their peak.
 
-    By kind: ``gathered`` (full parameters), ``staging`` (outputs of all-gathers under way or not freed yet: full
-    parameters too, in the order of ranks), ``full_gradients`` (of units in backward, or waiting for a reduction),
-    ``reduce_inputs`` (their copies in the order of ranks: the gradient buffers), ``shard_gradients`` (outputs of
-    reductions, which become the gradients of the shards).
+    - ``gathered``: full parameters;
+    - ``staging``: outputs of all-gathers that are running or not yet freed (full parameters in rank order);
+    - ``full_gradients``: gradients of units in backward or waiting for a reduction;
+    - ``reduce_inputs``: gradient buffers, which are copies of full gradients in rank order;
+    - ``shard_gradients``: outputs of reductions, which become the gradients of the shards.
 
-    Tensors are watched, not held, from the allocation to the release of their storage. Not seen: activations, a shard's
-    copy to the compute dtype on its way into an all-gather (1 / ranks of a unit), temporaries of autograd, and on CUDA
-    what the caching allocator keeps because another stream may still use it. gloo's threads free a buffer
-    shortly after they report its collective as done, which may add to a peak (:meth:`settle`).
+    Tensors are watched from allocation to release, not kept alive. Not counted: activations, a shard's cast to the
+    compute dtype for an all-gather (1 / ranks of a unit), temporaries of autograd, and on CUDA memory that the caching
+    allocator keeps because another stream may still use it. gloo's threads free a buffer shortly after they report its
+    collective as done, which may add to a peak (:meth:`settle`).
 
     Args:
         networks: roots of :func:`fsdp_cp.shard_module` that have run forward once.
-        patience: seconds to wait before every allocation, so that gloo's threads free the buffers that FSDP2 has freed:
-            exact peaks, at the price of a slower step.
+        patience: seconds to wait before every allocation, so that gloo's threads first free the buffers that FSDP2 has
+            released. Peaks are then exact, but steps are slower.
 
     Raises:
-        RuntimeError: on entering, a network that has not run yet, since FSDP2 makes its buffers in the first forward.
+        RuntimeError: on entry, if a network has not run: FSDP2 makes its buffers in the first forward.
     """
 
     def __init__(self, *networks: nn.Module, patience: float = 0.0) -> None:
         self.networks, self.patience = networks, patience
         self.bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
-        """Alive now, by kind, with gathered parameters and gradients from before the context that are still alive."""
+        """Bytes alive now by kind, including parameters and gradients from before the context."""
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
-        """Most at once, by kind."""
+        """Peak bytes by kind."""
         self.peak_parameters = 0
-        """Most of ``gathered`` and ``staging`` together."""
+        """Peak bytes of ``gathered`` and ``staging`` together."""
         self.peak_gradients = 0
-        """Most of the three kinds of gradients together."""
+        """Peak bytes of the three kinds of gradients together."""
         self.peak_reduce_inputs = 0
-        """Most gradient buffers at once: a number, not bytes."""
+        """Largest number of gradient buffers alive at once (not bytes)."""
         self._watched: dict[int, tuple[str, int, weakref.ref]] = {}
         self._reduce_inputs = 0
-        self._lock = threading.RLock()  # gloo's threads release storages too, and a release may come inside of a change
+        self._lock = threading.RLock()  # gloo's threads release storages too, also while the lock is held here
         self._gathered: dict[int, int] = {}
         self._stack = ExitStack()
 
@@ -106,31 +102,31 @@ class ShardingMemory:
         self._stack.close()
 
     def reset_peak(self) -> None:
-        """Let the peaks start from what is alive now."""
+        """Restart the peaks from the bytes alive now."""
         self.peak = dict.fromkeys(KINDS, 0)
         self.peak_parameters = self.peak_gradients = self.peak_reduce_inputs = 0
         with self._lock:
             self._note_peak()
 
     def settle(self, *kinds: str, seconds: float = 1.0) -> None:
-        """Wait at most ``seconds`` until nothing of ``kinds`` is alive: until gloo's threads freed their buffers."""
+        """Wait at most ``seconds`` until gloo's threads have freed all buffers of ``kinds``."""
         deadline = time.monotonic() + seconds
         while any(self.bytes[kind] for kind in kinds) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     @contextmanager
     def _watch_group(self, group: Any) -> Iterator[None]:
-        """The private parts of FSDP2 are all here (torch 2.11 to 2.13).
+        """Watch the buffers of one parameter group. The private parts of FSDP2 are all here (torch 2.11 to 2.13).
 
-        ``FSDPParam.all_gather_outputs`` are the storages that become the full parameters and are resized to 0 between
-        uses; ``_unsharded_param`` gets the full gradient; ``Comm.allocate`` (public) makes the staging buffers, and in
-        ``foreach_reduce`` first the input of a reduction, then its output, with one shard too.
+        ``FSDPParam.all_gather_outputs`` hold the full parameters and are resized to 0 between uses.
+        ``_unsharded_param`` gets the full gradient. ``Comm.allocate`` (public) makes the staging buffers; in
+        ``foreach_reduce`` it makes first the input of a reduction, then its output, also with one shard.
         """
         if not all(parameter.all_gather_outputs for parameter in group.fsdp_params):
             raise RuntimeError(f"{group!r} has not run yet; run one forward before measuring")
         handles = []
         for parameter in group.fsdp_params:
-            for output in _gathered_outputs(parameter):
+            for output in parameter.all_gather_outputs:
                 storage = output.untyped_storage()
                 self._gathered[storage._cdata] = storage.nbytes()
                 self.bytes["gathered"] += storage.nbytes()
@@ -140,24 +136,22 @@ class ShardingMemory:
             self._add("shard_gradients", shard.grad)
             if full.requires_grad:
                 handles.append(full.register_post_accumulate_grad_hook(lambda p: self._add("full_gradients", p.grad)))
-                # FSDP2 calls it when the gradient is there; another storage than the reduction's where dtypes differ.
+                # FSDP2 calls this hook once the gradient exists. If dtypes differ, it is not the reduction's output.
                 handles.append(shard.register_post_accumulate_grad_hook(lambda p: self._add("shard_gradients", p.grad)))
             parameter.to_accumulated_grad_if_needed = self._casting(parameter)
         gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
         inputs_and_outputs = _alternately("reduce_inputs", "shard_gradients")
-        unwatch = watch_gradients(group, lambda parameter: self._add("shard_gradients", parameter.sharded_param.grad))
         gather.allocate = self._watching(gather.allocate, lambda: "staging")
         reduce.allocate = self._watching(reduce.allocate, lambda: next(inputs_and_outputs))
         try:
             yield
         finally:
-            unwatch()
-            del gather.allocate, reduce.allocate  # the methods of their classes again
+            del gather.allocate, reduce.allocate  # restores the methods of their classes
             for handle in handles:
                 handle.remove()
             for parameter in group.fsdp_params:
                 del parameter.to_accumulated_grad_if_needed
-                for output in _gathered_outputs(parameter):
+                for output in parameter.all_gather_outputs:
                     self.bytes["gathered"] -= self._gathered.pop(output.untyped_storage()._cdata, 0)
 
     def _watching(self, allocate: Callable[..., Tensor], kind: Callable[[], str]) -> Callable[..., Tensor]:
@@ -171,7 +165,7 @@ class ShardingMemory:
         return watched
 
     def _casting(self, parameter: Any) -> Callable[[], None]:
-        cast = parameter.to_accumulated_grad_if_needed  # gradients that wait are held in the dtype of the reduction
+        cast = parameter.to_accumulated_grad_if_needed  # casts gradients that wait to the dtype of the reduction
 
         def watched() -> None:
             cast()
@@ -189,11 +183,6 @@ class ShardingMemory:
                 self._watched[key] = (kind, storage.nbytes(), weakref.ref(storage, lambda _: self._forget(key)))
                 self.bytes[kind] += storage.nbytes()
                 self._reduce_inputs += kind == "reduce_inputs"
-                self._note_peak()
-            elif (before := self._watched[key])[0] == "full_gradients" != kind:  # on one rank it becomes the shard's
-                self._watched[key] = (kind, *before[1:])
-                self.bytes[before[0]] -= before[1]
-                self.bytes[kind] += before[1]
                 self._note_peak()
 
     def _forget(self, key: int) -> None:

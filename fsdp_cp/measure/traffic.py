@@ -1,4 +1,4 @@
-"""What a rank sends: calls and bytes of the collectives in a stretch of code, backward included."""
+"""Traffic of a rank: calls and bytes of the collectives in a block of code, including backward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def _nothing(_size: int) -> float:
     return 0.0
 
 
-# Operator of torch.ops.c10d: its kind, the argument that is counted, and how often a rank sends it in a group of so
-# many. Every collective ends in one of these, whatever it is called in Python (torch 2.11 to 2.13: all_gather_single
-# and all_gather_into_tensor in _allgather_base_; functional collectives and those of DTensors too).
+# Operators of torch.ops.c10d: the kind, the index of the counted argument, and how many times a rank sends that
+# argument's bytes in a group of a given size. Every collective ends in one of these operators, including functional
+# collectives and those of DTensors (torch 2.11 to 2.13: all_gather_single and all_gather_into_tensor call
+# _allgather_base_).
 _OPERATORS: dict[str, tuple[str, int, Callable[[int], float]]] = {
     "_allgather_base_": ("all_gather", 1, lambda size: size - 1),
     "allgather_": ("all_gather", 1, lambda size: size - 1),
@@ -52,13 +53,14 @@ _OPERATORS: dict[str, tuple[str, int, Callable[[int], float]]] = {
 class CollectiveCounter(TorchDispatchMode):
     """Collectives that this rank called inside the context, by kind (``"all_gather"``, ``"reduce_scatter"``, ...).
 
-    Bytes are those that a rank of the group sends on average when nothing travels twice (a ring): of a tensor of ``n``
-    bytes in a group of ``W``, all-gather (``n`` put in) ``n (W - 1)``, reduce-scatter, all-to-all, broadcast and reduce
-    ``n (W - 1) / W``, all-reduce twice that, send ``n``. What a backend really writes may be more.
+    Bytes are the average that a rank of the group sends if no byte is sent twice (a ring algorithm). For a tensor of
+    ``n`` bytes in a group of ``W`` ranks, all-gather (of ``n`` input bytes) sends ``n (W - 1)``; reduce-scatter,
+    all-to-all, broadcast and reduce send ``n (W - 1) / W``; all-reduce sends twice that; send sends ``n``. A backend
+    may send more.
 
-    Collectives inside of custom operators are seen, and those of backward (on CUDA too: autograd takes the mode along
-    to its threads). Not seen: object collectives' sizes as such (they are all-gathers and broadcasts of bytes), and
-    what compiled code calls.
+    Collectives inside custom operators and in backward count (on CUDA too: autograd's threads inherit the mode). Object
+    collectives count as the all-gathers and broadcasts of bytes that they call. Collectives in compiled code do not
+    count.
 
     >>> with CollectiveCounter() as sent:
     ...     loss.backward()
@@ -72,10 +74,10 @@ class CollectiveCounter(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
         """Bytes sent, by kind."""
         self.by_group: Counter[tuple[str, str]] = Counter()
-        """Bytes sent, by kind and group: a mesh's by the name of its axis (``group_desc``)."""
+        """Bytes sent, by kind and group (``group_desc``; for a mesh the name of its axis)."""
 
         self.alone: Counter[tuple[str, str]] = Counter()
-        """Calls in groups of one rank, by kind and group: on NCCL each such group costs a communicator."""
+        """Calls in groups of one rank, by kind and group. With NCCL each such group costs a communicator."""
 
     @property
     def total_bytes(self) -> int:
@@ -84,7 +86,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # DTensor's own dispatch comes back with the collectives that it calls
+            return NotImplemented  # DTensor's dispatch calls this again for its collectives
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d":
             self._count(func, args)
@@ -109,5 +111,5 @@ class CollectiveCounter(TorchDispatchMode):
 def _group(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> dist.ProcessGroup:
     position = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
     group = args[position]
-    # A TorchScript object here. ``ProcessGroup.unbox`` is private (torch 2.11 to 2.13).
+    # The operator gets a TorchScript object. ``ProcessGroup.unbox`` is private (torch 2.11 to 2.13).
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)

@@ -1,1 +1,1 @@
-"""Sharding a network by blocks with FSDP2: what it takes, and what a step does with it."""
+"""Block-wise sharding of a network with FSDP2: settings, wrapping, gradient accumulation and initialization."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation over micro-batches, and over several losses of one micro-batch."""
+"""Gradient accumulation over micro-batches and over several losses of one micro-batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp_cp.sharding.one_rank import computes_in_place, is_alone
 from fsdp_cp.sharding.pool import pool_at
-from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.shard import settings_of
 from fsdp_cp.sharding.state import (
     ShardedModule,
@@ -26,27 +24,27 @@ from fsdp_cp.sharding.state import (
 
 @contextmanager
 def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[None]:
-    """Forward and backward of one micro-batch (or of one loss of it) between two optimizer steps.
+    """Run forward and backward of one micro-batch (or of one loss of it) between two optimizer steps.
 
-    When gradients are reduced, and how long parameters stay gathered, is the strategy's (:class:`ShardSettings`):
-    ``optim`` and ``no_shard`` reduce once a step, the others in each backward; replicas (``dp_replicate``) are summed
-    once a step. The masters are cast to the compute dtype by each gather: once a step where parameters stay gathered.
-    After the last micro-batch everything is reduced and resharded. The caller scales each loss by its share of the
-    global batch, since gradients are summed.
+    The strategy decides when gradients are reduced and how long parameters stay gathered (:class:`ShardSettings`):
+    ``optim`` and ``no_shard`` reduce once a step, the others in each backward. Gradients of replicas (``dp_replicate``)
+    are summed once a step. Each gather casts the masters to the compute dtype. After the last micro-batch all gradients
+    are reduced and all parameters resharded. Gradients are summed, so the caller must scale each loss by its share of
+    the global batch.
 
-    After an exception what the step had accumulated is dropped (:func:`discard_step`): the next step starts afresh.
-    Contexts nest: on leaving an inner one the outer one's settings hold again.
+    An exception drops the gradients that the step has accumulated (:func:`discard_step`). Contexts nest: leaving an
+    inner context restores the outer one's settings.
 
     Args:
-        model: the root that :func:`fsdp_cp.shard_module` made; a module around it is looked through.
-        is_first: the first backward since the optimizer's step; gradients must be clear then.
-        is_last: the last backward before the optimizer's step.
+        model: the root that :func:`fsdp_cp.shard_module` made, or a module around it.
+        is_first: whether this is the first backward since the optimizer's step; gradients must be clear then.
+        is_last: whether this is the last backward before the optimizer's step.
 
     Raises:
-        RuntimeError: ``is_first`` with gradients left from before, which would be summed into the step silently; or a
-            unit whose gradients were never reduced, since the last backward did not reach it; or, with replicas, a
-            parameter that only some of the micro-batches use.
-        ValueError: a module without a root of :func:`fsdp_cp.shard_module`, or with several.
+        RuntimeError: ``is_first`` with gradients from an earlier step, which would be added silently; the last backward
+            did not reach a unit, whose gradients were never reduced; or, with replicas, only some of the micro-batches
+            use a parameter.
+        ValueError: ``model`` does not contain exactly one root of :func:`fsdp_cp.shard_module`.
     """
     root = _root(model)
     if is_first and has_gradients(root):
@@ -59,15 +57,11 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
     _apply(root, is_last)
     try:
         yield
+        _refuse_incomplete(root, is_last)
         if is_last:
-            _refuse_unreduced(root)
-            reshard(root)  # units that no backward came to
+            reshard(root)  # units that the backward did not reach
             if (pool := pool_at(root)) is not None:
                 pool.end_step()
-        else:
-            _refuse_partial(root)
-            if is_alone(root) and not _keeps(settings_of(root)):
-                reshard(root)  # as above: units in place stay gathered behind a forward
     except BaseException:
         discard_step(root)
         raise
@@ -77,29 +71,22 @@ def microbatch(model: nn.Module, *, is_first: bool, is_last: bool) -> Iterator[N
 
 
 def _apply(root: ShardedModule, is_last: bool | None) -> None:
-    """What the strategy does in a micro-batch; ``None`` outside of one: a backward there is a whole step."""
+    """Set FSDP2's flags for a micro-batch; ``None`` is outside of one, where a backward is a whole step."""
     settings, last = settings_of(root), is_last is not False
     reduces = last or settings.strategy in ("optim_grads", "optim_grads_params")
-    may_stay = settings.strategy not in ("optim", "optim_grads") and (settings.keep_gathered or is_alone(root))
     root.set_is_last_backward(last)
-    for unit in fsdp_modules(root):  # a recursive setter would walk over all modules, each
+    for unit in fsdp_modules(root):  # not recursive: each setter would walk over all modules
         unit.set_requires_gradient_sync(reduces, recurse=False)
         unit.set_requires_all_reduce(last, recurse=False)  # after the line above, which sets it too
-        unit.set_reshard_after_backward(last or not _keeps(settings), recurse=False)
-        if may_stay:
-            keeps = settings.keep_gathered or computes_in_place(unit)  # at no memory, where it does
-            unit.set_reshard_after_forward(is_last is None or not keeps, recurse=False)
-
-
-def _keeps(settings: ShardSettings) -> bool:
-    """Do parameters stay gathered from a step's first micro-batch to its last?"""
-    return settings.strategy in ("optim", "optim_grads") or settings.keep_gathered
+        unit.set_reshard_after_backward(last or not settings.keeps_gathered, recurse=False)
+        if settings.keep_gathered:
+            unit.set_reshard_after_forward(is_last is None, recurse=False)
 
 
 def discard_step(model: nn.Module) -> None:
-    """Forget an accumulation that will not be finished: gradients, reductions under way, gathered parameters.
+    """Drop an unfinished accumulation: gradients, pending reductions, gathered parameters.
 
-    Every rank must do so, since a collective that one rank left cannot be gone on with.
+    Every rank must call it, since a collective that one rank left cannot be resumed.
     """
     root = _root(model)
     reset_iteration(root)
@@ -109,25 +96,22 @@ def discard_step(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def _refuse_unreduced(root: ShardedModule) -> None:
-    """FSDP2 reduces where a backward passes, and waits for all of it where one began at the root's output."""
-    if not is_finished(root):
+def _refuse_incomplete(root: ShardedModule, is_last: bool) -> None:
+    """Refuse gradients that FSDP2 did not reduce, or would add up wrongly, in the micro-batch that ends."""
+    # FSDP2 reduces the units that a backward passes, and waits for all reductions only if it began at the root's
+    # output.
+    if is_last and not is_finished(root):
         raise RuntimeError(
-            "the last micro-batch had no backward through the network, so earlier gradients were not reduced to the"
-            " end; give is_last=True to the last one that has"
+            "the last micro-batch had no backward through the network, so earlier gradients were not fully reduced;"
+            " give is_last=True to the last one that has a backward"
         )
-    units = unreduced_units(root)
-    if units:
+    if is_last and (units := unreduced_units(root)):
         raise RuntimeError(
             f"the last micro-batch's backward did not reach {', '.join(units)}, so its gradients were not summed over"
             " the replicas; set reduce_unused=true"
         )
-
-
-def _refuse_partial(root: ShardedModule) -> None:
-    """FSDP2 adds up micro-batches before the replicas by position: gradients of other parameters would be mixed up."""
-    units = partly_reduced_units(root)
-    if units:
+    # Before the all-reduce FSDP2 adds micro-batches by position, which would mix gradients of different parameters.
+    if not is_last and (units := partly_reduced_units(root)):
         raise RuntimeError(
             f"a parameter of {', '.join(units)} got no gradient in this micro-batch; accumulation over replicas"
             " needs reduce_unused=true then"
@@ -135,10 +119,9 @@ def _refuse_partial(root: ShardedModule) -> None:
 
 
 def _root(model: nn.Module) -> ShardedModule:
-    # Of a parent that is not sharded itself: the module in it that is.
-    found = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
-    if len(found) != 1:
+    roots = [module for module in fsdp_modules(model) if hasattr(module, "_shard_settings")]
+    if len(roots) != 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(found)} modules sharded by fsdp_cp.shard_module; give the one to train"
+            f"{type(model).__name__} has {len(roots)} modules sharded by fsdp_cp.shard_module; give the one to train"
         )
-    return found[0]
+    return roots[0]

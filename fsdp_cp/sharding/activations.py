@@ -1,15 +1,15 @@
-"""What a unit keeps for backward, and whether it is compiled: wrappers of its ``forward``.
+"""Wrappers of a unit's ``forward``: activation checkpointing, compilation, activation offload.
 
-They wrap ``forward`` alone, so hooks (token splitting, FSDP's all-gather) run once and outside, and parameter names
-stay.
+They wrap only ``forward``, so hooks (token splitting, FSDP's all-gather) run once, outside, and parameter names do not
+change.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -18,22 +18,30 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_cp.duals import inside_dual_level
-from fsdp_cp.host_memory import host_buffer
-from fsdp_cp.sequence_lengths import entered, within
+from fsdp_cp.context.duals import inside_dual_level
+from fsdp_cp.context.sequence_lengths import entered, within
+from fsdp_cp.measure.host_memory import host_buffer
+from fsdp_cp.runtime.torch_versions import compile_options
 from fsdp_cp.sharding.settings import ShardSettings, find_operator
 
 ATTENTION = "fsdp_cp.ring_attention"
 MOST_GRAPHS = 64
-"""Compiled variants of one class of units."""
+"""Maximum number of compiled variants of one class of units."""
 SMALLEST_OFFLOADED = 64 * 1024
-"""Bytes; a smaller storage stays on its device: the copy would cost more time than it saves memory."""
+"""Bytes of the smallest storage that is copied to the host; smaller copies cost more time than they save memory."""
+
+
+def wrap_unit(unit: nn.Module, settings: ShardSettings) -> None:
+    """Wrap the forward of ``unit`` in place: activation checkpointing, compilation, then offload of saved tensors."""
+    apply_checkpointing(unit, settings)
+    apply_compile(unit, settings)
+    apply_activation_offload(unit, settings)
 
 
 def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
-    """``activation_checkpointing`` of ``settings``, in place; before :func:`apply_compile`.
+    """Apply ``activation_checkpointing`` in place, before :func:`apply_compile`.
 
-    The compiler then sees it, and plans by the same policy what one backward graph computes again.
+    The compiler then sees the checkpointing and applies the same policy to its backward graph.
     """
     if settings.activation_checkpointing == "full":
         recompute_in_backward(unit)
@@ -42,36 +50,36 @@ def apply_checkpointing(unit: nn.Module, settings: ShardSettings) -> None:
         recompute_in_backward(unit, _kept(settings), offload=offload)
 
 
-def _kept(settings: ShardSettings) -> tuple[str, ...]:
-    return tuple(settings.keep_operators) or (ATTENTION,)
-
-
-def keeps_attention(settings: ShardSettings) -> bool:
-    """Does recomputation leave attention out, since its output is kept?"""
-    names = {name.replace("::", ".").removesuffix(".default") for name in _kept(settings)}
-    return settings.activation_checkpointing == "selective" and ATTENTION in names
-
-
 def apply_compile(unit: nn.Module, settings: ShardSettings) -> None:
-    """``compile`` of ``settings``, in place."""
+    """Apply ``compile`` in place."""
     if settings.compile:
         compile_forward(unit)
 
 
 def apply_activation_offload(unit: nn.Module, settings: ShardSettings) -> None:
-    """``activation_offload`` of ``settings``, in place; last, since it takes what the others leave to keep."""
+    """Apply ``activation_offload`` in place, last, since it handles the tensors that the other two still save."""
     if settings.activation_offload:
         offload_saved_tensors(unit)
 
 
+def _kept(settings: ShardSettings) -> tuple[str, ...]:
+    return tuple(settings.keep_operators) or (ATTENTION,)
+
+
+def keeps_attention(settings: ShardSettings) -> bool:
+    """Return whether recomputation skips attention because its output is kept."""
+    names = {name.replace("::", ".").removesuffix(".default") for name in _kept(settings)}
+    return settings.activation_checkpointing == "selective" and ATTENTION in names
+
+
 def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offload: bool = False) -> None:
-    """Activation checkpointing of ``module``, in place; the outputs of operators in ``keep`` are not recomputed.
+    """Checkpoint the activations of ``module`` in place; the outputs of operators in ``keep`` are not recomputed.
 
     Args:
-        module: its ``forward`` is wrapped.
+        module: module whose ``forward`` is wrapped.
         keep: operators, e.g. ``"aten.mm"``.
-        offload: keep those outputs in CPU memory. Not for a compiled module: there they are saved tensors, which
-            :func:`offload_saved_tensors` sees.
+        offload: keep those outputs in CPU memory. Not for a compiled module, where they are saved tensors that
+            :func:`offload_saved_tensors` handles.
     """
     options: dict[str, Any] = {}
     if keep:
@@ -82,18 +90,16 @@ def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offl
     def recomputed(*args, **kwargs):
         if not torch.is_grad_enabled():  # torch 2.11's checkpoint loses forward-mode tangents here
             return inner(*args, **kwargs)
-        # All of them positional: of keyword arguments checkpoint keeps a plain reference, which offload cannot see.
+        # Pass all arguments by position: checkpoint keeps plain references to keyword arguments, which offload cannot
+        # see.
         names = tuple(kwargs)
-        # What is computed again in backward has its own forward's token counts. (A compiled graph holds them.)
+        # Recomputation needs the token counts of its own forward. (A compiled graph contains them.)
         lengths = None if torch.compiler.is_compiling() else entered()
 
         def run(*values):
             count = len(values) - len(names)
-            given = dict(zip(names, values[count:], strict=True))
-            if lengths is None:
-                return inner(*values[:count], **given)
-            with within(lengths):
-                return inner(*values[:count], **given)
+            with nullcontext() if lengths is None else within(lengths):
+                return inner(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **options)
 
@@ -102,30 +108,21 @@ def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offl
 
 @cache  # one function for all units, so that they can share a compiled graph
 def _keeping_contexts(operators: frozenset) -> Callable[[], tuple]:
-    def contexts():
-        return create_selective_checkpoint_contexts(list(operators))
-
-    return contexts
+    return partial(create_selective_checkpoint_contexts, list(operators))
 
 
 def compile_forward(module: nn.Module) -> None:
-    """``torch.compile`` the ``forward`` of ``module`` as one graph, in place; a graph break is an error.
+    """Compile the ``forward`` of ``module`` as one graph, in place; a graph break is an error.
 
-    Inside ``forward_ad.dual_level()`` and ``torch.func.jvp`` the module runs uncompiled: compiled graphs lose tangents
-    without a word. Whether there may be one is asked of the level and not of the arguments, since a tangent comes in by
-    what ``forward`` closes over too (a second time that an addition reads).
+    Inside ``forward_ad.dual_level()`` and ``torch.func.jvp`` the module runs uncompiled, since compiled graphs lose
+    tangents silently. The dual level decides, not the arguments, since ``forward`` can close over a tangent.
     """
-    # Units share their graphs, one per shape (until sizes are dynamic) and gradient mode, and networks of one class do
-    # too: torch's limit of 8, after which fullgraph is an error, is soon reached. An argument of torch 2.13.
-    limit: dict[str, Any] = (
-        {"recompile_limit": MOST_GRAPHS} if "recompile_limit" in signature(torch.compile).parameters else {}
-    )
-    # Loops over a transposed sequence, as a patch embedding's, that inductor fuses side by side for a CPU give wrong
-    # gradients without a word (torch 2.13: off by 4 to 9 % behind a modulated norm and a feed-forward, where the
-    # forward is right).
+    # On a CPU inductor fuses loops over a transposed sequence, as in a patch embedding, into wrong gradients without an
+    # error (torch 2.13: off by 4 to 9 % after a modulated norm and a feed-forward; the forward is correct).
     options: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 1}
     uncompiled = module.forward
-    compiled = torch.compile(uncompiled, fullgraph=True, options=options, **limit)
+    # Units and networks of one class share their graphs, one per shape (until sizes are dynamic) and gradient mode.
+    compiled = torch.compile(uncompiled, fullgraph=True, options=options, **compile_options(MOST_GRAPHS))
 
     def forward(*args, **kwargs):
         return (uncompiled if inside_dual_level() else compiled)(*args, **kwargs)
@@ -134,13 +131,12 @@ def compile_forward(module: nn.Module) -> None:
 
 
 def offload_saved_tensors(module: nn.Module) -> None:
-    """Keep what autograd saves during ``module.forward`` in CPU memory until backward needs it, in place.
+    """Keep the tensors that autograd saves during ``module.forward`` in CPU memory until backward, in place.
 
-    Parameters, buffers and views of them stay where they are: gathered weights must be freed by FSDP's resharding, and
-    a copy would only double them. So do storages below :data:`SMALLEST_OFFLOADED`. Copies are made on the current
-    stream, from and to pinned memory where the tensor is on CUDA; a CPU tensor is copied too.
-
-    Forwards without gradients are left alone, those with forward-mode tangents among them.
+    Parameters, buffers and views of them stay on the device: FSDP's resharding frees gathered weights, and a copy would
+    only double them. Storages below :data:`SMALLEST_OFFLOADED` stay too. Copies run on the current stream and use
+    pinned memory for CUDA tensors; CPU tensors are copied too. Forwards without gradients, including those with
+    forward-mode tangents, copy nothing.
     """
     inner = module.forward
 
@@ -155,16 +151,16 @@ def offload_saved_tensors(module: nn.Module) -> None:
 
 
 class _HostMemory:
-    """Copies in CPU memory of what one forward keeps. A storage that it keeps several views of is copied once."""
+    """Copies in CPU memory of the tensors that one forward saves. Views of one storage share a copy."""
 
     def __init__(self, module: nn.Module | None = None):
         owned = [] if module is None else [*module.parameters(), *module.buffers()]
-        # Alive during the whole forward, so that no other storage gets one of these addresses.
+        # These stay alive during the whole forward, so that no other storage gets their addresses.
         self._stay = {x.untyped_storage()._cdata for x in owned if not is_traceable_wrapper_subclass(x)}
         self._copies: dict[tuple[int, ...], tuple[weakref.ref, _HostCopy]] = {}
 
     def pack(self, x: Tensor) -> _Saved:
-        x = x.detach()  # autograd asks for it: a reference to x itself would be a cycle
+        x = x.detach()  # required by autograd: a reference to x itself would be a cycle
         if x.layout != torch.strided or x.device.type == "meta" or is_traceable_wrapper_subclass(x):
             return _Saved(x)
         if x.is_conj() or x.is_neg():
@@ -173,11 +169,11 @@ class _HostMemory:
         if storage.nbytes() < SMALLEST_OFFLOADED or storage._cdata in self._stay:
             return _Saved(x)
         first, last = _bytes_of(x)
-        if 2 * (last - first) >= storage.nbytes():  # neighbours such as q, k and v of one projection share a copy
+        if 2 * (last - first) >= storage.nbytes():  # neighbors such as q, k and v of one projection share a copy
             first, last = 0, storage.nbytes() // x.element_size() * x.element_size()
-        key = (storage._cdata, x._version, first, last)  # the version: saved again after a change in place
+        key = (storage._cdata, x._version, first, last)  # version: x may be saved again after an in-place change
         owner, copy = self._copies.get(key, (lambda: None, None))
-        if copy is None or owner() is not storage:  # it may be gone, and its address another's by now
+        if copy is None or owner() is not storage:  # a freed storage's address may belong to another by now
             copy = _HostCopy(x, first, last)
             self._copies[key] = (weakref.ref(storage), copy)
         copy.users += 1
@@ -185,21 +181,21 @@ class _HostMemory:
 
 
 class _HostCopy:
-    """Bytes ``first`` to ``last`` of the storage of ``x``, in CPU memory."""
+    """Copy in CPU memory of bytes ``first`` to ``last`` of the storage of ``x``."""
 
     def __init__(self, x: Tensor, first: int, last: int):
         self.device, self.users = x.device, 0
         self._on_device: Tensor | None = None
         self._waiting = 0
-        # A view, not set_ of a storage, which FakeTensorMode would keep for ever in its cache of calls.
+        # Use a view. FakeTensorMode would keep the storage of a set_ call in its cache forever.
         source = x.as_strided((last // x.element_size(),), (1,), 0).view(torch.uint8)[first:]
         pinned = x.device.type == "cuda"
         self._bytes = host_buffer(last - first, pinned)
-        # The stream orders it behind the kernel that writes the source, and before the one that may reuse its memory.
+        # The stream orders the copy after the kernel that writes the source and before one that reuses its memory.
         self._bytes.copy_(source, non_blocking=pinned)
 
     def restore(self) -> Tensor:
-        """The bytes on the device again: once for all users, until each has had it."""
+        """Return the bytes on the device, as one copy that all users share and the last one frees."""
         if self._on_device is None:
             self._on_device = torch.empty_like(self._bytes, device=self.device)
             self._on_device.copy_(self._bytes, non_blocking=True)
@@ -212,7 +208,7 @@ class _HostCopy:
 
 
 class _Saved:
-    """A tensor as autograd keeps it: itself, or its place in a copy of its storage."""
+    """A saved tensor: the tensor itself, or its location in a copy of its storage."""
 
     def __init__(self, x: Tensor, copy: _HostCopy | None = None, offset: int = 0):
         self._copy = copy
@@ -223,7 +219,7 @@ class _Saved:
 
     def restore(self) -> Tensor:
         if self._copy is None:
-            # Autograd checks this by itself, but not where there are hooks.
+            # Autograd skips this check for tensors with hooks.
             if self._tensor._version != self._version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in place"
@@ -235,22 +231,22 @@ class _Saved:
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
-    """The bytes of its storage between the first and the last element of ``x``."""
+    """Return the range of bytes of the storage of ``x`` from its first to its last element."""
     if not x.numel():
         return 0, 0
-    offset = int(x.storage_offset())  # no SymInt: hooks get the tensors of a forward that runs
+    offset = int(x.storage_offset())  # never a SymInt: hooks get the tensors of a real forward
     last = offset + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return offset * x.element_size(), (last + 1) * x.element_size()
 
 
 def _offloading_contexts(operators: frozenset) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """As ``create_selective_checkpoint_contexts``, whose own cache knows no CPU memory outside of a compiler."""
+    """Replace ``create_selective_checkpoint_contexts``, whose cache cannot use CPU memory in eager mode."""
     keeping = _Keeping(operators)
     return keeping, _Replaying(keeping)
 
 
 class _Keeping(TorchDispatchMode):
-    """Keep the outputs of ``operators``, in CPU memory."""
+    """Mode that keeps the outputs of ``operators`` in CPU memory."""
 
     def __init__(self, operators: frozenset):
         super().__init__()
@@ -265,7 +261,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Replaying(TorchDispatchMode):
-    """Give the outputs that ``kept`` has, in their order, instead of calling the operators again."""
+    """Mode that returns the outputs of ``kept``, in their order, instead of calling the operators again."""
 
     def __init__(self, kept: _Keeping):
         super().__init__()

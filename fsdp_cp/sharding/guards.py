@@ -1,86 +1,25 @@
-"""What the forward or backward of a sharded network cannot do, said in one sentence where it is tried.
-
-Dtypes that nobody casts, gradient penalties, and a first forward in inference mode.
-
-Nothing here costs a forward more than a few Python calls: dtypes are looked at after an error alone.
-"""
+"""Hooks of a sharded network that refuse gradient penalties on freed weights and allow a first inference forward."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterator, Mapping
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_cp.errors import UserError
-from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
+from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import ShardedModule, never_gathered_units
-
-_DTYPES_DIFFER = re.compile(r"dtype|scalar type|Input type|BFloat16|torch\.(bfloat16|float)", re.IGNORECASE)
-
-
-def explain_dtypes(model: nn.Module, settings: ShardSettings) -> None:
-    """Wrap ``model.forward``: an error of dtypes on inputs that are not of the compute dtype says what to do.
-
-    FSDP2 casts no inputs here (docs/gradients.md, "Precision"), and many networks cast their own, so that inputs of
-    another dtype are no mistake by themselves: only the error that follows is explained.
-    """
-    inner, kind, dtype = model.forward, _kind(model), COMPUTE_DTYPE[settings.precision]
-
-    @wraps(inner)
-    def forward(*args, **kwargs):
-        try:
-            return inner(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError) as error:
-            others = _of_another_dtype(inner, args, kwargs, dtype)
-            if not others or isinstance(error, UserError) or not _DTYPES_DIFFER.search(str(error)):
-                raise
-            found = ", ".join(f"{name} ({str(x.dtype).removeprefix('torch.')})" for name, x in others.items())
-            where = _failing_module(model, error)
-            raise UserError(
-                f"precision={settings.precision!r} computes in {str(dtype).removeprefix('torch.')}, but"
-                f" {kind} got {found}{where}: {str(error).splitlines()[0].rstrip('.')}. Inputs are not"
-                f" cast, since that would round times: pass {next(iter(others))}.to({dtype}), or cast inside the"
-                " network what it computes with"
-            ) from error
-
-    model.forward = forward
-
-
-def _of_another_dtype(forward: Any, args: tuple, kwargs: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The floating-point tensors among the arguments whose dtype is not ``dtype``, by the argument's name."""
-    try:
-        given = inspect.signature(forward).bind(*args, **kwargs).arguments
-    except TypeError:  # arguments that do not fit: that error says so itself
-        return {}
-    tensors = [(name, x) for name, value in given.items() for x in _tensors(value)]
-    return {name: x for name, x in tensors if x.is_floating_point() and x.dtype != dtype}
-
-
-def _failing_module(model: nn.Module, error: BaseException) -> str:
-    """``" in 'blocks.0.qkv' (Linear)"``: the innermost module of ``model`` whose forward raised; "" if unknown."""
-    names = {module: name for name, module in model.named_modules()}
-    found, frame = "", error.__traceback__
-    while frame is not None:
-        module = frame.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and names.get(module):
-            found = f" in {names[module]!r} ({_kind(module)})"
-        frame = frame.tb_next
-    return found
 
 
 def refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
-    """Raise where a backward with ``create_graph=True`` would free the weights that the second backward needs.
+    """Raise if a backward with ``create_graph=True`` would free the weights that the second backward needs.
 
-    Registered before FSDP2's own hooks, so that nothing has been gathered yet when it raises.
+    Call it before FSDP2 registers its hooks, so that the check raises before any gather.
     """
-    kind, keeps = _kind(model), settings.strategy in ("optim", "optim_grads") or settings.keep_gathered
+    kind, keeps = type(model).__name__, settings.keeps_gathered
 
     def check(_grad: Tensor) -> None:
         if not torch.is_grad_enabled():  # in a backward: only with create_graph=True
@@ -108,33 +47,24 @@ def refuse_double_backward(model: nn.Module, settings: ShardSettings) -> None:
     model.register_forward_hook(watch)
 
 
-def _kind(module: nn.Module) -> str:
-    """The name of its class as the user wrote it: ``fully_shard`` makes an ``FSDPTransformer`` of a ``Transformer``."""
-    kind = type(module)
-    return kind.__mro__[2].__name__ if isinstance(module, FSDPModule) else kind.__name__
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in containers as FSDP2 looks through: mappings, lists, tuples, dataclasses."""
+    """Yield every tensor in the containers that FSDP2 looks through: mappings, lists, tuples, dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for x in value.values():
-            yield from _tensors(x)
-    elif isinstance(value, (list, tuple)):
-        for x in value:
-            yield from _tensors(x)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for part in parts:
+        yield from _tensors(part)
 
 
 def allow_inference_mode(model: ShardedModule) -> None:
-    """Let a first forward run under ``torch.inference_mode()`` without spoiling the network for training.
+    """Allow a first forward under ``torch.inference_mode()`` without breaking later training.
 
-    FSDP2 makes the memory of full parameters in the first forward and keeps it: made in inference mode it would be
-    inference tensors for ever, which neither a later gather nor a backward can use. So it is made here, outside of that
-    mode: each unit is gathered and let go of, once. Registered in front of FSDP2's own hooks.
+    FSDP2 creates the tensors of full parameters in the first forward and keeps them. Inference tensors would make later
+    gathers and backwards fail. This hook runs before FSDP2's hooks and creates the tensors outside inference mode: it
+    gathers and frees each unit once.
     """
 
     def make(_module: nn.Module, _args: tuple) -> None:

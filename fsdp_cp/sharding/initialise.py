@@ -1,4 +1,4 @@
-"""First values of a network that was built on the meta device and sharded: drawn from a seed, or sent by rank 0.
+"""Initialization of a network that was built on the meta device and sharded: from a seed, or from rank 0.
 
 No rank holds more than its shards and one module (:func:`initialise`) or one tensor (:func:`broadcast_from_rank0`).
 """
@@ -31,24 +31,24 @@ def initialise(
     special: Callable[[nn.Module, str, Tensor], None] | None = None,
     stream: Callable[[str], str | None] = str,
 ) -> None:
-    """Draw every parameter: the same full values whatever the mesh, the strategy, the rank and the dtypes.
+    """Draw every parameter. The full values do not depend on mesh, strategy, rank or dtypes.
 
-    One module at a time, all of its own parameters are made whole on the CPU in fp32 by its ``reset_parameters``, from
-    a random stream of the module's own, and this rank's part is copied into the shard; nothing is communicated. torch's
-    global generators are left as they were, and what they were seeded with does not matter. Every rank draws all values
-    (12 s for 1e9 parameters, 4 ranks on 2 cores).
+    For one module after the other, ``reset_parameters`` draws the module's own parameters whole, in fp32 on the CPU,
+    from the module's random stream. Each rank copies its part into the shard without communication. torch's global
+    generators keep their state, which does not affect the values. Every rank draws all values (12 s for 1e9 parameters,
+    4 ranks on 2 cores).
 
     Args:
-        model: with memory (after :func:`fsdp_cp.materialise`), sharded or not. Buffers stay as they are.
-        seed: with the module's name, the key of its stream.
+        model: model with memory (after :func:`fsdp_cp.materialise`), sharded or not. Buffers do not change.
+        seed: seed of all streams; a stream's key is the seed and the module's name.
         special: ``special(module, name, tensor)`` fills ``tensor``, the full value of ``module``'s own parameter
-            ``name``, where ``reset_parameters`` does not do what it should; otherwise it leaves it alone.
-        stream: a module's name to that of its stream: its own by default; ``None`` leaves the module's parameters as
-            they are.
+            ``name``, if ``reset_parameters`` does not suffice; otherwise it leaves ``tensor`` unchanged.
+        stream: function from a module's name to its stream's name, by default the same; for ``None`` the module's
+            parameters do not change.
 
     Raises:
-        ValueError: a parameter that nobody initialises, is on the meta device, or belongs to a module whose
-            ``reset_parameters`` needs another module's.
+        ValueError: nothing initializes a parameter, a parameter is on the meta device, or ``reset_parameters`` needs
+            another module's parameters.
     """
     reshard(model)  # a gathered parameter is a copy, which the next gather overwrites
     done: set[nn.Parameter] = set()
@@ -70,11 +70,11 @@ def initialise(
 def _full_values(
     module: nn.Module, prefix: str, special: Callable[[nn.Module, str, Tensor], None] | None
 ) -> dict[str, Tensor]:
-    """New values of the module's own parameters, by their names in it."""
-    # Not copy.copy: FSDP2's classes answer it by building the module anew.
+    """Return new values of the module's own parameters, by their names in it."""
+    # Do not use copy.copy: FSDP2's classes would construct the module again.
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))
-    # NaN shows afterwards what nobody filled. Without its children the copy cannot reach beyond its own parameters.
+    # NaN marks parameters that stay unfilled. Without children the copy cannot change other modules' parameters.
     vars(copied)["_modules"] = {}
     vars(copied)["_buffers"] = {key: None if x is None else x.clone() for key, x in module._buffers.items()}
     vars(copied)["_parameters"] = {
@@ -93,7 +93,7 @@ def _full_values(
     for key, full in values.items():
         if special is not None:
             special(module, key, full)
-        if full.sum().isnan():  # of the sum: a mask of the elements would take a quarter of the memory again
+        if full.sum().isnan():  # of the sum: an elementwise mask would need a quarter more memory
             raise ValueError(
                 f"{prefix}{key} is initialised by nobody: {type(module).__name__} has no reset_parameters that fills"
                 " it; fill it in `special`"
@@ -111,28 +111,28 @@ def copy_own_part(parameter: Tensor, full: Tensor, name: str) -> None:
     """Copy this rank's part of ``full`` into the ``parameter`` of that shape, a DTensor or a plain tensor.
 
     Raises:
-        ValueError: a parameter on the meta device; ``name`` says which.
+        ValueError: ``parameter``, called ``name``, is on the meta device.
     """
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device; call materialise before initialise")
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    # What torch.distributed.checkpoint asks a DTensor for: which part of the whole this rank holds.
+    # Find the part that this rank holds, by the method that torch.distributed.checkpoint calls.
     (chunk,) = parameter.__create_chunk_list__()
     own = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     parameter.to_local().copy_(full[own])
 
 
 def broadcast_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load rank 0's full state dict into the shards of every rank, one tensor at a time. Called by all ranks.
+    """Load rank 0's full state dict into the shards of every rank, tensor by tensor. All ranks must call it.
 
     Args:
-        model: sharded, with memory (after :func:`fsdp_cp.materialise`).
-        state_dict: on rank 0 full tensors by name, on any device; it is not looked at on the others.
+        model: sharded model with memory (after :func:`fsdp_cp.materialise`).
+        state_dict: on rank 0 full tensors by name, on any device; ignored on other ranks.
 
     Raises:
-        ValueError: a tensor that is missing, unexpected or of another shape; on all ranks.
+        ValueError: on all ranks, if a tensor is missing, unexpected or has another shape.
     """
     reshard(model)
     given = all_gather_objects({n: tuple(x.shape) for n, x in state_dict.items()} if rank() == 0 else None)[0]
@@ -148,5 +148,5 @@ def broadcast_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"the state dict of rank 0 {problems[0]}{more}")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # A new dict: torch puts its own tensors into the one it is given.
+    # Pass a new dict: torch modifies its argument.
     set_model_state_dict(model, dict(state_dict) if rank() == 0 else {}, options=options)

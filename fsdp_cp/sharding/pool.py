@@ -1,9 +1,9 @@
-"""One piece of memory for the staging buffers of all sharded networks of a mesh (``communication_buffers=pooled``).
+"""Shared memory for the staging buffers of all sharded networks on a mesh (``communication_buffers=pooled``).
 
-As the traced allocator of Megatron-FSDP: what buffers are asked for, and which of them are alive at once, is noted in
-the first steps; then each has a place in one piece of memory, the same in every later step. The plan is over the union
-of all steps, and by buffer rather than by position in a step: which role trains, and how many forwards a rollout has,
-differ from step to step, but the units next to each other do not.
+The pool works like the traced allocator of Megatron-FSDP. The first steps record the requested buffers and the pairs
+that are alive at once. Then each buffer gets a fixed place in one block of memory. The plan covers the union of all
+steps, and is made per buffer rather than per position in a step: the trained role and the number of forwards in a
+rollout differ between steps, but neighboring units do not.
 """
 
 from __future__ import annotations
@@ -14,85 +14,93 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp_cp.mesh import Mesh
-from fsdp_cp.sharding.offsets import place
 
 log = logging.getLogger(__name__)
 
 POOL = "_buffer_pool"
-"""Attribute of a root whose units share one, and of the mesh on which they do."""
+"""Attribute that holds the pool, on a root whose units use it and on the mesh."""
+ALIGNMENT = 512
+"""Alignment in bytes, as in torch's CUDA allocator; NCCL and vectorized copies need at least 16."""
 LET_GO = 0.01
-"""Seconds, on the CPU, before two buffers are noted as alive at once: gloo's threads hold one a little longer than
-FSDP2 does, and it would seem to be needed for longer than it is."""
+"""Seconds to wait on the CPU before recording two buffers as alive at once: gloo's threads hold a buffer slightly
+longer than FSDP2 does."""
 PATIENCE = 1.0
-"""Seconds that a planned buffer waits for such a thread, on the CPU."""
+"""Maximum seconds that a planned buffer waits for gloo's threads on the CPU."""
 
 
 class Buffer:
-    """What one unit asks for, again and again, for one purpose and in one size.
+    """Memory that one unit requests repeatedly, for one purpose and in one size.
 
-    Where two of a kind are alive at once (a unit's gradients of two micro-batches) they are two buffers.
+    Two requests that are alive at once (a unit's gradients of two micro-batches) are two buffers.
     """
 
     def __init__(self, name: str, size: int, device: torch.device) -> None:
         self.name, self.size, self.device = name, size, device
         self.conflicts: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        """Those that were ever alive together with this one."""
+        """Buffers that were alive at the same time as this one in any step."""
         self.offset: int | None = None
-        """In the pool's memory; ``None`` until it has been planned."""
+        """Offset in the pool's memory; ``None`` before it is planned."""
         self.neighbours: weakref.WeakSet[Buffer] = weakref.WeakSet()
-        """Those whose memory overlaps with its own, itself among them."""
+        """Buffers whose memory overlaps with this one's, including itself."""
         self.storage: weakref.ref[Any] | None = None
         self.stream: Any = None
-        """The stream in which it was asked for last, on CUDA."""
+        """CUDA stream of the latest request."""
         self.let_go: Any = None
-        """An event of that stream, recorded where the buffer was let go of last."""
+        """Event on that stream, recorded when the buffer was last freed."""
+
+    def overlaps(self, other: Buffer) -> bool:
+        """Return whether the two planned places overlap."""
+        assert self.offset is not None and other.offset is not None, "planned"
+        return self.offset < other.offset + other.size and other.offset < self.offset + self.size
 
 
 class BufferPool:
-    """Hands out memory that FSDP2 may keep for as long as it likes: it is free when no view of it is alive any more.
+    """Allocator in which a buffer is free when no view of it is alive, so that FSDP2 can hold buffers for any time.
 
-    Each buffer is a storage of its own over the pool's memory (by DLPack), which Python watches: whoever holds a view,
-    in C++ and in gloo's threads too, keeps it. What would overlap a living buffer, and what was not foreseen, gets
-    memory of its own, and all is planned anew at the end of the step (:meth:`end_step`).
+    Each buffer is a separate storage over the pool's memory (by DLPack). Python reports the storage's end even if C++
+    or a gloo thread held the last view. A buffer that is not planned, or would overlap a living one, gets separate
+    memory, and the end of the step plans again (:meth:`end_step`).
 
-    Streams: FSDP2 lets go of a buffer where the stream in which it asked for it waits for all others that use it, as
-    torch's own allocator needs it. That moment is recorded, and another stream that gets a part of the same memory
-    waits for it.
+    Streams: like torch's allocator the pool relies on FSDP2 to drop a buffer only after the requesting stream waits for
+    all other streams that use it. The pool records an event at that moment, and another stream that gets overlapping
+    memory waits for the event.
     """
 
     def __init__(self) -> None:
         self.requests = 0
-        """Buffers handed out so far."""
+        """Number of buffers handed out so far."""
         self.allocations = 0
-        """Those of them that had memory of their own."""
+        """Number of buffers with separate memory."""
         self.plans = 0
-        """How often the memory was planned."""
+        """Number of plans made."""
         self.most_alive = 0
-        """Most bytes alive at once where one of them was not planned yet: no plan holds less."""
+        """Maximum bytes alive at once while one buffer was not planned; no plan can be smaller."""
         self.broken_off = 0
-        """Steps that ended in an exception."""
+        """Number of steps that ended in an exception."""
         self.put_off = False
-        """Note what is asked for, and do not plan yet where a step ends."""
+        """Whether the end of a step defers planning."""
         self._memory: Tensor | None = None
         self._known: list[weakref.ref[Buffer]] = []
         self._alive: dict[int, Buffer] = {}
         self._unforeseen: str | None = None
-        """The first buffer since the last plan that was not in it."""
+        """Name of the first unplanned buffer since the last plan."""
         self._patient = False
-        """Are there threads of gloo to wait for?"""
-        self._lock = (
-            threading.RLock()
-        )  # not taken where a buffer is let go of: gloo's thread would wait for a waiting one
+        """Whether gloo's threads may hold buffers."""
+        # Freeing a buffer must not take this lock: gloo's thread and a thread that waits for it would deadlock.
+        self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +109,11 @@ class BufferPool:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """All that networks which are alive have asked for, in the order of their first use."""
-        return [buffer for each in self._known if (buffer := each()) is not None]
+        """All buffers that living networks have requested, in the order of first use."""
+        return [buffer for known in self._known if (buffer := known()) is not None]
 
     def owns(self, tensor: Tensor) -> bool:
-        """Is ``tensor`` a part of the pool's memory?"""
+        """Return whether ``tensor`` is a part of the pool's memory."""
         memory = self._memory
         if memory is None:
             return False
@@ -116,12 +124,12 @@ class BufferPool:
     def allocate(
         self, kind: list[Buffer], name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Memory for one buffer, as ``torch.empty``.
+        """Return memory for one buffer, as ``torch.empty`` does.
 
         Args:
-            kind: all buffers of this unit, purpose and size; it grows where more are alive at once than before.
-            name: of the purpose and the unit, for the log.
-            shape, dtype, device: of ``torch.empty``.
+            kind: all buffers of this unit, purpose and size; it grows if more are alive at once than before.
+            name: name of the purpose and the unit, for the log.
+            shape, dtype, device: as for ``torch.empty``.
         """
         size = math.prod(shape) * dtype.itemsize
         if not size:
@@ -132,7 +140,7 @@ class BufferPool:
             if buffer is not None:
                 assert self._memory is not None and buffer.offset is not None
                 view = self._memory[buffer.offset : buffer.offset + size].view(dtype).view(*shape)
-                if isinstance(view, FakeTensor):  # it has no address; nobody writes to it, so nobody needs to watch it
+                if isinstance(view, FakeTensor):  # no address and no data, so nothing to watch
                     return view
                 tensor = from_dlpack(to_dlpack(view))
             else:
@@ -142,16 +150,16 @@ class BufferPool:
                 self._patient = device.type == "cpu" and not isinstance(tensor, FakeTensor)
                 if self._patient and all(map(self._is_alive, kind)):
                     time.sleep(LET_GO)
-                buffer = next((each for each in kind if not self._is_alive(each)), None)
+                buffer = next((known for known in kind if not self._is_alive(known)), None)
                 if buffer is None:
                     buffer = Buffer(name, size, device)
                     kind.append(buffer)
                     self._known.append(weakref.ref(buffer))
-            self._note(buffer, tensor)
+            self._watch(buffer, tensor)
         return tensor
 
     def _planned(self, kind: list[Buffer]) -> Buffer | None:
-        """One of ``kind`` with a place where nothing is alive; on the CPU after waiting for gloo, if need be."""
+        """Return a buffer of ``kind`` whose place is free, or ``None``; on the CPU wait for gloo if needed."""
         planned = [buffer for buffer in kind if buffer.offset is not None]
         deadline = time.monotonic() + PATIENCE
         while planned:
@@ -159,7 +167,7 @@ class BufferPool:
             for buffer, others in zip(planned, in_the_way, strict=True):
                 if not others:
                     return buffer
-            # What is known to be alive at once, and has not been planned so yet, is not worth waiting for.
+            # Do not wait for a recorded conflict that the plan does not include yet.
             known = any(other in b.conflicts for b, others in zip(planned, in_the_way, strict=True) for other in others)
             if not self._patient or known or len(planned) < len(kind) or time.monotonic() > deadline:
                 return None
@@ -169,8 +177,8 @@ class BufferPool:
     def _is_alive(self, buffer: Buffer) -> bool:
         return id(buffer) in self._alive
 
-    def _note(self, buffer: Buffer, tensor: Tensor) -> None:
-        """``buffer`` is alive from here until the storage of ``tensor`` has gone."""
+    def _watch(self, buffer: Buffer, tensor: Tensor) -> None:
+        """Count ``buffer`` as alive until the storage of ``tensor`` is gone."""
         if self._patient and any(other not in buffer.conflicts for other in list(self._alive.values())):
             time.sleep(LET_GO)
         alive = list(self._alive.values())
@@ -187,7 +195,7 @@ class BufferPool:
             buffer.stream = stream
         self._alive[id(buffer)] = buffer
 
-        def gone(_: object) -> None:  # in whichever thread let go of it last
+        def gone(_: object) -> None:  # runs in the thread that held it last
             if sys.is_finalizing():
                 return
             if buffer.stream is not None:
@@ -198,42 +206,41 @@ class BufferPool:
         buffer.storage = weakref.ref(tensor.untyped_storage(), gone)
 
     def end_step(self) -> None:
-        """Plan anew, if something was asked for in this step that the plan does not have."""
+        """Plan again if this step requested a buffer that is not in the plan."""
         if self._unforeseen is None or self.put_off:
             return
         with self._lock:
-            name = self._unforeseen
-            self._known = [each for each in self._known if each() is not None]
+            self._known = [known for known in self._known if known() is not None]
             buffers = self.buffers
             position = {id(buffer): i for i, buffer in enumerate(buffers)}
             conflicts = [{position[id(o)] for o in b.conflicts if id(o) in position} for b in buffers]
             offsets, total = place([buffer.size for buffer in buffers], conflicts)
-            again = self._memory is not None
-            for buffer in buffers:  # without memory for the new plan there is none, and the next step asks for one
+            for buffer in buffers:  # if allocating the new memory fails, the next step plans again
                 buffer.offset = None
             self._renew(total, buffers[0].device)
-            self._unforeseen = None
             for buffer, offset in zip(buffers, offsets, strict=True):
                 buffer.offset = offset
             for buffer in buffers:
-                buffer.neighbours = weakref.WeakSet(other for other in buffers if _overlap(buffer, other))
+                buffer.neighbours = weakref.WeakSet(filter(buffer.overlaps, buffers))
+            name, self._unforeseen = self._unforeseen, None
             self.plans += 1
         if not isinstance(self._memory, FakeTensor) and not (dist.is_initialized() and dist.get_rank()):
             log.info(
-                "communication_buffers=pooled: %s%d buffers of collectives, %.1f MiB in all, share %.1f MiB; at most"
-                " %.1f MiB of them were alive at once",
-                f"{name} was not foreseen, planned anew: " if again else "",
+                "communication_buffers=pooled: %d buffers of collectives, %.1f MiB in all, share %.1f MiB; at most"
+                " %.1f MiB of them were alive at once (plan %d, made for %s)",
                 len(buffers),
                 sum(buffer.size for buffer in buffers) / 2**20,
                 total / 2**20,
                 self.most_alive / 2**20,
+                self.plans,
+                name,
             )
 
     def _renew(self, total: int, device: torch.device) -> None:
-        """Other memory, of ``total`` bytes; what is still alive over the one before keeps that."""
+        """Replace the memory by ``total`` bytes. Living buffers keep the old memory alive."""
         if device.type == "cuda":
-            # Other streams may still use the memory that goes. And torch's allocator has kept what the first steps'
-            # buffers had for the streams that asked for them, where the new memory cannot come from.
+            # Other streams may still use the old memory. Also, torch's allocator reserves the memory of the first
+            # steps' buffers for their streams, so that it cannot reuse it for the new block.
             torch.cuda.synchronize(device)
             self._memory = None
             torch.cuda.empty_cache()
@@ -242,7 +249,7 @@ class BufferPool:
             self._memory = torch.empty(total, dtype=torch.uint8, device=device)
 
     def break_off(self) -> None:
-        """A step ended in an exception: FSDP2 may have let go of buffers that another stream still uses."""
+        """End a step after an exception: FSDP2 may have dropped buffers that another stream still uses."""
         self.broken_off += 1
         if self._memory is not None and self._memory.device.type == "cuda":
             torch.cuda.synchronize(self._memory.device)
@@ -252,16 +259,127 @@ def _stream_now(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _overlap(one: Buffer, other: Buffer) -> bool:
-    assert one.offset is not None and other.offset is not None, "planned"
-    return one.offset < other.offset + other.size and other.offset < one.offset + one.size
-
-
 def pool_of(mesh: Mesh) -> BufferPool:
-    """The pool of all networks on ``mesh``; it is gone when they and the mesh are."""
+    """Return the pool of all networks on ``mesh``; it lives as long as they and the mesh."""
     return vars(mesh).setdefault(POOL, BufferPool())
 
 
 def pool_at(root: nn.Module) -> BufferPool | None:
-    """The pool that the units of ``root`` take the buffers of their collectives from, if they do."""
+    """Return the pool that the units of ``root`` use, if any."""
     return vars(root).get(POOL)
+
+
+def pool_buffers(root: nn.Module, pool: BufferPool, ranks: int) -> None:
+    """Let every unit of ``root`` take the buffers of its collectives from ``pool``.
+
+    The pool serves outputs of all-gathers, which contain the inputs, and inputs of reduce-scatters. Outputs of
+    reduce-scatters come from torch: FSDP2 (torch 2.11 to 2.13) uses views of them as sharded gradients, so the next
+    step's reduction would overwrite a gradient in use.
+
+    ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public. torch's default collectives,
+    which run here too, are private classes of ``_fsdp_collectives``. Each unit has its own objects, which identify the
+    unit of a request.
+
+    Args:
+        root: sharded network.
+        pool: pool, which other networks can share.
+        ranks: number of ranks that hold one copy of the parameters; at least 2, since one rank has no collectives.
+    """
+    assert ranks > 1, "no collective to serve"
+    for name, unit in root.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_all_gather(_AllGather(pool, name or "the root"))
+            unit.set_custom_reduce_scatter(_ReduceScatter(pool, name or "the root", ranks))
+    vars(root)[POOL] = pool
+
+
+def _in_backward() -> bool:
+    """Return whether a backward runs, by the private call that FSDP2 uses (torch 2.11 to 2.13). Only a buffer's place
+    depends on it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, pool: BufferPool, unit: str) -> None:
+        super().__init__()
+        self._pool, self._name = pool, f"the all-gather of {unit}"
+        self._kinds: defaultdict[tuple[int, bool], list[Buffer]] = defaultdict(list)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Use separate buffers in forward and backward, since different units and gradients are alive then. One place
+        # for both would enlarge the pool by a unit.
+        kind = self._kinds[math.prod(size) * dtype.itemsize, _in_backward()]
+        return self._pool.allocate(kind, self._name, size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    def __init__(self, pool: BufferPool, unit: str, ranks: int) -> None:
+        super().__init__()
+        self._pool, self._name, self._ranks = pool, f"the reduce-scatter of {unit}", ranks
+        self._kinds: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._input: tuple[int, int] | None = None
+        """Elements of the latest input and the pool's ``broken_off`` at that time, until its output is requested."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate the input, which FSDP2 requests first, from the pool, and the output from torch.
+
+        A step that fails between the two requests leaves an input without an output.
+        """
+        (count,) = size
+        expected, self._input = self._input, None
+        if expected == (count * self._ranks, self._pool.broken_off):
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._input = (count, self._pool.broken_off)
+        return self._pool.allocate(self._kinds[count * dtype.itemsize], self._name, size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        if self._pool.owns(output_tensor):
+            raise RuntimeError(f"{self._name}: torch {torch.__version__} asks for its output in another order")
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def place(sizes: Sequence[int], conflicts: Sequence[Set[int]]) -> tuple[list[int], int]:
+    """Return offsets of buffers in one block of memory, and its size in bytes.
+
+    The result is the best of several greedy orders. In each, a buffer gets the tightest or the lowest gap between the
+    placed buffers that conflict with it. The optimum is NP-hard (Chlebikova and Chlebik 2010). If lifetimes form a
+    chain, as for units gathered in sequence, largest first is close to it.
+
+    Args:
+        sizes: bytes of each buffer, in the order of first use.
+        conflicts: for each buffer the positions of those that it must not overlap; symmetric.
+
+    Returns:
+        Offsets, multiples of :data:`ALIGNMENT`, and the end of the last buffer.
+    """
+    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    with_conflicts = [size + sum(padded[other] for other in conflicts[i]) for i, size in enumerate(padded)]
+    orders: list[Callable[[int], tuple[int, ...]]] = [
+        lambda i: (-padded[i], i),
+        lambda i: (-with_conflicts[i], -padded[i], i),
+        lambda i: (i,),
+    ]
+    plans = []
+    for order in orders:
+        chosen = sorted(range(len(padded)), key=order)
+        for tightest in (True, False):
+            offsets = _greedy(chosen, padded, conflicts, tightest)
+            plans.append((offsets, max((o + s for o, s in zip(offsets, padded, strict=True)), default=0)))
+    return min(plans, key=lambda plan: plan[1])
+
+
+def _greedy(order: Sequence[int], sizes: Sequence[int], conflicts: Sequence[Set[int]], tightest: bool) -> list[int]:
+    offsets: dict[int, int] = {}
+    for i in order:
+        end, best, least = 0, None, None
+        for start, stop in sorted((offsets[j], offsets[j] + sizes[j]) for j in conflicts[i] if j in offsets):
+            gap = start - end
+            if gap >= sizes[i] and (least is None or gap < least):
+                best, least = end, gap
+                if not tightest:
+                    break
+            end = max(end, stop)
+        offsets[i] = end if best is None else best
+    return [offsets[i] for i in range(len(sizes))]

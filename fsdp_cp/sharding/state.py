@@ -1,7 +1,7 @@
-"""Everything that reads or mends FSDP2's private state, in one place (torch 2.11 to 2.13).
+"""All access to FSDP2's private state, in one place (torch 2.11 to 2.13).
 
-The public interface has no answer to these: what is gathered now, which gradients wait for a reduction, in which order
-the units ran, how large their shards are. Tests hold each function against the behaviour it relies on.
+The public interface does not expose gathered units, unreduced gradients, execution order or shard sizes. Tests check
+each function against the behavior that it relies on.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_cp.runtime.torch_versions import param_groups, reset_iter_state
 from fsdp_cp.sharding.pool import pool_at
 
 if TYPE_CHECKING:
     from fsdp_cp.sharding.settings import ShardSettings
 
     class ShardedModule(FSDPModule, nn.Module):
-        """What ``fully_shard`` makes of a module; for torch's type hints an ``FSDPModule`` is no module."""
+        """Type of a module after ``fully_shard``; torch's ``FSDPModule`` is not a module in type hints."""
 
         _shard_settings: ShardSettings
-        """Of a root; see :func:`fsdp_cp.sharding.shard.settings_of`."""
+        """Settings of a root; see :func:`fsdp_cp.sharding.shard.settings_of`."""
 else:
     ShardedModule = FSDPModule
 
 _FROZEN_HERE = "_frozen_by_set_trainable"
-"""Attribute of a parameter; :func:`fsdp_cp.materialise` carries it over, as all attributes of parameters."""
-
-
+"""Attribute of parameters frozen by :func:`set_trainable`; :func:`fsdp_cp.materialise` keeps it."""
 _UNITS = "_shard_units"
-"""Attribute of a root that :func:`fsdp_cp.shard_module` made."""
+"""Attribute of a root of :func:`fsdp_cp.shard_module`, with the list of its units."""
 
 
 def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
-    """Every FSDP unit of ``model``, the root first."""
+    """Return every FSDP unit of ``model``, the root first."""
     known = vars(model).get(_UNITS)
     if known is not None:
         return list(known)
@@ -43,45 +42,39 @@ def fsdp_modules(model: nn.Module) -> list[ShardedModule]:
 
 
 def remember_units(root: ShardedModule) -> None:
-    """What :func:`fsdp_modules` says of ``root`` is settled: a step asks a dozen times, and of 40 blocks the walk over
-    all modules takes milliseconds of the host."""
+    """Cache the result of :func:`fsdp_modules` for ``root``: a step needs it a dozen times, and the walk takes ms."""
     root.__dict__[_UNITS] = fsdp_modules(root)
 
 
-def param_groups(module: FSDPModule) -> list[Any]:
-    """The ``FSDPParamGroup`` of one unit, in a list; empty for a unit without parameters of its own.
-
-    ``FSDPState._fsdp_param_groups`` in torch 2.13, ``_fsdp_param_group`` before.
-    """
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+def _groups(model: nn.Module) -> Iterator[tuple[ShardedModule, Any]]:
+    """Yield each unit with its ``FSDPParamGroup``."""
+    for module in fsdp_modules(model):
+        for group in param_groups(module):
+            yield module, group
 
 
-def is_gathered(module: FSDPModule) -> bool:
-    """Are the full parameters of this unit alive, or on their way?"""
-    return any(not group.is_sharded or group._all_gather_result is not None for group in param_groups(module))
+def fsdp_params(model: nn.Module) -> Iterator[Any]:
+    """Yield the ``FSDPParam`` of every parameter of ``model``."""
+    for _, group in _groups(model):
+        yield from group.fsdp_params
 
 
 def gathered_units(model: nn.Module) -> list[ShardedModule]:
-    """The units of ``model`` whose full parameters are alive, or on their way."""
-    return [module for module in fsdp_modules(model) if is_gathered(module)]
+    """Return the units of ``model`` whose full parameters are gathered or being gathered."""
+    gathered = [m for m, group in _groups(model) if not group.is_sharded or group._all_gather_result is not None]
+    return list(dict.fromkeys(gathered))
 
 
 def never_gathered_units(model: nn.Module) -> list[ShardedModule]:
-    """The units whose full parameters have not had any memory yet."""
-    return [
-        module
-        for module in fsdp_modules(model)
-        if any(not hasattr(p, "_unsharded_param") for group in param_groups(module) for p in group.fsdp_params)
-    ]
+    """Return the units whose full parameters were never allocated."""
+    fresh = [m for m, group in _groups(model) if any(not hasattr(p, "_unsharded_param") for p in group.fsdp_params)]
+    return list(dict.fromkeys(fresh))
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of every gathered parameter of ``model``; its shards are what counts from here on.
+    """Free every gathered parameter of ``model``.
 
-    A gather that was begun and not waited for is dropped too: its weights would be those from before the next update.
+    A pending gather is dropped too: its weights would miss the next update.
     """
     for module in gathered_units(model):
         for group in param_groups(module):
@@ -91,111 +84,84 @@ def reshard(model: nn.Module) -> None:
 
 
 def clear_unsynced_gradients(model: nn.Module) -> None:
-    """Drop gradients that no reduction has taken yet; neither ``zero_grad`` nor ``reset_iter_state`` does."""
-    for module in fsdp_modules(model):
-        for group in param_groups(module):
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    """Drop unreduced gradients, which ``zero_grad`` and ``reset_iter_state`` keep."""
+    for _, group in _groups(model):
+        group._partial_reduce_output = None
+    for parameter in fsdp_params(model):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def _has_unreduced_gradient(parameter: Any) -> bool:
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Is there a gradient of any parameter: on its shard, or one that no reduction has taken yet?"""
-    for module in fsdp_modules(model):
-        for group in param_groups(module):
-            if group._partial_reduce_output is not None:
-                return True
-            for parameter in group.fsdp_params:
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                waiting = parameter.unsharded_accumulated_grad is not None
-                if waiting or parameter.sharded_param.grad is not None:
-                    return True
-                if unsharded is not None and unsharded.grad is not None:
-                    return True
-    return False
+    """Return whether any parameter has a gradient, on its shard or not yet reduced."""
+    return any(group._partial_reduce_output is not None for _, group in _groups(model)) or any(
+        p.sharded_param.grad is not None or _has_unreduced_gradient(p) for p in fsdp_params(model)
+    )
 
 
 def unreduced_units(model: nn.Module) -> list[str]:
-    """Names of the units that hold a sum over their shards which the replicas have not been added to."""
-    units = [
-        module
-        for module in fsdp_modules(model)
-        if any(group._partial_reduce_output is not None for group in param_groups(module))
-    ]
-    return _names(model, units)
+    """Return the names of the units whose gradients were reduced over shards but not over replicas."""
+    return _names(model, [module for module, group in _groups(model) if group._partial_reduce_output is not None])
 
 
 def partly_reduced_units(model: nn.Module) -> list[str]:
-    """Names of the units whose sum over their shards lacks one of their trainable parameters."""
-    found = []
-    for module in fsdp_modules(model):
-        for group in param_groups(module):
-            if group._partial_reduce_output is not None:
-                trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-                whole = sum(p.padded_sharded_param_size.numel() for p in trained)
-                if group._partial_reduce_output.numel() < whole:
-                    found.append(module)
-    return _names(model, found)
+    """Return the names of the units whose gradients reduced over shards lack a trainable parameter."""
+    partly = []
+    for module, group in _groups(model):
+        if group._partial_reduce_output is not None:
+            trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            whole = sum(p.padded_sharded_param_size.numel() for p in trained)
+            if group._partial_reduce_output.numel() < whole:
+                partly.append(module)
+    return _names(model, partly)
 
 
 def _names(model: nn.Module, units: list[ShardedModule]) -> list[str]:
-    """Of ``units``, in the order of the modules."""
+    """Return the names of ``units``, in the order of the modules."""
     if not units:
         return []
     return [name or "the root" for name, module in model.named_modules() if module in units]
 
 
 def is_finished(root: ShardedModule) -> bool:
-    """Has FSDP2 closed the last backward: waited for every reduction, and reduced what was accumulated?"""
+    """Return whether FSDP2 completed the last backward: it waited for all reductions and reduced accumulated
+    gradients."""
     pending = getattr(root._get_fsdp_state()._comm_ctx, "_last_post_reduce_events", {})
-    if pending:
-        return False
-    for module in fsdp_modules(root):
-        for group in param_groups(module):
-            for parameter in group.fsdp_params:
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                if parameter.unsharded_accumulated_grad is not None:
-                    return False
-                if unsharded is not None and unsharded.grad is not None:
-                    return False
-    return True
+    return not pending and not any(map(_has_unreduced_gradient, fsdp_params(root)))
 
 
 def gather_in_compute_stream(model: FSDPModule) -> None:
-    """Allocate, copy in and copy out in the stream of compute; only the communication runs beside it.
+    """Let gathers allocate, copy in and copy out in the compute stream; only their communication overlaps.
 
-    ``FSDPModule._set_unshard_async_op`` (private, recursive). With streams of its own FSDP2 keeps a unit's staging
-    buffer until the next one's has been copied out.
+    It calls ``FSDPModule._set_unshard_async_op`` (private, recursive). With separate streams FSDP2 keeps a unit's
+    staging buffer until the next unit's buffer is copied out.
     """
     model._set_unshard_async_op(True)
 
 
-def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[tuple[Any, Any]], int]:
-    """(``FSDPParam``, layer) of the ``weight`` of each of ``layers`` of which every rank holds an equal part.
+def evenly_sharded_weights(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
+    """Return (``FSDPParam``, layer) for the ``weight`` of each of ``layers`` that divides evenly over the ranks.
 
-    Returns:
-        Those, and how many there are of the others. FSDP2 pads an uneven part, but not one that gathers itself.
+    FSDP2 does not pad uneven weights that gather themselves.
     """
     wanted = {id(layer) for layer in layers}
-    found = [
-        parameter
-        for module in fsdp_modules(model)
-        for group in param_groups(module)
-        for parameter in group.fsdp_params
-        if parameter._module_info.param_name == "weight" and id(parameter._module_info.module) in wanted
-    ]
-    assert len(found) == len(layers), "each layer is in one unit"
-    even = [p for p in found if p._orig_size[0] % p.mesh_info.shard_mesh_size == 0]
-    return [(p, p._module_info.module) for p in even], len(found) - len(even)
+    infos = [(p, p._module_info) for p in fsdp_params(model)]
+    weights = [(p, info.module) for p, info in infos if info.param_name == "weight" and id(info.module) in wanted]
+    assert len(weights) == len(layers), "each layer is in one unit"
+    return [(p, layer) for p, layer in weights if p._orig_size[0] % p.mesh_info.shard_mesh_size == 0]
 
 
 def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let an ``FSDPParam`` be gathered by ``before`` and ``after`` instead of in its dtype of compute.
+    """Gather an ``FSDPParam`` by ``before`` and ``after`` instead of in its compute dtype.
 
-    They are FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which it looks for on the shard's tensor when
-    the parameter is made: ``_init_extensions`` (private) looks again.
+    They are FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. FSDP2 looks for them on the shard's tensor
+    when it creates the parameter; ``_init_extensions`` (private) repeats the lookup.
     """
     shard = parameter.sharded_param._local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
@@ -203,15 +169,15 @@ def gather_by(parameter: Any, before: Callable[..., Any], after: Callable[..., A
 
 
 def set_trainable(model: nn.Module, trainable: bool) -> None:
-    """Freeze or unfreeze a network that :func:`fsdp_cp.shard_module` made, at any time between two steps.
+    """Freeze or unfreeze a network of :func:`fsdp_cp.shard_module`, between two steps.
 
-    ``True`` takes back what ``False`` did: what was frozen before (the base under adapters) stays frozen, however often
-    ``False`` was said. A network of which nothing is trainable, and which nothing was frozen of here, is unfrozen as a
-    whole. For a stretch of code use :func:`frozen`, which nests.
+    ``True`` undoes any number of ``False`` calls: parameters that were frozen before (the base under adapters) stay
+    frozen. A network without trainable parameters that was never frozen here is unfrozen as a whole. For a block of
+    code use :func:`frozen`, which nests.
 
-    ``requires_grad_`` alone is not enough: FSDP2 settles the dtypes of reductions at the first forward, from the
-    parameters that were trainable then. A network that was frozen would reduce in the compute dtype, and fail to store
-    bf16 gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
+    ``requires_grad_`` alone does not suffice: FSDP2 chooses the dtypes of reductions at the first forward, from the
+    trainable parameters. A network frozen at that time would reduce in the compute dtype, and fail to store bf16
+    gradients on its fp32 masters. On gathered parameters ``requires_grad_`` would be lost at the next reshard.
     """
     reshard(model)
     parameters = list(model.parameters())
@@ -230,13 +196,13 @@ def set_trainable(model: nn.Module, trainable: bool) -> None:
 
 @contextmanager
 def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[None]:
-    """Inside nothing of ``model`` is trainable; afterwards exactly what was before, after an exception too. Nests.
+    """Freeze ``model``, or its parameters ``names``, within this context, and restore the earlier state on exit. Nests.
 
-    For whole steps, as :func:`set_trainable`: a backward must end inside.
+    Use it for whole steps, as :func:`set_trainable`: a backward must end inside.
 
     Args:
-        model: a root that :func:`fsdp_cp.shard_module` made.
-        names: of the parameters that are frozen, where not all are.
+        model: root of :func:`fsdp_cp.shard_module`.
+        names: names of the parameters to freeze; ``None`` for all.
     """
     reshard(model)
     before = {name: (p.requires_grad, _FROZEN_HERE in vars(p)) for name, p in model.named_parameters()}
@@ -250,7 +216,7 @@ def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[No
     try:
         yield
     except BaseException:
-        reset_iteration(model)  # a forward or backward that broke off would not let go of its units
+        reset_iteration(model)  # a failed forward or backward leaves its units gathered
         raise
     finally:
         reshard(model)
@@ -264,60 +230,39 @@ def frozen(model: nn.Module, names: Container[str] | None = None) -> Iterator[No
 
 
 def _settle_dtypes(model: nn.Module) -> None:
-    """Let FSDP2 look again which parameters are trainable, and in which dtype to reduce."""
-    for module in fsdp_modules(model):
-        for group in param_groups(module):
-            group._init_mp_dtypes()
+    """Let FSDP2 read again which parameters are trainable, and choose the dtypes of reductions."""
+    for _, group in _groups(model):
+        group._init_mp_dtypes()
 
 
 def reset_iteration(root: nn.Module) -> None:
-    """Bring FSDP2's own bookkeeping back to rest after an exception in a forward or backward."""
+    """Reset FSDP2's bookkeeping after an exception in a forward or backward."""
     if not isinstance(root, ShardedModule):
         return
-    _reset_iteration(root)
-    if (pool := pool_at(root)) is not None:  # after what FSDP2 lets go of here
+    if root._get_fsdp_state()._is_root:  # fails before the first forward
+        reset_iter_state(root, fsdp_modules(root))
+        reshard(root)
+    if (pool := pool_at(root)) is not None:  # after FSDP2 has dropped its buffers
         pool.break_off()
-
-
-def _reset_iteration(root: ShardedModule) -> None:
-    state = root._get_fsdp_state()
-    if not state._is_root:
-        return  # before the first forward there is nothing to reset, and it would fail
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-        return
-    # torch 2.11 and 2.12 have no such call.
-    state._comm_ctx.post_forward_order.clear()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-    idle = type(state._training_state).IDLE
-    for module in fsdp_modules(root):
-        module._get_fsdp_state()._training_state = idle
-        for group in param_groups(module):
-            group._training_state = idle
-            group._post_forward_indices.clear()
-            group._partial_reduce_output = None
-    reshard(root)
 
 
 @contextmanager
 def unrecorded_forward(model: nn.Module) -> Iterator[None]:
-    """Run forwards that no backward will follow (rollouts, teachers).
+    """Run forwards without a backward (rollouts, teachers).
 
-    FSDP2 notes the order of every forward, to prefetch in reverse order in backward, and forgets it only after a
-    backward: a frozen network's list would grow for ever, and a rollout before a trained forward would make backward
-    gather a block too many. What was noted inside this context is dropped on leaving it.
+    FSDP2 records the order of every forward, to prefetch in reverse order in backward, and clears the record only after
+    a backward. A frozen network's list would grow forever, and after a rollout the backward of a trained forward would
+    gather one block too many. Leaving the context drops its records.
     """
     assert isinstance(model, ShardedModule), "a root of shard_module"
-    # Before the first forward of all the list does not exist.
+    # The list does not exist before the first forward.
     recorded = len(getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
     try:
         yield
     except BaseException:
-        reset_iteration(model)  # a forward that broke off would leave its units waiting for its end
+        reset_iteration(model)  # a failed forward leaves its units waiting for its end
         raise
     finally:
-        for module in fsdp_modules(model):
-            for group in param_groups(module):
-                group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < recorded]
+        for _, group in _groups(model):
+            group._post_forward_indices[:] = [i for i in group._post_forward_indices if i < recorded]
         del getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", [])[recorded:]

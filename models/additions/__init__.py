@@ -1,1 +1,1 @@
-"""Small trainable modules beside an unmodified network."""
+"""Small trainable modules attached to an unmodified network."""

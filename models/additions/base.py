@@ -1,8 +1,7 @@
-"""Small trainable modules beside an unmodified diffusers network: part of its role, not of its class.
+"""Small trainable modules that a role attaches to an unmodified diffusers network.
 
 An addition is sharded, trained, averaged and resumed with the network that it is attached to, under the parameter
-names ``additions.NAME.*``. It belongs to a role: other roles of the network run without it. It reaches into the network
-through hooks alone.
+names ``additions.NAME.*``. Other roles of the network run without it. It changes the network only through hooks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 
 from fsdp_cp.mesh import Mesh
 from models.families.base import Family
-from models.names import ADDITIONS
+from models.roles.names import ADDITIONS
 
 PREFIX = "additions."
 T = TypeVar("T")
@@ -23,41 +22,42 @@ Chosen = Sequence[str] | Mapping[str, Mapping[str, Any]]
 
 
 class Addition(nn.Module):
-    """Base: built from the network's configuration on the current default device, then attached.
+    """Base class. An addition is built from the network's configuration on the current default device, then attached.
 
-    Every parameter belongs to a submodule with a ``reset_parameters``, or the addition has its own: values are drawn by
-    :func:`fsdp_cp.sharding.initialise.initialise`, from a seed, also where the network's come from a checkpoint.
+    Every parameter must belong to a module with ``reset_parameters``, either a submodule or the addition.
+    :func:`fsdp_cp.sharding.initialise.initialise` draws its values from a seed, even if the network comes from a
+    checkpoint.
     """
 
     full_precision: ClassVar[bool] = False
-    """Compute in fp32 under ``precision=bf16``, as an FSDP unit of its own."""
+    """Whether to compute in fp32 under ``precision=bf16``, as a separate FSDP unit."""
     shared = False
-    """Do other roles call the network too? They run without it."""
+    """Whether other roles, which run without the addition, call the network too."""
 
     def __init__(self, family: Family, config: Mapping[str, Any]):
-        """``config`` is the network's, of ``family``."""
+        """Build the addition for a network of ``family`` with configuration ``config``."""
         super().__init__()
 
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
-        """Register hooks on ``network``, before it is sharded; they do nothing unless the role's call asks for it.
+        """Register hooks on ``network`` before it is sharded. They act only in calls that request the addition.
 
-        What the network returns is where FSDP begins its backward: a result for a loss must be among its outputs.
+        FSDP begins its backward at the network's outputs, so a result that enters a loss must be one of them.
         """
         raise NotImplementedError
 
 
 def named_additions(tensors: Iterable[str]) -> set[str]:
-    """Which additions the tensors of these names belong to."""
+    """Return the names of the additions to which tensors of these names belong."""
     return {name.removeprefix(PREFIX).partition(".")[0] for name in tensors if name.startswith(PREFIX)}
 
 
 def own(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Those of the network itself, by parameter name."""
+    """Return the tensors of the network itself, by parameter name."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
 
 
 def added(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Those of its additions, by parameter name."""
+    """Return the tensors of the additions, by parameter name."""
     return {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
@@ -70,13 +70,13 @@ def additions_of(network: nn.Module, role: str) -> Mapping[str, Addition]:
 def attach_additions(
     network: nn.Module, role: str, additions: nn.ModuleDict, family: Family, mesh: Mesh, *, shared: bool = False
 ) -> None:
-    """Add ``additions`` to the network, in place, for ``role``, and register their hooks, before it is sharded.
+    """Attach ``additions`` of ``role`` to the network in place, before it is sharded.
 
     Args:
-        network: of ``family``, on ``mesh``.
-        role: the role's name.
-        additions: by name (:func:`models.role_plan.build_additions`).
-        family, mesh: of the network.
+        network: network of ``family`` on ``mesh``.
+        role: name of the role.
+        additions: modules by name (:func:`models.roles.role_plan.build_additions`).
+        family, mesh: family and mesh of the network.
         shared: whether other roles call the network too.
     """
     if not hasattr(network, ADDITIONS):

@@ -1,8 +1,8 @@
 """A discriminator on the features of a score network (Yin et al. 2024, arXiv:2405.14867, section 4.3).
 
-There it is a stack of convolutions on the bottleneck of a UNet. Here it is a small network on each token behind each of
-several blocks of a transformer (three, as in FastGen's recipes for Wan), so that no rank needs another's tokens: it is
-exact however they are split.
+In the paper it is a stack of convolutions on the bottleneck of a UNet. Here it is a small network on each token after
+several transformer blocks (three, as in FastGen's recipes for Wan). No rank needs another rank's tokens, so the result
+is exact for every token split.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from models.families.base import Family
 
 
 def default_blocks(layers: int) -> list[int]:
-    """Those in the middle, at three quarters and at the end: 15, 22, 29 of Wan 1.3B's 30, as in FastGen."""
+    """Return the blocks at one half, three quarters and the end: 15, 22, 29 of Wan 1.3B's 30, as in FastGen."""
     return sorted({layers // 2, 3 * layers // 4, layers - 1})
 
 
 class _TokenHead(nn.Module):
-    """Normalise, ``Linear``, SiLU, ``Linear`` to one logit, of each token."""
+    """Norm, ``Linear``, SiLU, and ``Linear`` to one logit per token."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -42,16 +42,16 @@ class _TokenHead(nn.Module):
 
 
 class GanHead(Addition):
-    """A small network on the tokens behind each of K blocks; ``D(x)`` are their means over a sample's tokens, K logits.
+    """Discriminator on the tokens after each of K blocks. ``D(x)`` has K logits, each a mean over a sample's tokens.
 
-    Computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
+    It computes in fp32 under ``precision=bf16``: the approximate R1 penalty is a difference of nearly equal logits.
 
     Args:
-        family, config: of the network.
+        family, config: family and configuration of the network.
         blocks: indices of the blocks whose outputs it reads, ascending; :func:`default_blocks` by default.
 
     Raises:
-        UserError: a block that the network does not have.
+        UserError: the network does not have one of ``blocks``.
     """
 
     full_precision = True
@@ -66,13 +66,13 @@ class GanHead(Addition):
                 f" for {default_blocks(layers)}"
             )
         self.depth = (self.blocks[-1] + 1) / layers
-        """Share of the blocks that a gradient of the logits passes."""
+        """Share of the blocks that the logits' gradient passes."""
         self.heads = nn.ModuleList(_TokenHead(family.width(config)) for _ in self.blocks)
         self._tokens: int | None = None
         self._features: dict[int, Tensor] = {}
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
-        """Logits ``(B, S_local, K)`` of the features ``(B, S_local, width)`` behind each of the K blocks."""
+        """Return logits ``(B, S_local, K)`` for the features ``(B, S_local, width)`` after each of the K blocks."""
         return torch.cat([head(each) for head, each in zip(self.heads, features, strict=True)], dim=-1)
 
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
@@ -83,9 +83,9 @@ class GanHead(Addition):
 
     @contextmanager
     def wanted(self, tokens: int) -> Iterator[None]:
-        """Inside, the network returns ``D`` ``(B, K)`` behind its other outputs; it costs nothing outside.
+        """Append ``D`` ``(B, K)`` to the network's outputs within this context. Other calls have no extra cost.
 
-        ``tokens`` is how many a sample has over all ranks of a ``cp`` group.
+        ``tokens`` is the number of tokens of a sample over all ranks of a ``cp`` group.
         """
         self._tokens = tokens
         try:
@@ -103,10 +103,10 @@ class GanHead(Addition):
         if self._tokens is None:
             return None
         logits = self([self._features[block] for block in self.blocks])
-        # Nothing with parameters behind the gather: their gradients would be cp times too large.
+        # Use no parameters after the gather: their gradients would be cp times too large.
         return *output, gather_tokens(logits, mesh, self._tokens).mean(1)
 
 
 def gan_head_of(network: nn.Module, role: str) -> GanHead:
-    """The head of a role that has the addition ``gan_head``."""
+    """Return the head of a role that has the addition ``gan_head``."""
     return cast(GanHead, network.get_submodule(f"additions.{role}.gan_head"))

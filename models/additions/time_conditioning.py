@@ -1,5 +1,5 @@
-"""A second time for a network made for one: where MeanFlow's interval begins (Geng et al. 2025, arXiv:2505.13447,
-section 4.3), or what a fake score is told of the samples it is shown."""
+"""A second time input: the start of MeanFlow's interval (Geng et al. 2025, arXiv:2505.13447, section 4.3), or the last
+step of the samples that a fake score learns from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from models.families.base import Family
 
 NAME = "second_time"
 RATES = (0.25, 32.0)
-"""Least and greatest rate of the embedding, in radians over an interval of 1. Slow, unlike Wan's own (up to 1000): the
-derivative in time, which MeanFlow's target is made of, grows with them (Lu & Song 2024, section 4.1)."""
+"""Minimum and maximum rate of the embedding, in radians over an interval of 1. Wan's own rates reach 1000. These are
+lower, since the time derivative in MeanFlow's target grows with them (Lu & Song 2024, section 4.1)."""
 
 
 class _ZeroLinear(nn.Linear):
@@ -28,14 +28,14 @@ class _ZeroLinear(nn.Linear):
 
 
 class SecondTime(Addition):
-    """Adds an embedding of a second time ``r`` to the network's own of ``t``, as MeanFlow's networks do.
+    """Embedding of a second time ``r`` that is added to the network's embedding of ``t``, as in MeanFlow's networks.
 
-    ``W2 silu(W1 f(d))`` with ``f(d) = (cos(w d) - 1, sin(w d))`` and no biases, of the interval ``d = t - r``. At first
-    ``W2 = 0``: the student is the teacher for every r. At ``r = t`` the embedding is zero whatever the weights: there
-    the student is the plain network for ever, with an instantaneous velocity that any sampler of the plain network can
-    follow.
+    It is ``W2 silu(W1 f(d))`` with ``f(d) = (cos(w d) - 1, sin(w d))``, without biases, for the interval ``d = t - r``.
+    ``W2`` starts at 0, so that the student equals the teacher for every r. At ``r = t`` the embedding is zero for all
+    weights. There the student always predicts an instantaneous velocity, which any sampler of the plain network can
+    use.
 
-    It computes in fp32 under bf16, as the time embedder that it is added to.
+    It computes in fp32 under bf16, like the time embedder.
     """
 
     full_precision = True
@@ -47,11 +47,11 @@ class SecondTime(Addition):
         self.linear_1 = nn.Linear(2 * self.rates, width, bias=False)
         self.linear_2 = _ZeroLinear(width, width, bias=False)
         self.embedded: Tensor | None = None
-        """``d`` of the call that is running."""
+        """``d`` of the current call."""
 
     @staticmethod
     def argument(t: Tensor, r: Tensor) -> Tensor:
-        """``d``, ``(B,)``."""
+        """Return ``d``, ``(B,)``."""
         return t - r
 
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
@@ -60,8 +60,8 @@ class SecondTime(Addition):
     def _add(self, embedder: nn.Module, args: tuple, embedding: Tensor) -> Tensor | None:
         if self.embedded is not None:
             added = self(self.embedded)
-            # With a time for each token the embedding is (B, S_local, width), or flat (B S_local, width). The addition
-            # has one value per sample.
+            # With a time per token the embedding is (B, S_local, width) or flat (B S_local, width). The addition has
+            # one value per sample.
             if embedding.ndim == added.ndim:
                 return embedding + added.repeat_interleave(len(embedding) // len(added), dim=0)
             return embedding + added[:, None]
@@ -70,7 +70,7 @@ class SecondTime(Addition):
         raise RuntimeError("this network has a second time, and was called without one; give Role.velocity its r")
 
     def forward(self, d: Tensor) -> Tensor:
-        """The embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""
+        """Return the embedding ``(B, dim)`` of ``d`` ``(B,)``, which is fp32 or better and may be dual."""
         low, high = (math.log2(rate) for rate in RATES)
         rates = torch.logspace(low, high, self.rates, base=2.0, dtype=d.dtype, device=d.device)
         angles = d[:, None] * rates
@@ -79,7 +79,7 @@ class SecondTime(Addition):
 
 
 class LastStep(SecondTime):
-    """The same of ``d = r`` itself: for a fake score, the time of the step that made the sample, at every ``t``."""
+    """Embedding of ``d = r`` in place of the interval, for a fake score: the time of the step that made the sample."""
 
     @staticmethod
     def argument(t: Tensor, r: Tensor) -> Tensor:
@@ -89,15 +89,15 @@ class LastStep(SecondTime):
 
 @contextmanager
 def second_time(additions: Mapping[str, Addition], t: Tensor, r: Tensor | None) -> Iterator[None]:
-    """Calls of the network inside the context are for the times ``(r, t)``.
+    """Run calls of the network within this context at the times ``(r, t)``.
 
     Args:
-        additions: the calling role's, with or without one of these.
+        additions: additions of the calling role.
         t: ``(B,)`` in [0, 1].
         r: ``(B,)``; ``None`` for a role without the addition.
 
     Raises:
-        RuntimeError: a second time for a role that has no addition for it, or none for one that has.
+        RuntimeError: ``r`` is given for a role without the addition, or missing for a role with it.
     """
     addition = next((each for each in additions.values() if isinstance(each, SecondTime)), None)
     if addition is None:
@@ -111,4 +111,4 @@ def second_time(additions: Mapping[str, Addition], t: Tensor, r: Tensor | None) 
     try:
         yield
     finally:
-        addition.embedded = None  # the next call must bring its own
+        addition.embedded = None  # the next call must set it again

@@ -1,1 +1,1 @@
-"""Model families: one file each, behind the protocol of base.py."""
+"""Model families: one file each, with the interface of base.py."""

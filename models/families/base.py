@@ -1,8 +1,8 @@
-"""What a model family is: everything that differs between video transformers, behind one interface.
+"""Interface of a model family: everything that differs between video transformers.
 
-A family is one file. It says how an unmodified network (diffusers' class) is built, split over the mesh, called and
-counted; the rest of the house knows networks through it alone. docs/extending.md shows how to add one; models/verify.py
-proves it.
+A family is one file. It defines how an unmodified diffusers network is built, split over the mesh, called and counted.
+All other code uses networks only through this interface. docs/extending.md shows how to add a family; models/verify.py
+checks it.
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L D text.
 """
@@ -19,37 +19,39 @@ from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import Condition
+from models.families.planning import FamilyPlanning, LatentShape
+from models.roles.condition import Condition
 
 Shape = tuple[int, ...]
-LatentShape = tuple[int, int, int, int]
 
 
 def config_of(network: nn.Module) -> Mapping[str, Any]:
-    """What diffusers has noted of how ``network`` was built."""
+    """Return the configuration that diffusers recorded when it built ``network``."""
     return cast("Mapping[str, Any]", network.config)
 
 
 class Family(ABC):
-    """The protocol. Nothing in it knows what role a network plays; ``config`` is always a network's ``config.json``."""
+    """Base class of model families, independent of roles. ``config`` is always a network's ``config.json``."""
 
     name: ClassVar[str]
-    """As ``ROLE.family`` names it."""
+    """Name of the family in ``ROLE.family``."""
     class_name: ClassVar[str]
-    """``_class_name`` of the network's ``config.json``."""
+    """``_class_name`` in the network's ``config.json``."""
     time_scale: ClassVar[float] = 1000.0
-    """What the network calls the time 1 of pure noise."""
+    """Value of the network's time at pure noise (t = 1)."""
+    planning: ClassVar[FamilyPlanning] = FamilyPlanning()
+    """Facts that only a plan of memory and time uses."""
     frame_times: ClassVar[bool] = False
-    """Does :meth:`outputs` take a time for each latent frame, ``(B, T)``, beside one for each sample?"""
+    """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
 
     # Building
 
     @abstractmethod
     def build(self, config: Mapping[str, Any], setting: str) -> nn.Module:
-        """A network of ``config`` on the current default device; ``setting`` names where the config came from.
+        """Build a network of ``config`` on the current default device; ``setting`` names the source of ``config``.
 
         Raises:
-            UserError: a configuration of another class, or one that no network can be built of.
+            UserError: ``config`` is for another class, or no network can be built from it.
         """
 
     @abstractmethod
@@ -57,60 +59,60 @@ class Family(ABC):
         """Refuse keys of ``ROLE.architecture`` that the network's class does not know.
 
         Raises:
-            UserError: a misspelt key.
+            UserError: a key is unknown.
         """
 
     def restore_buffers(self, network: nn.Module, device: torch.device) -> None:  # noqa: B027 - most have none
-        """Compute what is in no checkpoint and was lost on the meta device, such as rotary tables, on ``device``."""
+        """Recompute buffers on ``device`` that no checkpoint holds and the meta device lost, such as rotary tables."""
 
     def fill_special(self, module: nn.Module, name: str, tensor: Tensor) -> None:  # noqa: B027 - most have none
-        """Random values of bare parameters, which only their module's constructor knows; see ``initialise``."""
+        """Draw parameters that only their module's constructor initializes; see ``initialise``."""
 
     @abstractmethod
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Small configurations that between them use all that the family can do, by name, for ``models.verify``."""
+        """Return small configurations by name that together cover all features of the family, for ``models.verify``."""
 
     # Parts
 
     @abstractmethod
     def blocks(self, network: nn.Module) -> Sequence[nn.Module]:
-        """The transformer blocks in their order, each an FSDP unit; their output is ``(B, S_local, width)``, alone or
-        the first of a tuple."""
+        """Return the transformer blocks in order; each is an FSDP unit. Their output, or its first element, is ``(B,
+        S_local, width)``."""
 
     def full_precision_units(self, network: nn.Module) -> list[nn.Module]:
-        """What computes in fp32 under ``precision=bf16``, each as an FSDP unit of its own."""
+        """Return the modules that compute in fp32 under ``precision=bf16``, each as a separate FSDP unit."""
         return []
 
     @abstractmethod
     def time_embedder(self, network: nn.Module) -> nn.Module:
-        """The module whose output embeds the time: ``(B, time_width)``, or ``(B, S_local, time_width)`` where each
-        token has a time."""
+        """Return the module that embeds the time. Its output is ``(B, time_width)``, or ``(B, S_local, time_width)`` if
+        each token has a time."""
 
     def fp8_excluded(self, network: nn.Module) -> list[nn.Module]:
-        """Modules of the blocks whose linear layers stay as they are under ``ROLE.fp8``: those of their modulation."""
+        """Return the modulation modules of the blocks, whose linear layers stay out of fp8 under ``ROLE.fp8``."""
         return []
 
     masked_attention: ClassVar[bool] = False
-    """Does the attention between a network's own tokens take a mask of keys? Not every kernel does."""
+    """Whether attention between a network's tokens takes a key mask, which not every kernel supports."""
 
     def never_trained(self, network: nn.Module) -> list[str]:
-        """Names of parameters that no gradient ever reaches; they are frozen."""
+        """Return the names of parameters that no gradient reaches; they are frozen."""
         return []
 
     def original_name(self, layer: str) -> str:
-        """What the model's own code calls the linear layer ``layer`` of the diffusers network, as ComfyUI does.
+        """Return the name of the linear layer ``layer`` in the model's original code, which ComfyUI uses.
 
         Raises:
-            UserError: a layer without such a name.
+            UserError: the original code has no such layer.
         """
         raise UserError(f"{layer}: the names of {self.name}'s own code are not known; use --format diffusers-lora")
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert adapters with the names of the model's own code to diffusers', with the scales in them; return others
-        as they are.
+        """Convert adapters from the original code's names to diffusers' and merge their scales; return others
+        unchanged.
 
         Raises:
-            Exception: of any kind, by names that diffusers cannot convert.
+            Exception: of any type, if diffusers cannot convert the names.
         """
         return tensors
 
@@ -118,55 +120,55 @@ class Family(ABC):
 
     @abstractmethod
     def heads(self, config: Mapping[str, Any]) -> int:
-        """What a ``mesh.ulysses`` must divide: the greatest common divisor of query and key/value heads."""
+        """Return the greatest common divisor of query and key/value heads, which ``mesh.ulysses`` must divide."""
 
     @abstractmethod
     def head_dim(self, config: Mapping[str, Any]) -> int:
-        """Size of an attention head."""
+        """Return the size of an attention head."""
 
     @abstractmethod
     def width(self, config: Mapping[str, Any]) -> int:
-        """Features of a token between the blocks."""
+        """Return the number of features of a token between blocks."""
 
     def time_width(self, config: Mapping[str, Any]) -> int:
-        """Features of an embedded time."""
+        """Return the number of features of an embedded time."""
         return self.width(config)
 
     @abstractmethod
     def layers(self, config: Mapping[str, Any]) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
 
     @abstractmethod
     def time_features(self, config: Mapping[str, Any]) -> int:
-        """Sines and cosines of a time that the network's own embedder gets."""
+        """Return the number of sines and cosines of a time that the network's embedder receives."""
 
     @abstractmethod
     def latent_channels(self, config: Mapping[str, Any]) -> int:
-        """C, channels of the latents and of the velocity; the network itself may take more, of a condition."""
+        """Return C, the channels of latents and velocity. The network can take additional channels from a condition."""
 
     @abstractmethod
     def patch_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Latents of a token: frames, height, width."""
+        """Return the size of a token in latents: frames, height, width."""
 
     @abstractmethod
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """Name and shape of each tensor of one sample's condition that the network needs.
+        """Return the shape of each required tensor of one sample's condition, by name.
 
-        What it takes too where the data give it is in :meth:`optional_shapes`.
+        :meth:`optional_shapes` returns the optional ones.
 
         Args:
-            config: of the network.
+            config: configuration of the network.
             latent_shape: ``(C, T, H, W)`` of a sample.
-            text_tokens: L, where the network leaves it open.
+            text_tokens: L, if the network does not fix it.
         """
 
     def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
-        """What a network of ``config`` takes too where the data give it, as :meth:`condition_shapes` has what it needs.
+        """Return the shape of each optional tensor of one sample's condition, by name.
 
-        Of networks whose configuration does not tell whether an image comes, such as a first frame that takes the
-        noisy one's place. Plans and ``models.verify`` ask for it; of a run's data :meth:`check_sample` judges.
+        Networks whose configuration does not fix whether an image is given have some, such as a first frame that
+        replaces the noisy one. Plans and ``models.verify`` use this; :meth:`check_sample` checks a run's data.
         """
         return {}
 
@@ -174,93 +176,49 @@ class Family(ABC):
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
-        """Can the network take samples of latents ``(C, T, H, W)`` and tensors of these names and shapes beside them?
+        """Check that the network accepts latents ``(C, T, H, W)`` with condition tensors of these names and shapes.
 
-        Where its configuration leaves open whether an image comes, the ``condition`` decides.
+        If its configuration does not fix whether an image is given, ``condition`` decides.
 
         Raises:
-            UserError: channels, sizes or conditions that it cannot take or lacks.
+            UserError: channels, sizes or condition tensors do not fit or are missing.
         """
 
     def tokens(self, config: Mapping[str, Any], latent_shape: LatentShape) -> int:
-        """S, tokens of one sample of latents ``(C, T, H, W)`` that :meth:`check_sample` took."""
+        """Return S, the tokens of one sample of latents ``(C, T, H, W)`` that passed :meth:`check_sample`."""
         sizes = zip(latent_shape[1:], self.patch_size(config), strict=True)
         return math.prod(size // patch for size, patch in sizes)
 
     @abstractmethod
     def forward_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        """Floating-point operations of one forward of one sample: matrix products and attention alone."""
+        """Return the floating-point operations of one forward of one sample: matrix products and attention only."""
 
     def tangent_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        """Operations of the tangent of one sample beside its forward, where the latents and the time have tangents.
+        """Return the additional operations of one sample's tangent, if latents and time have tangents.
 
-        As many as the forward's, unless the family knows better: a linear map takes its own once more, a product of two
-        things that both have tangents, as in self-attention, twice.
+        The default is the forward's operations. A linear map costs its own operations once more; a product of two
+        factors with tangents, as in self-attention, costs twice its own.
         """
         return self.forward_flops(config, tokens, condition)
 
     def attention_flops(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> int:
-        """Those of :meth:`forward_flops` that are attention's own, of queries with keys and of weights with values.
+        """Return the part of :meth:`forward_flops` in attention: products of queries with keys and of weights with
+        values.
 
-        What selective recomputation does not run again, as it keeps attention's output. 0 is no wrong answer: a plan
-        then counts all of it.
+        Selective recomputation does not repeat them, since it keeps attention's output. 0 is allowed: a plan then
+        counts the whole forward as recomputed.
         """
         return 0
 
     def pipeline_times(self, steps: int) -> list[float] | None:
-        """What diffusers' pipeline of these networks hands its scheduler for ``steps`` steps, before any shift.
+        """Return the times that diffusers' pipeline passes to its scheduler for ``steps`` steps, before any shift.
 
-        ``None`` where it leaves the times to the scheduler. An export's scheduler is made for that pipeline.
+        ``None`` means that the scheduler chooses the times. The exported scheduler is fitted to that pipeline.
 
         Raises:
-            UserError: the pipeline takes no flow-matching scheduler, so none is exported.
+            UserError: the pipeline does not use a flow-matching scheduler, so none is exported.
         """
         return None
-
-    # Planning
-
-    published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Configurations of published networks by name, for plans without a checkpoint."""
-
-    published_boundaries: ClassVar[Mapping[str, float]] = {}
-    """Of those that are two experts, the time from which on the first serves; by the names of :attr:`published`."""
-
-    text_encoder: ClassVar[Mapping[str, Any]] = {}
-    """``config.json`` of the published networks' text encoder, for plans without ``data.encoders``."""
-
-    text_encoder_2: ClassVar[Mapping[str, Any]] = {}
-    """The same of a second one that is loaded beside it; empty where there is none."""
-
-    vae: ClassVar[Mapping[str, Any]] = {}
-    """The same of their VAE; empty for Wan 2.1's class with its own defaults."""
-
-    image_encoder: ClassVar[Mapping[str, Any]] = {}
-    """The same of their image encoder, CLIP's vision transformer; empty where none takes an image."""
-
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any] | None:
-        """``config`` with another number of blocks; ``None`` where blocks differ, so that few tell nothing of many."""
-        return None
-
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """``(C, T, H, W)`` of a clip in the latents of the published networks' VAE.
-
-        Raises:
-            UserError: no clip of these sizes has any.
-        """
-        raise UserError(f"{self.name} names no VAE; set data.encoders")
-
-    def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
-        """:meth:`clip_latents` for a network of ``config``, where a family's networks have several VAEs.
-
-        Raises:
-            UserError: no clip of these sizes has any.
-        """
-        return self.clip_latents(num_frames, height, width)
-
-    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        """``config.json`` of ``text_encoder``, ``vae`` and ``image_encoder`` of published networks by their latents'
-        channels; a VAE's is empty for the defaults of its class, an image encoder's where there is none."""
-        return {"text_encoder": self.text_encoder, "vae": self.vae, "image_encoder": self.image_encoder}
 
     # Running
 
@@ -269,38 +227,39 @@ class Family(ABC):
         """Split the tokens over ``mesh.cp`` and replace the attention, in place, before the network is sharded.
 
         Args:
-            network: the network.
-            mesh: the mesh; at cp = 1 too, attention must take forward-mode duals.
-            backend, head_groups: of :func:`fsdp_cp.attention.context_parallel_attention`.
+            network: network to split.
+            mesh: mesh of all ranks. Attention must accept forward-mode duals at cp = 1 too.
+            backend, head_groups: as for :func:`fsdp_cp.attention.context_parallel_attention`.
 
         Raises:
-            ValueError: a version of the network's library that is not the one known.
+            ValueError: the installed version of the network's library is not supported.
         """
 
     @abstractmethod
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        """The rectified-flow velocity ``(B, C, T, H, W)``, and behind it whatever additions append.
+        """Return the rectified-flow velocity ``(B, C, T, H, W)``, followed by the outputs of additions.
 
-        The family packs ``x`` as its network takes it and unpacks what comes back; it scales and casts the time, and
-        expands it where its network wants one for each token. Frames that the condition gives are the family's too: it
-        puts them in, and returns a velocity whose ``x0 = x - t v`` is the given frame there. So every difference that
-        a loss takes is 0 in a given frame: losses are means over all frames and need not know of it.
+        The family packs ``x`` for its network and unpacks the output. It scales and casts the time, and expands it if
+        its network takes a time per token.
+
+        The family also inserts frames given by the condition. It returns a velocity for which ``x0 = x - t v`` equals
+        the given frame. Differences in a loss are then 0 in a given frame, so losses can average over all frames.
 
         Args:
             network: plain, or parallel and sharded.
-            x: ``x_t``, ``(B, C, T, H, W)`` in the dtype of compute.
-            t: ``(B,)`` in [0, 1], fp32 or better; ``(B, T)`` too where :attr:`frame_times` says so.
-            condition: of the B samples, in the dtype of compute.
+            x: ``x_t``, ``(B, C, T, H, W)`` in the compute dtype.
+            t: ``(B,)`` in [0, 1], fp32 or better; or ``(B, T)`` if :attr:`frame_times`.
+            condition: condition of the B samples, in the compute dtype.
         """
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        """``v`` with the velocity of given frames as exact as the caller's numbers.
+        """Return ``v`` with the velocity of given frames recomputed in the caller's dtype.
 
-        :meth:`outputs` has them rounded to the dtype of compute, which a division by a small time would magnify: where
-        that is not the caller's own, this is called behind it with what was not rounded.
+        :meth:`outputs` rounds given frames to the compute dtype, and division by a small time would magnify the error.
+        If the compute dtype is not the caller's dtype, this runs after :meth:`outputs` with unrounded inputs.
 
         Args:
-            v: of :meth:`outputs`, in the dtype of ``x``.
-            x, t, condition: as of :meth:`outputs`, fp32 or better.
+            v: velocity from :meth:`outputs`, in the dtype of ``x``.
+            x, t, condition: as for :meth:`outputs`, fp32 or better.
         """
         return v

@@ -16,13 +16,21 @@ from fsdp_cp.choices import members
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
 from fsdp_cp.sequence import local_token_count
-from models.condition import FIRST_FRAME
 from models.families.base import Family, LatentShape, Shape
+from models.families.planning import FamilyPlanning
+from models.roles.condition import FIRST_FRAME
 
 _LIMITS = {"num_layers": (1, 512), "num_refiner_layers": (0, 64)}
-"""Least and greatest of these counts: diffusers would build a damaged file's billion layers for hours."""
+"""Minimum and maximum of these counts. From a damaged file diffusers would build a billion layers for hours."""
 _MOST = 2**20
-"""Greatest of all other integers."""
+"""Maximum of all other integers."""
+
+
+class DiffusersPlanning(FamilyPlanning):
+    """Facts about a family whose networks have ``num_layers`` equal blocks."""
+
+    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        return {**config, "num_layers": layers}
 
 
 class DiffusersFamily(Family):
@@ -32,6 +40,7 @@ class DiffusersFamily(Family):
     """diffusers' class, unmodified."""
     label: ClassVar[str]
     """Name of the family's networks in messages."""
+    planning = DiffusersPlanning()
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -44,14 +53,14 @@ class DiffusersFamily(Family):
         return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
-        """Refuse values of another type than the class declares, and sizes that no network has.
+        """Refuse values of a type that the class does not declare, and sizes out of range.
 
         Raises:
-            UserError: with the key.
+            UserError: a value is refused.
         """
         for key, parameter in self._parameters().items():
             value, hint = config.get(key, parameter.default), parameter.annotation
-            if key == "out_channels" and value is None:  # diffusers takes in_channels
+            if key == "out_channels" and value is None:  # diffusers uses in_channels
                 continue
             least, most = _LIMITS.get(key, (0 if parameter.default == 0 else 1, _MOST))
             if hint is not inspect.Parameter.empty and not _fits(value, hint, least, most):
@@ -61,14 +70,14 @@ class DiffusersFamily(Family):
 
     @abstractmethod
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
-        """Return the multiplications of one forward: of tokens with tokens, others that depend on the latents or the
-        time, and those that depend on the condition alone."""
+        """Return the multiplications of one forward: between tokens, others that depend on latents or time, and those
+        that depend only on the condition."""
 
     def build(self, config: Mapping[str, Any], setting: str) -> Any:
         """Build a network of ``config`` (the ``config.json`` of a diffusers folder) on the current default device.
 
         Raises:
-            UserError: a configuration of another class, or of a network that is not supported or cannot be built.
+            UserError: ``config`` is for another class or an unsupported network, or diffusers cannot build it.
         """
         name = config.get("_class_name", self.class_name)
         if name != self.class_name:
@@ -91,11 +100,11 @@ class DiffusersFamily(Family):
         """Refuse unknown keys: diffusers would only warn, and build the default instead.
 
         Raises:
-            UserError: a misspelled key.
+            UserError: a key is unknown.
         """
         known = list(self.defaults())
         for key in architecture:
-            if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # diffusers writes these
+            if key not in (*known, "_class_name", "_diffusers_version", "_name_or_path"):  # keys that diffusers writes
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {setting}.{near[0]}?" if near else ""
                 raise UserError(f"there is no setting {setting}.{key}{hint}")
@@ -117,12 +126,12 @@ class DiffusersFamily(Family):
             latent_shape: ``(C, T, H, W)`` of a sample.
             needed: shapes of the tensors that the network takes, by name.
             condition: shapes of the data's tensors, by name.
-            setting: where the network comes from, for messages.
-            open_counts: names of tensors whose first size may be another one.
+            setting: source of the network, for messages.
+            open_counts: names of tensors whose first size may differ.
 
         Raises:
-            UserError: another number of channels, tensors that are missing, of another shape, or of an image that the
-                network does not take; a first frame for a clip of one latent frame.
+            UserError: channels differ, tensors are missing or have other shapes, the network does not take an image, or
+                a first frame is given for a clip of one latent frame.
         """
         use = "use data.encoders of the pipeline that the checkpoint is from"
         if self.latent_channels(config) != latent_shape[0]:
@@ -161,9 +170,6 @@ class DiffusersFamily(Family):
         """Draw random modulation tables, which diffusers draws in constructors; see ``initialise``."""
         if name == "scale_shift_table":
             tensor.normal_().div_(tensor.shape[-1] ** 0.5)
-
-    def with_layers(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        return {**config, "num_layers": layers}
 
     def heads(self, config: Mapping[str, Any]) -> int:
         """Return the number of query heads, which equals that of key/value heads."""
@@ -205,33 +211,10 @@ def refuse(config: Mapping[str, Any], key: str, wanted: str, setting: str) -> No
     """Refuse the value of ``key``.
 
     Raises:
-        UserError: always, with what the value must be.
+        UserError: always.
     """
     shown = " ".join(repr(config[key]).split())[:80]
     raise UserError(f"{setting}: {key}={shown} of its configuration must be {wanted}")
-
-
-def encoded_clip(
-    vae: str, channels: int, frames: int, pixels: int, *, num_frames: int, height: int, width: int
-) -> LatentShape:
-    """Return the latents ``(C, T, H, W)`` of a clip.
-
-    Args:
-        vae: name of the VAE, for messages.
-        channels: C.
-        frames: frames of a latent frame; the first frame has one of its own.
-        pixels: height and width of a latent.
-        num_frames, height, width: of the clip.
-
-    Raises:
-        UserError: a clip that the VAE does not divide.
-    """
-    if (num_frames - 1) % frames or height % pixels or width % pixels:
-        raise UserError(
-            f"data.num_frames={num_frames}, data.height={height}, data.width={width}: {vae} takes {frames}k + 1 frames"
-            f" of multiples of {pixels} pixels"
-        )
-    return channels, (num_frames - 1) // frames + 1, height // pixels, width // pixels
 
 
 def token_positions(

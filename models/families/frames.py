@@ -1,6 +1,6 @@
-"""First frames that the data give: their latents replace the noisy ones and have a time of their own.
+"""First frames that the data give: their latents replace the noisy ones and have a separate time.
 
-For networks without channels or an encoder for an image (Wan 2.2's TI2V, LTX-Video): the condition's tensor
+Networks without image channels or an image encoder use it (Wan 2.2's TI2V, LTX-Video). The condition's tensor
 ``first_frame`` replaces the latents of frame 0, and the time of its tokens is 0.
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample.
@@ -14,7 +14,7 @@ from torch import Tensor
 from models.families.base import LatentShape, Shape
 
 LEAST_TIME = 1e-6
-"""Least time that :func:`hold` divides by: at t = 0 the velocity would be 0 / 0."""
+"""Minimum time that :func:`hold` divides by: at t = 0 the velocity would be 0 / 0."""
 
 
 def frame_shape(latent_shape: LatentShape) -> Shape:
@@ -34,7 +34,7 @@ def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int]) -> Tens
     Args:
         t: ``(B,)``.
         latents: ``(B, C, T, H, W)``.
-        patch: latents of a token, one frame among them.
+        patch: size of a token in latents, with one frame.
     """
     frames, height, width = latents.shape[2:]
     of_frame = (height // patch[1]) * (width // patch[2])

@@ -1,14 +1,13 @@
 """The HunyuanVideo 1.5 family: diffusers' unmodified ``HunyuanVideo15Transformer3DModel`` as a role's network.
 
-Text to video, or from a first image, by one class and one configuration: the channels of an image's latents and of a
-mask are there in both, and stay 0 without one. So the condition decides. Three texts stand beside the video in joint
-attention: an image encoder's features, what a caption quotes (``glyphs``, by a byT5 for writing in the picture), and
-the caption itself.
+One class and configuration serves text to video and image to video: both have channels for an image's latents and a
+mask, which stay 0 without an image. The condition decides. Joint attention adds three token sequences ("texts") to the
+video: features of an image encoder, quoted text (``glyphs``, from byT5, to be written in the picture), and the caption.
 
-diffusers' forward (0.42) looks at the data to see whether there is an image, and sorts the tokens of the three texts by
-their masks. Both wait for the device, give shapes that depend on data, and cannot run on fake tensors. A parallel
-network runs :class:`OwnForward` instead: the same modules in the same order, with masked tokens left where they are.
-The network has no positions of text, so the order of its keys does not matter, and attention skips masked keys.
+diffusers' forward (0.42) reads the data to detect an image, and sorts the tokens of the three texts by their masks.
+Both synchronize the device, give data-dependent shapes, and cannot run on fake tensors. A parallel network runs
+:class:`OwnForward` instead: the same modules in the same order, but masked tokens stay in place. Text has no positions,
+so the order of keys does not matter, and attention skips masked keys.
 
 Shape legend: B samples, C T H W latents of one sample, S tokens of one sample, L tokens of all texts.
 """
@@ -29,31 +28,27 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse, token_positions
+from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse, token_positions
+from models.families.planning import encoded_clip
+from models.roles.condition import FIRST_FRAME, Condition
 
 RotaryTables = tuple[Tensor, Tensor, int]
 
 TIME_FEATURES = 256
-"""Sines and cosines of a time, which diffusers has written into ``HunyuanVideo15TimeEmbedding``."""
+"""Number of sines and cosines of a time, a constant in diffusers' ``HunyuanVideo15TimeEmbedding``."""
 GLYPH_TOKENS, GLYPH_HIDDEN = 256, 2048
-"""Tokens of what a caption quotes, as ``HunyuanVideo15Pipeline`` has it; and the width inside of its projection."""
+"""Tokens of quoted text, as in ``HunyuanVideo15Pipeline``, and the inner width of their projection."""
 IMAGE_TOKENS = 729
-"""Features that SigLIP so400m gives of an image of 384 x 384 pixels: 27 x 27 patches."""
+"""Number of SigLIP so400m features of an image of 384 x 384 pixels: 27 x 27 patches."""
 
 
-class Hunyuan(DiffusersFamily):
-    """HunyuanVideo 1.5 by diffusers' ``HunyuanVideo15Transformer3DModel`` (0.42): of text, or of a first image too."""
+class HunyuanPlanning(DiffusersPlanning):
+    """Tencent's network and its encoders."""
 
-    name = "hunyuan15"
-    class_name = "HunyuanVideo15Transformer3DModel"
-    transformer = HunyuanVideo15Transformer3DModel
-    label = "HunyuanVideo 1.5"
-    masked_attention = True
-    published = {
-        # The defaults of diffusers' class, with which its conversion script builds all of 480p and 720p.
+    networks = {
+        # Defaults of diffusers' class, which its conversion script uses for all 480p and 720p networks.
         "hunyuan_video1_5": {
             "in_channels": 65, "out_channels": 32, "num_attention_heads": 16, "attention_head_dim": 128,
             "num_layers": 54, "num_refiner_layers": 2, "mlp_ratio": 4.0, "patch_size": 1, "patch_size_t": 1,
@@ -65,26 +60,38 @@ class Hunyuan(DiffusersFamily):
         "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     }  # fmt: skip
-    """Qwen2.5-VL 7B's text model, 7.1e9 parameters."""
+    """Text model of Qwen2.5-VL 7B, 7.1e9 parameters."""
     text_encoder_2 = {
         "architectures": ["T5EncoderModel"], "vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584,
         "num_layers": 12, "num_heads": 6, "feed_forward_proj": "gated-gelu",
     }  # fmt: skip
-    """byT5 small's with tokens of fonts and colours, .22e9 parameters."""
+    """byT5 small with tokens for fonts and colors, .22e9 parameters."""
     vae = {"_class_name": "AutoencoderKLHunyuanVideo15"}
     image_encoder = {
         "architectures": ["SiglipVisionModel"], "hidden_size": 1152, "intermediate_size": 4304,
         "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
     }  # fmt: skip
-    """SigLIP so400m's, .43e9 parameters."""
+    """SigLIP so400m, .43e9 parameters."""
+
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """Return the latents of its VAE: 32 channels, one latent frame per four frames after the first, 16 x 16
+        pixels."""
+        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
+
+
+class Hunyuan(DiffusersFamily):
+    """HunyuanVideo 1.5 by diffusers' ``HunyuanVideo15Transformer3DModel`` (0.42): text to video and image to video."""
+
+    name = "hunyuan15"
+    class_name = "HunyuanVideo15Transformer3DModel"
+    transformer = HunyuanVideo15Transformer3DModel
+    label = "HunyuanVideo 1.5"
+    masked_attention = True
+    planning = HunyuanPlanning()
 
     def pipeline_times(self, steps: int) -> list[float]:
-        """HunyuanVideo15Pipeline's, before the scheduler's shift: from 1 down to ``1 / steps``."""
+        """Return HunyuanVideo15Pipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
-
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """Its VAE: 32 channels, a latent frame for four frames behind the first, 16 x 16 pixels."""
-        return encoded_clip("HunyuanVideo 1.5's VAE", 32, 4, 16, num_frames=num_frames, height=height, width=width)
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
@@ -101,7 +108,7 @@ class Hunyuan(DiffusersFamily):
             refuse(given, "use_meanflow", "false: networks with a second time of their own are not supported", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """One configuration serves text and images; and one with patches, no refiner and another width inside."""
+        """Return one configuration for text and images, and one with patches, no refiner and another inner width."""
         sizes = {
             "in_channels": 9, "out_channels": 4, "num_attention_heads": 6, "attention_head_dim": 12, "num_layers": 2,
             "num_refiner_layers": 2, "patch_size": 1, "patch_size_t": 1, "text_embed_dim": 20, "text_embed_2_dim": 14,
@@ -111,19 +118,20 @@ class Hunyuan(DiffusersFamily):
         return {"t2v, i2v": sizes, "t2v, i2v of patches": sizes | odd}
 
     def blocks(self, network: HunyuanVideo15Transformer3DModel) -> list[nn.Module]:
-        """Behind the video's tokens they return the texts', ``(B, L, width)``."""
+        """Return the blocks, which return the texts' tokens ``(B, L, width)`` after the video's."""
         return list(network.transformer_blocks)
 
     def time_embedder(self, network: HunyuanVideo15Transformer3DModel) -> nn.Module:
-        """It computes as the network does, under bf16 too, of sines in fp32: no ``_keep_in_fp32_modules`` of
-        HunyuanVideo says otherwise. The token refiner has another one of its own."""
+        """Return the time embedder. Under bf16 it computes in bf16 from fp32 sines, since HunyuanVideo's
+        ``_keep_in_fp32_modules`` do not include it. The token refiner has a separate one."""
         return network.time_embed.timestep_embedder
 
     def fp8_excluded(self, network: HunyuanVideo15Transformer3DModel) -> list[nn.Module]:
         return [norm for block in network.transformer_blocks for norm in (block.norm1, block.norm1_context)]
 
     def never_trained(self, network: HunyuanVideo15Transformer3DModel) -> list[str]:
-        """What makes the texts' tokens behind the last block's attention, which nothing reads."""
+        """Return the parameters that compute the texts' tokens after the last block's attention, which nothing
+        reads."""
         last = len(network.transformer_blocks) - 1
         unread = (f"transformer_blocks.{last}.attn.to_add_out.", f"transformer_blocks.{last}.ff_context.")
         return [name for name, _ in network.named_parameters() if name.startswith(unread)]
@@ -140,7 +148,7 @@ class Hunyuan(DiffusersFamily):
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """The caption and what it quotes, and which tokens of both count."""
+        """Return the shapes of caption, quoted text and their masks."""
         return {
             "text": (text_tokens, config["text_embed_dim"]),
             "text_mask": (text_tokens,),
@@ -149,7 +157,7 @@ class Hunyuan(DiffusersFamily):
         }
 
     def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
-        """The first frame's latents, for channels of their own, and its features."""
+        """Return the shapes of the first frame's latents, which have separate channels, and its features."""
         return {
             FIRST_FRAME: frames.frame_shape(latent_shape),
             "image_embeds": (IMAGE_TOKENS, config["image_embed_dim"]),
@@ -161,7 +169,7 @@ class Hunyuan(DiffusersFamily):
         needed = self.condition_shapes(config, latent_shape, condition["text"][0])
         if {FIRST_FRAME, "image_embeds", "image_latents"} & condition.keys():
             needed |= self.optional_shapes(config, latent_shape)
-        counts = ("glyphs", "glyph_mask", "image_embeds")  # the network takes as many tokens as these encoders give
+        counts = ("glyphs", "glyph_mask", "image_embeds")  # the network takes any number of these tokens
         self.check_data(config, latent_shape, needed, condition, setting, open_counts=counts)
         self.check_patches(config, latent_shape, setting)
 
@@ -175,11 +183,11 @@ class Hunyuan(DiffusersFamily):
         images, image_dim = condition.get("image_embeds", (0, config["image_embed_dim"]))
         both = tokens + _text_tokens(condition)
         inside = int(dim * config["mlp_ratio"])
-        # Of a block: four products of attention, two of the feed-forward, two modulations of six parts.
+        # A block has four products of attention, two of the feed-forward, and two modulations of six parts.
         of_block = both * dim * (4 * dim + 2 * inside) + 12 * dim * dim
         of_attention = 2 * caption * caption * dim
         refining = caption * dim * (4 + 8) * dim + 2 * dim * dim
-        # What the first refiner's attention sees knows nothing of the time; later ones' does.
+        # Inputs of the first refiner's attention do not depend on the time; those of later refiners do.
         first = min(refiners, 1) * (4 * caption * dim * dim + of_attention)
         still = first + text_dim * dim + dim * dim + caption * text_dim * dim
         still += glyphs * (glyph_dim * GLYPH_HIDDEN + GLYPH_HIDDEN**2 + GLYPH_HIDDEN * dim)
@@ -193,7 +201,7 @@ class Hunyuan(DiffusersFamily):
     def parallelize(
         self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
     ) -> None:
-        """Each rank embeds, rotates and works on its own tokens; the texts stay whole on all."""
+        """Let each rank embed, rotate and process its own tokens. Every rank keeps the whole texts."""
         plan = {"x_embedder.proj": EmbedOwnTokens(), "proj_out": GatherTokens(gather_dim=1)}
         parallelize_context(network, mesh=mesh, plan=plan)
         for refiner in network.context_embedder.token_refiner.refiner_blocks:
@@ -215,19 +223,19 @@ class Hunyuan(DiffusersFamily):
             encoder_attention_mask=given["text_mask"].bool(),
             encoder_hidden_states_2=given["glyphs"],
             encoder_attention_mask_2=given["glyph_mask"].bool(),
-            # No image has no features; the pipelines hand over zeros, which the network masks.
+            # Without an image pass no features. Pipelines pass zeros, which the network masks.
             image_embeds=given.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
             return_dict=False,
         )
 
 
 def _text_tokens(condition: Mapping[str, Shape]) -> int:
-    """L."""
+    """Return L, the number of tokens of all texts."""
     return sum(condition[name][0] for name in ("text", "glyphs", "image_embeds") if name in condition)
 
 
 class OwnForward:
-    """What a parallel network runs instead of diffusers' forward, on whole latents and the rank's own tokens."""
+    """Replacement of diffusers' forward in a parallel network, for whole latents and the rank's own tokens."""
 
     def __init__(self, network: HunyuanVideo15Transformer3DModel, mesh: Mesh):
         self.network, self.mesh = network, mesh
@@ -243,33 +251,33 @@ class OwnForward:
         image_embeds: Tensor,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """As diffusers' forward, with bool masks, and with an image's features where there are any.
+        """Run diffusers' forward with bool masks, and with an image's features if given.
 
         Args:
-            hidden_states: latents, those of an image and its mask, ``(B, in_channels, T, H, W)``.
+            hidden_states: latents, an image's latents and its mask, ``(B, in_channels, T, H, W)``.
             timestep: ``(B,)``, fp32 or better.
-            encoder_hidden_states, encoder_attention_mask: the caption, ``(B, L1, D1)`` and ``(B, L1)``.
-            encoder_hidden_states_2, encoder_attention_mask_2: what it quotes, ``(B, L2, D2)`` and ``(B, L2)``.
-            image_embeds: features of the image, ``(B, N, D3)``; N is 0 without one. Its projection gets gradients all
-                the same, zeros, as in diffusers.
-            return_dict: of diffusers; not supported.
+            encoder_hidden_states, encoder_attention_mask: caption, ``(B, L1, D1)`` and ``(B, L1)``.
+            encoder_hidden_states_2, encoder_attention_mask_2: quoted text, ``(B, L2, D2)`` and ``(B, L2)``.
+            image_embeds: features of the image, ``(B, N, D3)``; N is 0 without an image. The projection then gets zero
+                gradients, as in diffusers.
+            return_dict: diffusers' argument; not supported.
 
         Returns:
-            The velocity ``(B, C, T, H, W)``.
+            Velocity ``(B, C, T, H, W)``.
         """
         network, dtype = self.network, hidden_states.dtype
         assert not return_dict
         rotary = own_rotary_tables(network.rope, self.mesh, hidden_states)
         embed = network.time_embed
-        # diffusers' casts its sines to the dtype of the times, which no time below fp32 can have. An addition to the
-        # embedding is in fp32.
+        # Cast the sines to the compute dtype. diffusers casts them to the dtype of the times, which is at least fp32
+        # here. Additions to the embedding are fp32 too.
         temb = embed.timestep_embedder(embed.time_proj(timestep).to(dtype)).to(dtype)
         texts, mask = self._texts(
             (encoder_hidden_states, encoder_hidden_states_2, image_embeds),
             (encoder_attention_mask, encoder_attention_mask_2),
             timestep,
         )
-        # Text stands in front where attention puts the two together.
+        # Attention puts the texts before the video.
         keys = torch.cat([mask, mask.new_ones(len(mask), rotary[2])], dim=1)
         tokens = network.x_embedder(hidden_states)
         for block in network.transformer_blocks:
@@ -279,7 +287,7 @@ class OwnForward:
     def _texts(
         self, texts: tuple[Tensor, Tensor, Tensor], masks: tuple[Tensor, Tensor], timestep: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The tokens ``(B, L, width)`` of image, quotations and caption, and which of them count, ``(B, L)``."""
+        """Return the tokens ``(B, L, width)`` of image, quoted text and caption, and their mask ``(B, L)``."""
         network, (caption, quoted, image) = self.network, texts
         parts = [
             network.context_embedder(caption, timestep, masks[0]),
@@ -291,7 +299,7 @@ class OwnForward:
         return torch.cat(marked[::-1], dim=1), torch.cat([masks[0].new_ones(image.shape[:2]), *masks[::-1]], dim=1)
 
     def _unpatched(self, tokens: Tensor, latents: Tensor) -> Tensor:
-        """``(B, S, features of a patch)`` as ``(B, C, T, H, W)``."""
+        """Convert ``(B, S, features of a patch)`` to ``(B, C, T, H, W)``."""
         of_time, of_space = self.network.config.patch_size_t, self.network.config.patch_size
         patch = (of_time, of_space, of_space)
         grid = [size // of for size, of in zip(latents.shape[2:], patch, strict=True)]
@@ -301,7 +309,7 @@ class OwnForward:
 
 
 class HunyuanJointAttention:
-    """Attention of a block: of the rank's own tokens and of all texts, to both, with forward-mode AD.
+    """Joint attention of the rank's own tokens and all texts, with forward-mode AD.
 
     Projections, norms and the rotary embedding are those of diffusers' ``HunyuanVideo15AttnProcessor2_0`` (0.42).
     """
@@ -317,9 +325,8 @@ class HunyuanJointAttention:
         attention_mask: Tensor,
         image_rotary_emb: RotaryTables,
     ) -> tuple[Tensor, Tensor]:
-        """``hidden_states`` is ``(B, S_local, width)``, ``encoder_hidden_states`` ``(B, L, width)``, the mask ``(B, L +
-        S)``: which of all keys count. A masked text token may attend here, where in diffusers it gets 0; nothing ever
-        reads it."""
+        """Attend from video ``(B, S_local, width)`` and texts ``(B, L, width)`` to keys that the mask ``(B, L + S)``
+        selects. A masked text token also attends; diffusers sets it to 0. Nothing reads its result."""
         *tables, total = image_rotary_emb
         q, k, v = (of(hidden_states).unflatten(2, (attn.heads, -1)) for of in (attn.to_q, attn.to_k, attn.to_v))
         q, k = (apply_rotary_emb(x, tables, sequence_dim=1) for x in (attn.norm_q(q), attn.norm_k(k)))
@@ -341,13 +348,13 @@ class HunyuanJointAttention:
 
 
 class HunyuanRefinerAttention:
-    """Attention of the caption's tokens to each other, which every rank holds whole, with forward-mode AD.
+    """Self-attention of the whole caption, which every rank holds, with forward-mode AD.
 
-    diffusers' own has none, and cannot run on fake tensors.
+    diffusers' processor has no forward-mode AD and cannot run on fake tensors.
     """
 
     def __init__(self, backend: str = "auto"):
-        # Flash kernels, which a role may ask for, take no mask; the text is short.
+        # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
         self.backend = "reference" if backend == "reference" else "auto"
 
     def __call__(
@@ -357,12 +364,13 @@ class HunyuanRefinerAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """``(B, L, width)``; the mask is the network's ``(B, 1, L, L)``, true where both tokens count."""
+        """Attend within the caption ``(B, L, width)``; the network's mask ``(B, 1, L, L)`` is true if both tokens
+        count."""
         if encoder_hidden_states is not None or attention_mask is None:
             raise ValueError("HunyuanVideo's token refiner attends to its own tokens alone, under a mask")
         q, k, v = (of(hidden_states).unflatten(2, (attn.heads, -1)) for of in (attn.to_q, attn.to_k, attn.to_v))
-        # A token that does not count may attend here; nothing reads it. total_keys: the caption is not split, though
-        # it may have as many tokens as a rank's share of the video.
+        # Masked tokens also attend; nothing reads their results. total_keys states that the caption is not split, since
+        # it can have as many tokens as a rank's share of the video.
         out = cross_attention(
             q, k, v, key_mask=attention_mask[:, 0].any(dim=1), backend=self.backend, total_keys=k.shape[1]
         )
@@ -370,10 +378,10 @@ class HunyuanRefinerAttention:
 
 
 def own_rotary_tables(rope: HunyuanVideo15RotaryPosEmbed, mesh: Mesh, hidden_states: Tensor) -> RotaryTables:
-    """Return what ``rope`` makes for latents ``(B, C, T, H, W)``, of the rank's own tokens only.
+    """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
 
     Returns:
-        Cosines and sines ``(S_local, head_dim)``, where pads have those of the last token; and ``S``.
+        Cosines and sines ``(S_local, head_dim)``, with the last token's values for padding; and ``S``.
     """
     patch = (rope.patch_size_t, rope.patch_size, rope.patch_size)
     positions, total = token_positions(hidden_states, patch, mesh, hidden_states.device)

@@ -1,9 +1,9 @@
 """The LTX-Video family: diffusers' unmodified ``LTXVideoTransformer3DModel`` as a role's network.
 
-Text to video, or from a given first frame, which stands in the noisy one's place (models/families/frames.py) as in
-``LTXImageToVideoPipeline``. A token is one latent. Beside the text the network takes which of its tokens count, and how
-far latents are from each other in seconds and pixels, which its rotary embedding is made of: ``text_mask`` and
-``latent_spacing`` of the condition, as LTX's encoders give them.
+Text to video, or a given first frame to video. The frame replaces the noisy one (models/families/frames.py), as in
+``LTXImageToVideoPipeline``. A token is one latent. In addition to the text the network takes ``text_mask``, the text
+tokens that count, and ``latent_spacing``, the distances between latents in seconds and pixels for its rotary embedding.
+LTX's encoders provide both.
 """
 
 from __future__ import annotations
@@ -19,29 +19,26 @@ from torch import Tensor, nn
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape
-from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse
+from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
+from models.families.planning import encoded_clip
+from models.roles.condition import FIRST_FRAME, Condition
 
 TIME_FEATURES = 256
-"""Sines and cosines of a time, which diffusers has written into ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
+"""Number of sines and cosines of a time, a constant in diffusers' ``PixArtAlphaCombinedTimestepSizeEmbeddings``."""
 
 
-class LTX(DiffusersFamily):
-    """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): of text, or of a first frame too."""
+class LTXPlanning(DiffusersPlanning):
+    """Lightricks' networks and their encoders."""
 
-    name = "ltx"
-    class_name = "LTXVideoTransformer3DModel"
-    transformer = LTXVideoTransformer3DModel
-    label = "LTX"
-    published = {
-        # The defaults of diffusers' class, with which its conversion script builds 0.9.0 and 0.9.1.
+    networks = {
+        # Defaults of diffusers' class, which its conversion script uses for 0.9.0 and 0.9.1.
         "ltx_video_2b": {
             "in_channels": 128, "out_channels": 128, "num_attention_heads": 32, "attention_head_dim": 64,
             "cross_attention_dim": 2048, "num_layers": 28, "caption_channels": 4096,
         },
-        # Lightricks' xora_v1.2-13B-balanced-128.json, as AI-Hypercomputer/maxdiffusion has it (0.9.7).
+        # Lightricks' xora_v1.2-13B-balanced-128.json, from AI-Hypercomputer/maxdiffusion (0.9.7).
         "ltx_video_13b": {
             "in_channels": 128, "out_channels": 128, "num_attention_heads": 32, "attention_head_dim": 128,
             "cross_attention_dim": 4096, "num_layers": 48, "caption_channels": 4096,
@@ -51,17 +48,28 @@ class LTX(DiffusersFamily):
         "architectures": ["T5EncoderModel"], "vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240,
         "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     }  # fmt: skip
-    """T5 v1.1 XXL's, 4.8e9 parameters."""
+    """T5 v1.1 XXL, 4.8e9 parameters."""
     vae = {"_class_name": "AutoencoderKLLTXVideo"}
-    """0.9.0's, which has the class's own sizes."""
+    """VAE of 0.9.0, with the default sizes of the class."""
+
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """Return the latents of LTX's VAE: 128 channels, one latent frame per eight frames after the first, 32 x 32
+        pixels."""
+        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
+
+
+class LTX(DiffusersFamily):
+    """LTX-Video by diffusers' ``LTXVideoTransformer3DModel`` (0.42): text to video, or a first frame to video."""
+
+    name = "ltx"
+    class_name = "LTXVideoTransformer3DModel"
+    transformer = LTXVideoTransformer3DModel
+    label = "LTX"
+    planning = LTXPlanning()
 
     def pipeline_times(self, steps: int) -> list[float]:
-        """LTXPipeline's, before the scheduler's shift: from 1 down to ``1 / steps``."""
+        """Return LTXPipeline's times before the scheduler's shift: from 1 down to ``1 / steps``."""
         return [1 - i / steps for i in range(steps)]
-
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """LTX's VAE: 128 channels, a latent frame for eight frames behind the first, 32 x 32 pixels."""
-        return encoded_clip("LTX's VAE", 128, 8, 32, num_frames=num_frames, height=height, width=width)
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
@@ -81,9 +89,9 @@ class LTX(DiffusersFamily):
             refuse(given, "activation_fn", "gelu-approximate or gelu", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Norms without weights and biases everywhere, as published; and the other way round.
+        """Return the published layout (norms without weights, linear layers with biases) and the opposite.
 
-        Rotary tables cover the width in sixths: 72 is twelve of them, and of 64 four features are not rotated.
+        Rotary tables cover multiples of six features: all of a width of 72, and all but four of 64.
         """
         sizes = {
             "in_channels": 4, "out_channels": 4, "num_attention_heads": 6, "attention_head_dim": 12,
@@ -97,8 +105,8 @@ class LTX(DiffusersFamily):
         return list(network.transformer_blocks)
 
     def time_embedder(self, network: LTXVideoTransformer3DModel) -> nn.Module:
-        """It computes as the network does, under bf16 too: diffusers casts its sines, and no ``_keep_in_fp32_modules``
-        of LTX says otherwise."""
+        """Return the time embedder. Under bf16 it computes in bf16: diffusers casts its sines, and LTX's
+        ``_keep_in_fp32_modules`` do not include it."""
         return network.time_embed.emb.timestep_embedder
 
     def time_features(self, config: Mapping[str, Any]) -> int:
@@ -113,7 +121,7 @@ class LTX(DiffusersFamily):
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """The text, which of its tokens count, and the spacing of latents."""
+        """Return the shapes of the text, its mask and the spacing of latents."""
         text = (text_tokens, config["caption_channels"])
         return {"text": text, "text_mask": (text_tokens,), "latent_spacing": (4,)}
 
@@ -133,7 +141,8 @@ class LTX(DiffusersFamily):
 
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
-        # Self-attention has four products, attention to the text two of tokens; the feed-forward is four times as wide.
+        # Self-attention has four products and cross-attention two of video tokens; the feed-forward is four times as
+        # wide.
         of_block = (4 + 2 + 8) * tokens * dim * dim + 2 * tokens * text_tokens * dim
         still = layers * 2 * text_tokens * dim * dim + text_tokens * dim * (config["caption_channels"] + dim)
         times = tokens if FIRST_FRAME in condition else 1
@@ -143,9 +152,9 @@ class LTX(DiffusersFamily):
     def parallelize(
         self, network: LTXVideoTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
     ) -> None:
-        """Each rank works on its own tokens, and makes its rotary tables of their coordinates; the text stays whole.
+        """Let each rank process its own tokens and compute rotary tables from their coordinates. The text stays whole.
 
-        diffusers' own plan splits the text too, and tables that every rank has made of all tokens.
+        diffusers' plan also splits the text, and computes the tables of all tokens on every rank before splitting them.
         """
         plan = {
             "": {"hidden_states": SplitTokens(split_dim=1), "timestep": SplitTokens(split_dim=1, expected_dims=2)},
@@ -156,7 +165,7 @@ class LTX(DiffusersFamily):
         for block in network.transformer_blocks:
             block.attn1.set_processor(LTXSelfAttention(mesh, backend, head_groups))
             block.attn2.set_processor(LTXCrossAttention(backend))
-        # What an addition adds to the embedding of the time is fp32 under bf16, which the layers behind are not.
+        # Cast the time embedding: under bf16 an addition makes it fp32, but the following layers are bf16.
         network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
@@ -189,7 +198,7 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
     """LTX's self-attention over tokens that are split over ``mesh.cp``.
 
     Projections, norms and the rotary embedding are those of diffusers' processor (0.42); only the attention over all
-    tokens is replaced, at cp = 1 too: diffusers' own has no forward-mode AD.
+    tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
     def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
@@ -204,13 +213,14 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """``hidden_states`` is ``(B, S_local, dim)``; tables of the rank's own tokens, ``(B, S_local, dim)`` each."""
+        """Attend within ``hidden_states`` ``(B, S_local, dim)``, with tables ``(B, S_local, dim)`` of the rank's own
+        tokens."""
         if encoder_hidden_states is not None or attention_mask is not None or image_rotary_emb is None:
             raise ValueError("context-parallel LTX self-attention takes tokens and their rotary tables, and no mask")
         q = _rotate(attn.norm_q(attn.to_q(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
         k = _rotate(attn.norm_k(attn.to_k(hidden_states)), *image_rotary_emb).unflatten(2, (attn.heads, -1))
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
-        # "hidden_states" is the name under which the plan splits the tokens: a caption may have as many as a share has.
+        # Name the split tokens explicitly ("hidden_states"): a caption can have as many tokens as a rank's share.
         out = context_parallel_attention(
             q, k, v, mesh=self.mesh, total_tokens="hidden_states" if self.mesh.cp_size > 1 else None,
             backend=self.backend, head_groups=self.head_groups,
@@ -220,11 +230,11 @@ class LTXSelfAttention(LTXVideoAttnProcessor):
 
 
 class LTXCrossAttention(LTXVideoAttnProcessor):
-    """LTX's attention to the text, which every rank holds whole, with its mask; and with forward-mode AD."""
+    """LTX's masked attention to the text, which every rank holds whole, with forward-mode AD."""
 
     def __init__(self, backend: str = "auto"):
         super().__init__()
-        # Flash kernels, which a role may ask for, take no mask; the text is short.
+        # Flash kernels do not take a mask. The text is short, so another kernel is fast enough.
         self.backend = "reference" if backend == "reference" else "auto"
 
     def __call__(
@@ -235,9 +245,10 @@ class LTXCrossAttention(LTXVideoAttnProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """``(B, S_local, dim)`` attends to ``(B, L, dim)``; the mask is the network's bias ``(B, 1, L)``, 0 or -10000.
+        """Attend from ``(B, S_local, dim)`` to ``(B, L, dim)``; the mask is the network's bias ``(B, 1, L)``, 0 or
+        -10000.
 
-        A weight under that bias underflows to 0 in every dtype, so leaving its key out is the same.
+        A weight under the bias -10000 underflows to 0 in every dtype, so skipping its key gives the same result.
         """
         if image_rotary_emb is not None:
             raise ValueError("LTX's cross-attention takes no rotary embedding")
@@ -245,24 +256,25 @@ class LTXCrossAttention(LTXVideoAttnProcessor):
         k = attn.norm_k(attn.to_k(encoder_hidden_states)).unflatten(2, (attn.heads, -1))
         v = attn.to_v(encoder_hidden_states).unflatten(2, (attn.heads, -1))
         mask = None if attention_mask is None else attention_mask[:, 0] == 0
-        # total_keys: a caption as long as a rank's share of the video would pass for a share of its own.
+        # total_keys states that the caption is not split, since it can have as many tokens as a rank's share of the
+        # video.
         out = cross_attention(q, k, v, key_mask=mask, backend=self.backend, total_keys=k.shape[1])
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """LTX's rotary embedding of neighbouring pairs of all heads' features, ``(B, S, dim)``, in the tables' fp32."""
+    """Rotate neighboring pairs of all heads' features ``(B, S, dim)`` in the tables' fp32, as LTX does."""
     x1, x2 = x.unflatten(2, (-1, 2)).unbind(-1)
     turned = torch.stack((-x2, x1), dim=-1).flatten(2)
     return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
 def video_coordinates(spacing: Tensor, grid: tuple[int, int, int]) -> Tensor:
-    """Where the tokens of a video are: seconds, pixels down and pixels to the right, as LTX's rotary tables take them.
+    """Return the coordinates of a video's tokens for LTX's rotary tables: seconds, pixels down, pixels right.
 
     Args:
-        spacing: ``(B, 4)`` fp32, from a latent to the next: seconds in time, pixels down, pixels to the right; and
-            seconds by which all latent frames but the first come earlier than that says (0 for ``LTXPipeline``).
+        spacing: ``(B, 4)`` fp32: seconds, pixels down and pixels right from one latent to the next; and seconds by
+            which all latent frames but the first are shifted earlier (0 for ``LTXPipeline``).
         grid: latent frames, height and width.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Rectified-flow velocities from networks that predict v or the noise at discrete, variance-preserving noise levels.
+"""Rectified-flow velocities from networks that predict v or noise at discrete, variance-preserving noise levels.
 
 Such a network was trained on ``z = alpha x0 + sigma e`` with ``alpha^2 + sigma^2 = 1`` and ``alpha^2 =
-alphas_cumprod[i]`` at the integer time ``i``, as diffusers' DDIM and DPM schedulers have it. The project calls every
+alphas_cumprod[i]`` at the integer time ``i``, as in diffusers' DDIM and DPM schedulers. The project calls every
 network at ``x_t = (1 - t) x0 + t e``, ``0 <= t <= 1``, for an estimate of ``e - x0``. Both states have the same
 signal-to-noise ratio where ``alpha / sigma = (1 - t) / t``. With ``n = sqrt((1 - t)^2 + t^2)``:
 
@@ -10,9 +10,9 @@ signal-to-noise ratio where ``alpha / sigma = (1 - t) / t``. With ``n = sqrt((1 
   sigma v`` and ``e = sigma z + alpha v``. So ``e - x0 = ((2 t - 1) z + v) / n``, which is finite at every t.
 - A prediction of ``e`` gives ``x0 = (x_t - t e) / (1 - t)``. So ``e - x0 = (e - x_t) / (1 - t)``, for ``t < 1``.
 
-The network's time is real: linear in t between the integer times, which it meets at their own noise levels. Times
-outside of the levels get the nearest integer time. The time is computed in the dtype of t (fp32 or better), and the map
-has forward-mode derivatives; ``d time / dt`` is constant between two levels, and jumps at each.
+The network's time is real. It equals each integer time at that time's noise level and is linear in t between levels.
+Outside the levels it is the nearest integer time. The map computes in the dtype of t (fp32 or better) and has
+forward-mode derivatives; ``d time / dt`` is constant between two levels and jumps at each.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 Prediction = Literal["v_prediction", "epsilon"]
-"""What a network predicts, by ``prediction_type`` of diffusers' schedulers."""
+"""Prediction of a network, named as ``prediction_type`` of diffusers' schedulers."""
 
 
 class DiscretePrediction:
-    """A variance-preserving noise schedule with what its network predicts.
+    """Variance-preserving noise schedule and prediction type of a network.
 
     A family calls its network in three steps, for ``x`` ``(B, C, T, H, W)`` and ``t`` ``(B,)``::
 
@@ -36,12 +36,12 @@ class DiscretePrediction:
         velocity = prediction.velocity(output, x, t)
 
     Args:
-        alphas_cumprod: ``alpha^2`` of each integer time, strictly falling, above 0 but for the last one.
+        alphas_cumprod: ``alpha^2`` of each integer time, strictly decreasing; only the last can be 0.
         prediction: ``v_prediction`` or ``epsilon``.
 
     Raises:
-        ValueError: another prediction; levels that do not fall; a prediction of the noise where the last level is
-            noise alone, of which no x0 follows.
+        ValueError: the prediction is unknown, ``alphas_cumprod`` does not decrease, or ``epsilon`` is predicted
+            although the last level is pure noise, which does not determine x0.
     """
 
     def __init__(self, alphas_cumprod: Iterable[float], prediction: Prediction):
@@ -55,26 +55,26 @@ class DiscretePrediction:
         self.prediction = prediction
         signal, noise = alphas.sqrt(), (1 - alphas).sqrt()
         self.levels: list[float] = (noise / (signal + noise)).tolist()
-        """Rectified-flow time of each integer time, rising."""
+        """Increasing rectified-flow times of the integer times."""
 
     @classmethod
     def of_scheduler(cls, scheduler: Any) -> DiscretePrediction:
         """Read the levels and the prediction of a diffusers scheduler with ``alphas_cumprod``.
 
-        ``snr_shift_scale`` and ``rescale_betas_zero_snr`` are in its ``alphas_cumprod`` already.
+        Its ``alphas_cumprod`` already includes ``snr_shift_scale`` and ``rescale_betas_zero_snr``.
         """
         return cls(scheduler.alphas_cumprod.tolist(), cast("Prediction", scheduler.config.prediction_type))
 
     def network_time(self, t: Tensor) -> Tensor:
         """Return the network's time, from 0 to the last integer time, for rectified-flow times of any shape."""
-        levels = t.new_tensor(self.levels)  # of a list: fake tensors of a plan take no tensor from outside
+        levels = t.new_tensor(self.levels)  # a list, since fake tensors of a plan cannot mix with real tensors
         within = t.clamp(levels[0], levels[-1])
         below = torch.searchsorted(levels, within.detach(), right=True).sub(1).clamp(0, len(self.levels) - 2)
         lower, upper = levels[below], levels[below + 1]
         return below + (within - lower) / (upper - lower)
 
     def state(self, x: Tensor, t: Tensor) -> Tensor:
-        """Return ``z``, what the network takes for ``x_t``, in the dtype of ``x``.
+        """Return ``z``, the network's state for ``x_t``, in the dtype of ``x``.
 
         Args:
             x: ``x_t``, ``(B, C, T, H, W)``.
@@ -83,15 +83,15 @@ class DiscretePrediction:
         return (x / _root(_per_sample(t, x))).to(x.dtype)
 
     def velocity(self, output: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """Return the estimate of ``e - x0`` in the dtype of ``t`` or of ``output``, whichever has more digits.
+        """Return the estimate of ``e - x0`` in the dtype of ``t`` or ``output``, whichever is more precise.
 
         Args:
-            output: what the network returned, ``(B, C, T, H, W)``.
+            output: output of the network, ``(B, C, T, H, W)``.
             x, t: as for :meth:`state`.
 
         Raises:
-            ValueError: a prediction of the noise at t = 1, where that can be seen without waiting for a device.
-                Elsewhere the velocity is not finite.
+            ValueError: noise is predicted at t = 1. CUDA times are not checked, which would synchronize the device; the
+                velocity is then not finite.
         """
         if self.prediction == "epsilon" and t.device.type == "cpu" and type(t) is Tensor and (t.detach() == 1).any():
             raise ValueError("a network that predicts the noise has no velocity at t = 1; keep all times below 1")
@@ -103,10 +103,11 @@ class DiscretePrediction:
 
 
 def _per_sample(t: Tensor, x: Tensor) -> Tensor:
-    """Return ``t`` ``(B,)`` or ``(B, T)`` with dimensions of size 1 for the others of ``x`` ``(B, C, T, H, W)``."""
+    """Return ``t`` ``(B,)`` or ``(B, T)`` with dimensions of size 1 added, to broadcast with ``x`` ``(B, C, T, H,
+    W)``."""
     return t[:, None, None, None, None] if t.ndim == 1 else t[:, None, :, None, None]
 
 
 def _root(t: Tensor) -> Tensor:
-    """Return ``n``."""
+    """Return ``n = sqrt((1 - t)^2 + t^2)``."""
     return ((1 - t).square() + t.square()).sqrt()

@@ -1,6 +1,6 @@
-"""Which model families there are: those here, and those of packages that name theirs as an entry point.
+"""Registry of model families: those in this package and those that other packages provide as entry points.
 
-A package adds a family without touching this one::
+A package adds a family without changes here::
 
     [project.entry-points."fsdp_cp.families"]
     mine = "my_package.family:Mine"
@@ -24,15 +24,15 @@ FAMILIES: dict[str, Family] = {Wan.name: Wan(), LTX.name: LTX(), Hunyuan.name: H
 
 
 def family_names() -> list[str]:
-    """The names of all families that are installed, without importing those of other packages."""
+    """Return the names of all installed families, without importing other packages."""
     return [*FAMILIES, *(name for name in installed_names(ENTRY_POINTS) if name not in FAMILIES)]
 
 
 def family_of(name: str, setting: str) -> Family:
-    """The family called ``name``; ``setting`` is the role's name, for messages.
+    """Return the family called ``name``; ``setting`` is the role's name, for messages.
 
     Raises:
-        UserError: no such family, or one of another package that cannot be imported or is none.
+        UserError: the family does not exist, cannot be imported, or is not a :class:`Family`.
     """
     if name in FAMILIES:
         return FAMILIES[name]

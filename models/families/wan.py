@@ -1,13 +1,13 @@
 """The Wan family: diffusers' unmodified ``WanTransformer3DModel`` as a role's network.
 
-Wan 2.1, text to video and image to video. The latter takes, behind its latents, the channels of a mask and of the
-encoded first image, and an image encoder's features, to which a second cross-attention attends. Wan 2.2's A14B is two
-such networks for two ranges of times (models/role.py), without those features.
+Wan 2.1 does text to video and image to video. Image-to-video networks take channels of a mask and of the encoded first
+image after their latents. A second cross-attention attends to features of an image encoder. Wan 2.2's A14B has two such
+networks for two ranges of times (models/roles/role.py), without those features.
 
-Wan 2.2's TI2V 5B is a text-to-video network with a VAE of its own. It has neither channels nor an encoder for an image:
-where the data give a first frame, that frame replaces the noisy one (models/families/frames.py), as in
-``WanImageToVideoPipeline`` with ``expand_timesteps``. Without a frame a sample has one time, as for every Wan: a time
-for each token costs a modulation of each, 6 x width numbers (2 GB in fp32 at 720p).
+Wan 2.2's TI2V 5B is a text-to-video network with a different VAE, without image channels or an image encoder. A first
+frame in the data replaces the noisy one (models/families/frames.py), as in ``WanImageToVideoPipeline`` with
+``expand_timesteps``. Without it a sample has one time: a time per token would need a modulation per token of 6 x width
+numbers (2 GB in fp32 at 720p).
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
-from models.condition import FIRST_FRAME, Condition
 from models.families import frames
 from models.families.base import LatentShape, Shape, config_of
-from models.families.diffusers_family import DiffusersFamily, encoded_clip, refuse
+from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
+from models.families.planning import encoded_clip
 from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
+from models.roles.condition import FIRST_FRAME, Condition
 
 IMAGE_TOKENS = 257
-"""Features that CLIP ViT-H/14 gives of an image: 16 x 16 patches, and the class token."""
+"""Number of CLIP ViT-H/14 features of an image: 16 x 16 patches and the class token."""
 
 
 def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
-    """diffusers' plan, but split before the patch embedding instead of behind it, and rotary tables of own tokens.
+    """Return diffusers' plan, changed to split before the patch embedding and to use rotary tables of own tokens.
 
     Raises:
-        ValueError: another plan than the one known: diffusers' ``_cp_plan`` is private.
+        ValueError: diffusers' private ``_cp_plan`` has changed.
     """
     plan = network._cp_plan
     known = {"rope": {0, 1}, "blocks.0": {"hidden_states"}, "proj_out": None, "": {"timestep"}}
@@ -51,16 +52,16 @@ def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
     return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
 
 
-_PUBLISHED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
-_14B = {**_PUBLISHED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
+_RELEASED = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "patch_size": [1, 2, 2]}
+_14B = {**_RELEASED, "num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40, "ffn_dim": 13824}
 TI2V_CHANNELS = 48
-"""Of the latents of Wan 2.2's own VAE, which the 5B network alone is made for."""
+"""Latent channels of Wan 2.2's VAE, which only the 5B network uses."""
 
 TI2V_5B: Mapping[str, Any] = {
-    **_PUBLISHED, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
+    **_RELEASED, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 14336,
     "in_channels": TI2V_CHANNELS, "out_channels": TI2V_CHANNELS,
 }  # fmt: skip
-"""Wan 2.2 TI2V 5B's network, 5.0e9 parameters."""
+"""Configuration of Wan 2.2 TI2V 5B, 5.0e9 parameters."""
 
 TI2V_VAE: Mapping[str, Any] = {
     "base_dim": 160, "decoder_base_dim": 256, "z_dim": TI2V_CHANNELS, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
@@ -68,7 +69,7 @@ TI2V_VAE: Mapping[str, Any] = {
     "out_channels": 12, "patch_size": 2, "scale_factor_temporal": 4, "scale_factor_spatial": 16,
     "latents_mean": [0.0] * TI2V_CHANNELS, "latents_std": [1.0] * TI2V_CHANNELS,
 }  # fmt: skip
-"""Its VAE's ``config.json`` without the statistics of its latents, which no plan needs."""
+"""``config.json`` of its VAE, without latent statistics, which plans do not need."""
 
 _ORIGINAL_NAMES = (
     (r"\.attn1\.to_([qkv])$", r".self_attn.\1"),
@@ -92,16 +93,12 @@ _PREFIX = re.compile(r"^(base_model\.model|transformer|diffusion_model|pipe\.dit
 _ORIGINAL_LAYER = re.compile(r"lora_unet_|blocks\.\d+\.((self|cross)_attn|ffn\.\d)\.")
 
 
-class Wan(DiffusersFamily):
-    """Wan 2.1, and 2.2's A14B and TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
+class WanPlanning(DiffusersPlanning):
+    """Wan's networks and their encoders."""
 
-    name = "wan"
-    class_name = "WanTransformer3DModel"
-    transformer = WanTransformer3DModel
-    label = "Wan"
-    published = {
+    networks = {
         "wan2_1_t2v_1_3b": {
-            **_PUBLISHED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
+            **_RELEASED, "num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960,
         },
         "wan2_1_t2v_14b": _14B,
         "wan2_1_i2v_14b": {**_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
@@ -109,30 +106,38 @@ class Wan(DiffusersFamily):
         "wan2_2_t2v_a14b": _14B,
         "wan2_2_i2v_a14b": {**_14B, "in_channels": 36},
     }  # fmt: skip
-    published_boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
+    boundaries = {"wan2_2_t2v_a14b": 0.875, "wan2_2_i2v_a14b": 0.9}
     text_encoder = {
         "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
         "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
     }  # fmt: skip
-    """umT5-XXL's, 5.7e9 parameters."""
+    """umT5-XXL, 5.7e9 parameters."""
     image_encoder = {
         "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
         "image_size": 224, "patch_size": 14,
     }  # fmt: skip
-    """CLIP ViT-H/14's, .63e9 parameters."""
+    """CLIP ViT-H/14, .63e9 parameters."""
 
-    def clip_latents(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """Wan 2.1's VAE: 16 channels, a latent frame for four frames behind the first, 8 x 8 pixels."""
+    def latents_of_clip(self, channels: int, num_frames: int, height: int, width: int) -> LatentShape:
+        """Return the latents' shape for Wan 2.1's VAE (8 x 8 pixels, 4 frames), or for Wan 2.2's if ``channels`` is
+        48."""
+        if channels == TI2V_CHANNELS:
+            return encoded_clip("Wan 2.2's VAE", channels, 4, 16, num_frames=num_frames, height=height, width=width)
         return encoded_clip("Wan's VAE", 16, 4, 8, num_frames=num_frames, height=height, width=width)
 
-    def latents_for(self, config: Mapping[str, Any], num_frames: int, height: int, width: int) -> LatentShape:
-        if self.latent_channels(config) != TI2V_CHANNELS:
-            return self.clip_latents(num_frames, height, width)
-        return encoded_clip("Wan 2.2's VAE", TI2V_CHANNELS, 4, 16, num_frames=num_frames, height=height, width=width)
+    def encoders(self, channels: int) -> dict[str, Mapping[str, Any]]:
+        own_vae = {"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {}
+        return super().encoders(channels) | own_vae
 
-    def encoders_for(self, channels: int) -> dict[str, Mapping[str, Any]]:
-        found = super().encoders_for(channels)
-        return found | ({"vae": TI2V_VAE, "image_encoder": {}} if channels == TI2V_CHANNELS else {})
+
+class Wan(DiffusersFamily):
+    """Wan 2.1, and 2.2's A14B and TI2V 5B, by diffusers' ``WanTransformer3DModel`` (0.42)."""
+
+    name = "wan"
+    class_name = "WanTransformer3DModel"
+    transformer = WanTransformer3DModel
+    label = "Wan"
+    planning = WanPlanning()
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
@@ -154,14 +159,15 @@ class Wan(DiffusersFamily):
             refuse(given, "in_channels", wanted, setting)
 
     def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
-        """Compute the non-persistent rotary tables again, on ``device``; ``to_empty`` leaves garbage in them."""
+        """Recompute the non-persistent rotary tables on ``device``, since ``to_empty`` leaves garbage in them."""
         config = network.config
         fresh = type(network.rope)(config.attention_head_dim, tuple(config.patch_size), config.rope_max_seq_len)
         network.rope.freqs_cos = fresh.freqs_cos.to(device)
         network.rope.freqs_sin = fresh.freqs_sin.to(device)
 
     def examples(self) -> dict[str, dict[str, Any]]:
-        """Text to video, image to video with its second cross-attention and without, text or a first frame to video."""
+        """Return configurations for text to video, image to video with and without features, and first frame to
+        video."""
         sizes = {
             "patch_size": [1, 2, 2], "num_attention_heads": 6, "attention_head_dim": 12, "in_channels": 4,
             "out_channels": 4, "text_dim": 24, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32,
@@ -180,12 +186,12 @@ class Wan(DiffusersFamily):
         return list(network.blocks)
 
     def full_precision_units(self, network: WanTransformer3DModel) -> list[nn.Module]:
-        """What computes in fp32 under ``precision=bf16``, as an FSDP unit of its own.
+        """Return the modules that compute in fp32 under ``precision=bf16``, as separate FSDP units.
 
         diffusers keeps ``rope``, ``time_embedder``, ``scale_shift_table`` and the block norms in fp32 when it loads
-        weights in bf16. Here the time embedder is a unit of its own in fp32; rope has no parameters and its tables
-        stay fp32; the norms compute in fp32 and the modulation adds in fp32 as diffusers writes them, from weights
-        rounded to bf16 (the masters are fp32), since they are gathered with their block.
+        weights in bf16. Here only the time embedder is a separate fp32 unit. rope has no parameters, and its tables
+        stay fp32. Norms and modulation are gathered with their block, so their fp32 masters are rounded to bf16; they
+        still compute in fp32, as in diffusers.
         """
         return [network.condition_embedder.time_embedder]
 
@@ -201,7 +207,8 @@ class Wan(DiffusersFamily):
         return name
 
     def diffusers_adapters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """musubi and kohya write ``lora_unet_``, DiffSynth ``pipe.dit.`` or no prefix, ComfyUI ``diffusion_model.``."""
+        """Convert names with the prefixes of musubi and kohya (``lora_unet_``), DiffSynth (``pipe.dit.`` or none) and
+        ComfyUI (``diffusion_model.``)."""
         from diffusers import WanPipeline
 
         bare = {name: _PREFIX.sub("", name) for name in tensors}
@@ -225,7 +232,8 @@ class Wan(DiffusersFamily):
     def condition_shapes(
         self, config: Mapping[str, Any], latent_shape: LatentShape, text_tokens: int
     ) -> dict[str, Shape]:
-        """The text; of an image its latents and mask; of Wan 2.1's its features too, and 512 tokens of text."""
+        """Return the shapes of the text and, for image to video, latents and mask; for Wan 2.1 also features, with 512
+        text tokens."""
         shapes: dict[str, Shape] = {"text": (text_tokens, config["text_dim"])}
         if takes_image(config):
             channels, *sizes = latent_shape
@@ -237,7 +245,7 @@ class Wan(DiffusersFamily):
         return shapes
 
     def optional_shapes(self, config: Mapping[str, Any], latent_shape: LatentShape) -> dict[str, Shape]:
-        """A first frame, for Wan 2.2's TI2V: a text-to-video Wan of its VAE's latents."""
+        """Return the shape of a first frame for Wan 2.2's TI2V: a text-to-video Wan with 48 latent channels."""
         if takes_image(config) or self.latent_channels(config) != TI2V_CHANNELS:
             return {}
         return {FIRST_FRAME: frames.frame_shape(latent_shape)}
@@ -245,12 +253,11 @@ class Wan(DiffusersFamily):
     def check_sample(
         self, config: Mapping[str, Any], latent_shape: LatentShape, condition: Mapping[str, Shape], setting: str
     ) -> None:
-        """Can the network take such samples?
+        """Check that the network accepts such samples. A text-to-video Wan accepts a first frame.
 
         Raises:
-            UserError: channels or sizes that it cannot take (more positions than ``rope_max_seq_len`` along an axis
-                among them), text embeddings of another size, an image for a text-to-video Wan, or none for the other.
-                A text-to-video Wan may be given a first frame.
+            UserError: channels or sizes do not fit, an axis has more positions than ``rope_max_seq_len``, text
+                embeddings have another size, or an image is missing or not accepted.
         """
         text_tokens = condition["text"][0]
         needed = self.condition_shapes(config, latent_shape, text_tokens)
@@ -297,10 +304,10 @@ class Wan(DiffusersFamily):
     def parallelize(
         self, network: WanTransformer3DModel, mesh: Mesh, backend: str = "auto", head_groups: int = 1
     ) -> None:
-        """Each rank embeds, rotates and works on its own tokens; this family's processors on every attention.
+        """Let each rank embed, rotate and process its own tokens; set this family's processors on every attention.
 
         Raises:
-            ValueError: a diffusers version whose plan is not the one known.
+            ValueError: diffusers' plan has changed.
         """
         if mesh.cp_size > 1:
             parallelize_context(network, mesh=mesh, plan=_own_token_plan(network))
@@ -331,11 +338,11 @@ class Wan(DiffusersFamily):
 
 
 def takes_image(config: Mapping[str, Any]) -> bool:
-    """Is it an image-to-video Wan, which takes an image's latents and a mask behind the clip's latents?"""
+    """Return whether this is an image-to-video Wan, which takes image latents and a mask after the clip's latents."""
     going = config.get("out_channels", 16)
     return takes_features(config) or (going is not None and going < config.get("in_channels", 16))
 
 
 def takes_features(config: Mapping[str, Any]) -> bool:
-    """Is it an image-to-video Wan 2.1, which attends to an image encoder's features too?"""
+    """Return whether this is an image-to-video Wan 2.1, which attends to image features too."""
     return config.get("image_dim") is not None

@@ -1,4 +1,4 @@
-"""Wan's attention over tokens that are split over the mesh, and its rotary tables of a rank's own tokens."""
+"""Wan's attention over tokens split over the mesh, and rotary tables of a rank's own tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from models.families.diffusers_family import token_positions
 
 RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int]
 TEXT_TOKENS = 512
-"""Of a network that takes images too: diffusers' processor takes the last 512 tokens of the context for the text."""
+"""Number of text tokens in networks with image features: diffusers' processor takes the last 512 context tokens as
+text."""
 
 
 class WanSelfAttention(WanAttnProcessor):
     """Wan's self-attention over tokens that are split over ``mesh.cp``.
 
     Projections, norms and the rotary embedding are those of :class:`WanAttnProcessor`; only the attention over all
-    tokens is replaced, at cp = 1 too: diffusers' own has no forward-mode AD.
+    tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
     def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
@@ -34,11 +35,11 @@ class WanSelfAttention(WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: RotaryTables | None = None,
     ) -> Tensor:
-        """``hidden_states`` is ``(B, S_local, dim)``; ``rotary_emb`` as :func:`own_rotary_tables` gives it."""
+        """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :func:`own_rotary_tables`."""
         if attention_mask is not None:
             raise ValueError("context-parallel Wan self-attention takes no attention_mask")
-        # The number of tokens comes with the tables, as an argument of the block: a block that is run again in backward
-        # gets its own forward's, whatever the network was called with since.
+        # Pass the number of tokens with the tables, as an argument of the block, so that recomputation in backward uses
+        # its own forward's number even if the network was called with another one since.
         assert rotary_emb is not None
         cos, sin, total = rotary_emb if len(rotary_emb) == 3 else (*rotary_emb, None)
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
@@ -55,7 +56,7 @@ class WanSelfAttention(WanAttnProcessor):
 class WanCrossAttention(WanAttnProcessor):
     """Wan's attention to the text, and to an image's features where the network has projections for them.
 
-    Every rank holds both whole. As :class:`WanAttnProcessor`, with forward-mode AD.
+    Every rank holds both whole. It is :class:`WanAttnProcessor` with forward-mode AD.
     """
 
     def __init__(self, backend: str = "auto"):
@@ -70,7 +71,8 @@ class WanCrossAttention(WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: RotaryTables | None = None,
     ) -> Tensor:
-        """``hidden_states`` is ``(B, S_local, dim)``, ``encoder_hidden_states`` ``(B, N + L, dim)``, N of the image."""
+        """Attend from ``(B, S_local, dim)`` to ``encoder_hidden_states`` ``(B, N + L, dim)``, with N image features
+        first."""
         if attention_mask is not None or rotary_emb is not None:
             raise ValueError("Wan's cross-attention takes neither attention_mask nor rotary_emb")
         text, image = encoder_hidden_states, None
@@ -88,20 +90,20 @@ class WanCrossAttention(WanAttnProcessor):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Wan's rotary embedding of neighbouring pairs; ``x`` is ``(B, S, H, D)``, computed in the table's fp32."""
+    """Rotate neighboring pairs of ``x`` ``(B, S, H, D)`` in the tables' fp32, as Wan does."""
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2).type_as(x)
 
 
 def own_rotary_tables(rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor) -> RotaryTables:
-    """What ``rope`` makes for latents ``(B, C, T, H, W)``, of the rank's own tokens only.
+    """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
 
     Returns:
-        Cosines and sines ``(1, S_local, 1, head_dim)``, where pads have those of the last token; and ``S``.
+        Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; and ``S``.
 
     Raises:
-        ValueError: more positions than ``rope_max_seq_len`` along an axis.
+        ValueError: an axis has more positions than ``rope_max_seq_len``.
     """
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
     if max(sizes) > rope.max_seq_len:

@@ -1,4 +1,4 @@
-"""``python -m models.lora extract FULL BASE OUT --rank 64``: adapters from a fully trained network, by SVD."""
+"""Extract adapters from a fully trained network by SVD: ``python -m models.lora extract FULL BASE OUT --rank 64``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
-from models.checkpoint_files import inspect_transformer
 from models.families.registry import family_names, family_of
+from models.files.checkpoint_files import inspect_transformer
+from models.files.published import refuse_input, refuse_occupied
 from models.lora.extract import extract
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.settings import LoraSettings
-from models.published import refuse_input, refuse_occupied
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 with one line for a user's mistake."""
+    """Return exit code 0, or 2 after a one-line message for a user error."""
     parser = argparse.ArgumentParser(prog="python -m models.lora", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("extract", help="adapters that make FULL of BASE, as nearly as their rank can")

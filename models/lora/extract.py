@@ -1,4 +1,5 @@
-"""Adapters from two whole networks: what a fully trained student has beside its base, in so many directions a layer."""
+"""Extraction of adapters from a fully trained student and its base: a low-rank approximation of each layer's
+difference."""
 
 from __future__ import annotations
 
@@ -9,41 +10,41 @@ from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from models.additions.base import named_additions
-from models.checkpoint_files import TransformerFolder, tensor_reader
 from models.families.base import Family
+from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.lora.plan import target_layers
 from models.lora.settings import LoraSettings
 
 _EXACT = 2048
-"""Up to this smaller size of a layer all singular values are computed; of larger layers the leading ones alone."""
+"""Smaller dimension up to which a layer's full SVD is computed; larger layers use a truncated one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
-    """What of the difference the adapters hold."""
+    """Extracted adapters and the part of the difference that they hold."""
 
     adapters: dict[str, Tensor]
-    """A and B by public name; their scale is 1."""
+    """Matrices A and B by public name; their scale is 1."""
     kept: float
     """Share of the squared difference of the layers with adapters, in [0, 1]."""
     left_out: dict[str, float]
-    """Other tensors that differ, such as norms and biases, each with its difference over its norm."""
+    """Relative difference of each other tensor that differs, such as norms and biases."""
 
 
 def extract(
     full: TransformerFolder, base: TransformerFolder, network: nn.Module, family: Family, settings: LoraSettings
 ) -> Extracted:
-    """The best approximation of that rank in the least-squares sense, layer by layer (Eckart & Young 1936).
+    """Return the best least-squares approximation of the given rank for each layer (Eckart & Young 1936).
 
     Args:
-        full: the trained network's folder.
-        base: the one that it began as, of the same shapes.
-        network: of their configuration, on the meta device.
-        family: its family.
+        full: folder of the trained network.
+        base: folder of its initial network, with the same shapes.
+        network: network of their configuration, on the meta device.
+        family: family of the network.
         settings: rank and targets.
 
     Raises:
-        UserError: folders of other shapes, or of equal weights; what :func:`models.lora.inject.target_layers` refuses.
+        UserError: shapes differ, weights are equal, or :func:`models.lora.plan.target_layers` raises.
     """
     for folder in (full, base):
         if folder.additions:
@@ -87,8 +88,8 @@ def extract(
 
 
 def _leading(x: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``rank`` largest singular values of ``x`` ``(out, in)``, ``(r,)``, between their vectors ``(out, r)`` and
-    ``(in, r)``."""
+    """Return left vectors ``(out, r)``, the ``rank`` largest singular values ``(r,)`` and right vectors ``(in, r)`` of
+    ``x`` ``(out, in)``."""
     if min(x.shape) <= _EXACT:
         u, s, vh = torch.linalg.svd(x, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank].T

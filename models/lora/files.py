@@ -1,7 +1,7 @@
-"""Files of adapters as others read them: diffusers' and peft's, and the keys of Wan's own code.
+"""Adapter files in the formats of diffusers and peft, and with the names of Wan's original code.
 
-The scale ``alpha / rank`` is multiplied into B where a format has no field for it that all of its readers know, so that
-strength 1 is what was trained.
+If a format has no field for ``alpha / rank`` that all its readers support, the scale is multiplied into B. Strength 1
+then reproduces the trained network.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 
 from fsdp_cp.errors import UserError
 from models.families.base import Family
-from models.published import published
+from models.files.published import published
 
 FORMATS = ("diffusers-lora", "wan-lora")
 NAME = "pytorch_lora_weights.safetensors"
-"""As diffusers' ``load_lora_weights`` looks for it."""
+"""File name that diffusers' ``load_lora_weights`` expects."""
 
 
 def refuse_whole(names: Iterable[str], what: str) -> None:
-    """Refuse what no file of adapters can hold.
+    """Refuse parameters that an adapter file cannot hold.
 
     Args:
-        names: of a role's own parameters.
-        what: whose they are, for the message.
+        names: names of a role's own parameters.
+        what: their owner, for the message.
 
     Raises:
-        UserError: modules that were trained whole, or that were added to the network.
+        UserError: a module was trained whole or added to the network.
     """
     whole = sorted(name for name in names if ".lora_" not in name)
     if whole:
@@ -45,18 +45,18 @@ def refuse_whole(names: Iterable[str], what: str) -> None:
 def file_tensors(
     kind: str, names: Iterable[str], read: Callable[[str], Tensor], *, family: Family, scale: float, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors of a file of adapters.
+    """Return the tensors of an adapter file by name.
 
     Args:
         kind: one of :data:`FORMATS`.
-        names: of the role's own parameters, adapters all.
-        read: one of them, whole, by name.
-        family: of the base, which knows the original code's names.
+        names: names of the role's own parameters, all of them adapters.
+        read: function that returns a whole parameter by name.
+        family: family of the base, which knows the original code's names.
         scale: ``alpha / rank``.
-        dtype: of the file.
+        dtype: dtype of the file.
 
     Raises:
-        UserError: a layer that the original code has no name for.
+        UserError: the original code has no name for a layer.
     """
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -65,7 +65,7 @@ def file_tensors(
         if kind == "wan-lora":
             original = family.original_name(layer)
             prefix = f"diffusion_model.{original}"
-            # diffusers (0.42) reads alpha in blocks alone; without one, the scale is 1 to every reader.
+            # diffusers (0.42) reads alpha only in blocks. Without alpha every reader uses scale 1.
             has_alpha = original.startswith("blocks.")
             factor = 1.0 if which == "A.weight" or (has_alpha and which == "B.weight") else scale
             theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[which]
@@ -81,13 +81,13 @@ def file_tensors(
 def write_file(
     folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, move_aside: bool = False
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``; see :func:`models.published.published`.
+    """Write ``folder/pytorch_lora_weights.safetensors``; see :func:`models.files.published.published`.
 
     Raises:
-        UserError: a folder that cannot be written.
+        UserError: the folder cannot be written.
     """
     try:
         with published(folder, about, move_aside=move_aside) as unfinished:
             save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, too
+    except SafetensorError as error:  # includes a full disk
         raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error

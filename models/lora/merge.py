@@ -1,4 +1,4 @@
-"""A base with a role's adapters in it, as plain weights."""
+"""Merging of a role's adapters into a base, as plain weights."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Weights(NamedTuple):
-    """Weights of a network or of adapters that are read one at a time."""
+    """Weights of a network or of adapters, read tensor by tensor."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """By public name (models/names.py)."""
+    """Shapes by public name (models/roles/names.py)."""
     read: Callable[[str], Tensor]
-    """Returns a whole tensor by its name. On a mesh every rank must call it."""
+    """Function that returns a whole tensor by name. On a mesh every rank must call it."""
 
 
 def merged(base: Weights, own: Weights, scale: float) -> Weights:
-    """Return ``W + scale B A``, summed in fp32 and not rounded, and what the role trains whole or added to the network.
+    """Return ``W + scale B A``, summed in fp32 without rounding, with trained copies and additions.
 
     Args:
-        base: the base.
-        own: the role's own.
+        base: weights of the base.
+        own: weights of the role's own parameters.
         scale: ``alpha / rank``.
     """
     whole = {name: shape for name, shape in own.shapes.items() if ".lora_" not in name}

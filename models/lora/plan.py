@@ -1,6 +1,6 @@
-"""The adapters that a role will have, checked against its base before anything is built, and put in by peft (0.21).
+"""Plan of a role's adapters, checked against its base before anything is built and injected by peft (0.21).
 
-An adapter has the name of its role. :mod:`models.lora.serving` chooses the adapter that a forward runs.
+An adapter has the name of its role. :mod:`models.lora.serving` selects the adapter that a forward runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_cp.sharding.initialise import copy_own_part, initialise
 from models.families.base import Family
 from models.lora.saved import SavedAdapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.names import owner
+from models.roles.names import owner
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPlan:
-    """From :func:`plan_lora`."""
+    """Adapters of one role, made by :func:`plan_lora`."""
 
     settings: LoraSettings
     targets: tuple[str, ...]
-    """Linear layers with adapters, by name."""
+    """Names of the linear layers with adapters."""
     train: tuple[str, ...]
-    """Modules of which the role trains a copy."""
+    """Names of the modules of which the role trains a copy."""
     saved: SavedAdapters | None = None
-    """The file that gives their first values; ``None`` for fresh ones."""
+    """File with the adapters' first values; ``None`` for new adapters."""
     biased: bool = False
-    """Whether each B has a bias, as in a file with one."""
+    """Whether each B has a bias, because the file has one."""
 
     def shapes(self, network: nn.Module) -> dict[str, Shape]:
         """Return the shapes of the role's own parameters on the plain ``network``, by public name."""
@@ -77,21 +77,21 @@ class LoraPlan:
         return replace(self, saved=None, targets=targets, train=train)
 
     def inject(self, network: nn.Module, role: str) -> None:
-        """Put the adapters of ``role`` into ``network``, in place, and its copies of the modules that it trains whole.
+        """Add to ``network``, in place, the adapters of ``role`` and its copies of the modules that it trains whole.
 
         ``network`` is on the meta device, plain or with other roles' adapters.
         """
         config = LoraConfig(
             r=self.settings.rank,
             lora_alpha=self.settings.rank * self.settings.scale,  # type: ignore[arg-type]  # peft divides it by the rank
-            # As one pattern: of a list peft takes every name that ends as one of them does.
+            # Pass one pattern: for a list peft would match every name with one of these endings.
             target_modules="|".join(re.escape(name) for name in self.targets),
             lora_dropout=0.0,
             init_lora_weights=False,
             lora_bias=self.biased,
         )
         inject_adapter_in_model(config, network, adapter_name=role, low_cpu_mem_usage=True)
-        del network.peft_config  # of which peft would warn when the next role's are put in
+        del network.peft_config  # avoids peft's warning when the next role's adapters are added
         for name in self.train:
             module = network.get_submodule(name)
             if isinstance(module, ModulesToSaveWrapper):
@@ -100,9 +100,10 @@ class LoraPlan:
                 network.set_submodule(name, ModulesToSaveWrapper(module, role))
 
     def fill(self, module: nn.Module, role: str, seed: int) -> None:
-        """Set the first values of ``role``'s adapters in the sharded ``module``.
+        """Initialize ``role``'s adapters in the sharded ``module``.
 
-        They are those of the file, or A as peft draws that of a linear layer, from ``seed``, and B zero.
+        The values come from the file. Without one, A is drawn from ``seed`` as peft does for a linear layer, and B is
+        zero.
         """
         own = {name: p.detach() for name, p in module.named_parameters() if owner(name)[0] == role and ".lora_" in name}
         if self.saved is None:
@@ -114,7 +115,7 @@ class LoraPlan:
         found = self.saved.read()
         for name, parameter in own.items():
             layer, _, which = owner(name)[1].rpartition(".lora_")
-            value = found[layer].get(which, torch.zeros(parameter.shape))  # a bias that another layer has
+            value = found[layer].get(which, torch.zeros(parameter.shape))  # zero if only other layers have a bias
             copy_own_part(parameter, value / (1.0 if which == "A.weight" else self.settings.scale), name)
 
 
@@ -124,15 +125,15 @@ def plan_lora(
     """Check a role's adapters against its base.
 
     Args:
-        network: the base, plain, on any device.
-        family: its family.
-        settings: of the adapters; ``rank`` is above 0, unless it is the file's.
-        role: the role's name, for messages.
-        saved: the file that they come from; ``None`` for fresh ones.
+        network: plain base, on any device.
+        family: family of the base.
+        settings: settings of the adapters; ``rank`` is above 0 unless the file determines it.
+        role: name of the role, for messages.
+        saved: file that the adapters come from; ``None`` for new ones.
 
     Raises:
-        UserError: what :func:`target_layers`, :func:`trained_modules` and
-            :func:`models.lora.saved.inspect_adapters` refuse; a file of another rank, or for other layers.
+        UserError: the file has another rank or other layers, or :func:`target_layers`, :func:`trained_modules` or
+            :func:`models.lora.saved.inspect_adapters` raises.
     """
     where, found = f"{role}.lora.", None
     settings.check(where)
@@ -163,14 +164,15 @@ def target_layers(
     """Return the names of the linear layers that get adapters.
 
     Args:
-        network: plain, on any device.
-        family: its family.
-        settings: of the role.
-        where: the settings' prefix in a message, e.g. ``"student.lora."``.
-        fresh: whether they begin at no file, whose largest rank may be above the size of a small layer.
+        network: plain network on any device.
+        family: family of the network.
+        settings: settings of the role.
+        where: prefix of the settings in messages, e.g. ``"student.lora."``.
+        fresh: whether the adapters do not come from a file. The largest rank in a file can exceed the size of a small
+            layer.
 
     Raises:
-        UserError: a pattern that matches no linear layer, or only layers that no gradient ever reaches; a rank above a
+        UserError: a pattern matches no linear layer, or only layers that no gradient reaches; or the rank exceeds a
             layer's size.
     """
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
@@ -194,21 +196,21 @@ def target_layers(
 def trained_modules(
     network: nn.Module, family: Family, settings: LoraSettings, targets: Sequence[str], where: str
 ) -> list[str]:
-    """Return the names of the modules that the role trains whole: the linear layers and norms in those that match.
+    """Return the names of the modules that the role trains whole: linear layers and norms in matching modules.
 
-    A copy of a larger module would not be split over ranks and not be kept in fp32, and it would hide the adapters
-    and copies of another role inside it.
+    Larger modules are not copied. Such a copy would not be split over ranks or kept in fp32, and it would hide the
+    adapters and copies of other roles inside it.
 
     Args:
-        network: plain, on any device.
-        family: its family.
-        settings: of the role.
-        targets: from :func:`target_layers`.
-        where: the settings' prefix in a message.
+        network: plain network on any device.
+        family: family of the network.
+        settings: settings of the role.
+        targets: names from :func:`target_layers`.
+        where: prefix of the settings in messages.
 
     Raises:
-        UserError: a pattern that matches no module with parameters, or only modules that no gradient ever reaches; a
-            module that has adapters too, or that is neither a linear layer nor a norm.
+        UserError: a pattern matches no module with parameters, or only modules that no gradient reaches; or a module
+            has adapters too, or is neither a linear layer nor a norm.
     """
     with_parameters = {
         name: module
@@ -234,10 +236,10 @@ def trained_modules(
 def _matching(
     names: dict[str, list[str]], patterns: Sequence[str], network: nn.Module, family: Family, setting: str
 ) -> list[str]:
-    """Return the keys of ``names`` of which a value matches one of ``patterns``, without those that never train.
+    """Return the keys of ``names`` with a value that matches one of ``patterns``, without keys that never train.
 
     Raises:
-        UserError: a pattern without any.
+        UserError: a pattern matches none.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -252,7 +254,7 @@ def _matching(
 
 
 def _without_unread(names: Collection[str], network: nn.Module, family: Family, where: str) -> list[str]:
-    """Return ``names`` without the layers that no gradient ever reaches; log those."""
+    """Return ``names`` without the layers that no gradient reaches, and log the removed ones."""
     unread = {name.rpartition(".")[0] for name in family.never_trained(network)}
     left_out = [name for name in names if name in unread]
     if left_out:

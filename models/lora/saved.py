@@ -1,4 +1,4 @@
-"""Adapters from files: diffusers', peft's, and those with names of a model's own code, which diffusers converts."""
+"""Adapters from files of diffusers, of peft, or with names of a model's original code, which diffusers converts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line, refuse_pointer
 from models.families.base import Family
+from models.files.checkpoint_files import one_line, refuse_pointer
+from models.files.shipped import find_shipped
 from models.lora.files import NAME
-from models.shipped import find_shipped
 
 _FILES = (NAME, "adapter_model.safetensors")
-"""diffusers' name, and peft's; other names are taken where a folder holds one file of adapters."""
+"""File names of diffusers and peft. Another name is accepted if it is the folder's only adapter file."""
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.")
 _ENDS = {
     ".lora_A.weight": "A.weight",
@@ -34,10 +34,10 @@ _ENDS = {
 
 
 def find_adapters(checkpoint: str | None) -> Path | None:
-    """Return the file of adapters that ``checkpoint`` is, or that the folder holds; ``None`` where there is none.
+    """Return the adapter file that ``checkpoint`` is or contains; ``None`` without such a file.
 
     Raises:
-        UserError: a folder with several; a pointer of git-lfs in the place of one.
+        UserError: the folder has several, or the file is a git-lfs pointer.
     """
     path = find_shipped(checkpoint) if checkpoint and checkpoint.strip() else None
     if path is None:
@@ -55,7 +55,7 @@ def find_adapters(checkpoint: str | None) -> Path | None:
 
 
 def _holds_adapters(file: Path, *, unreadable: bool = False) -> bool:
-    """Whether ``file`` has names of adapters; ``unreadable`` where it cannot be read."""
+    """Return whether ``file`` has names of adapters; return ``unreadable`` if it cannot be read."""
     try:
         with safe_open(file, framework="pt") as opened:
             return any(".lora_" in name or name.startswith("lora_") for name in opened.keys())
@@ -66,15 +66,15 @@ def _holds_adapters(file: Path, *, unreadable: bool = False) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """Layers that the file has adapters for. It is read again for the weights."""
+    """Contents of an adapter file, without weights. :meth:`read` reads these."""
 
     file: Path
     family: Family
     rank: int
-    """The largest of all layers; smaller adapters are padded with zeros."""
+    """Largest rank of all layers; smaller adapters are padded with zeros."""
     tensors: Mapping[str, tuple[Mapping[str, str], float]]
-    """Tensors of each layer: their names (:func:`_read`) by ``A.weight``, ``B.weight`` and ``B.bias``; and the scale of
-    their product, which multiplies the bias too, as in peft."""
+    """For each layer, the tensors' names (:func:`_read`) by ``A.weight``, ``B.weight`` and ``B.bias``, and the scale of
+    their product. The scale also multiplies the bias, as in peft."""
 
     @property
     def biased(self) -> bool:
@@ -97,11 +97,10 @@ class SavedAdapters:
 
 
 def _read(file: Path, family: Family) -> dict[str, Tensor]:
-    """Return the tensors of ``file``; those with the names of a model's own code by diffusers' names.
+    """Return the tensors of ``file``, with names of a model's original code converted to diffusers' names.
 
     Raises:
-        UserError: a file that cannot be read; names that diffusers cannot convert; tensors other than zero that it
-            would leave out.
+        UserError: the file is unreadable, or diffusers cannot convert a name or would drop a nonzero tensor.
     """
     try:
         tensors = load_file(file)
@@ -111,13 +110,13 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
     tensors = {name.replace(".default.", "."): tensor for name, tensor in tensors.items()}
     try:
         converted = family.diffusers_adapters(tensors)
-    except Exception as error:  # KeyError, ValueError and others, by what is missing or left over
+    except Exception as error:  # KeyError, ValueError or others, depending on the missing or unused names
         reason = one_line(f"{type(error).__name__}: {error}")
         raise UserError(
             f"diffusers cannot read the format of {file.name}, with names as {next(iter(tensors))} ({reason}); convert"
             " it to diffusers' own names"
         ) from error
-    read = {id(tensor) for tensor in converted.values()}  # scaled pairs are others; none of a pair is left out
+    read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
     pairs = tuple(end for end, which in _ENDS.items() if which != "B.bias")
     for name, tensor in sorted(tensors.items()):
         pair = name.endswith(pairs)
@@ -129,17 +128,17 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
 
 
 def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: str) -> SavedAdapters:
-    """Compare the file's adapters with the base that they are for.
+    """Compare the file's adapters with their base.
 
     Args:
-        file: from :func:`find_adapters`.
-        network: the base, plain, on any device.
-        family: its family.
-        setting: where the file came from, for messages (``student.checkpoint``).
+        file: adapter file from :func:`find_adapters`.
+        network: plain base, on any device.
+        family: family of the base.
+        setting: setting that names the file, for messages (``student.checkpoint``).
 
     Raises:
-        UserError: a file that cannot be read, that holds anything but adapters, or whose layers the base has not, or
-            has in other sizes.
+        UserError: the file is unreadable, holds other tensors than adapters, or has layers that the base lacks or has
+            in other sizes.
     """
     where = f"{setting}={file.parent}"
     linear = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
@@ -148,7 +147,7 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         with safe_open(file, framework="pt") as opened:
             scale_of = _scales(file, opened.metadata() or {})
             if any(name.endswith(".alpha") and name not in read for name in opened.keys()):
-                scale_of = _unscaled  # the conversion multiplied them into the matrices
+                scale_of = _unscaled  # the conversion multiplied the scales into the matrices
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
@@ -198,18 +197,18 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> Callable[[str, int], flo
     """Return the scale of a layer's adapter by the layer's name and the adapter's rank.
 
     It comes from peft's ``adapter_config.json`` next to ``file``, or from diffusers' metadata in it; 1 without either.
-    Its ``alpha_pattern`` has other alphas by patterns of layer names, and rsLoRA (Kalajdzievski 2023) divides by the
+    ``alpha_pattern`` sets other alphas by patterns of layer names. rsLoRA (Kalajdzievski 2023) divides by the square
     root of the rank.
 
     Raises:
-        UserError: a configuration without ``lora_alpha``.
+        UserError: the configuration lacks ``lora_alpha``.
     """
     beside = file.parent / "adapter_config.json"
     if beside.is_file():
         config, name = json.loads(beside.read_text(encoding="utf-8")), beside.name
     elif "lora_adapter_metadata" in metadata:
         given, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
-        # A pipeline's file has those of several components; a network's own has no prefix.
+        # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
         config = {key.removeprefix("transformer."): value for key, value in given.items()}
     else:
         return _unscaled

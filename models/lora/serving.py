@@ -1,8 +1,8 @@
-"""Which role's adapters a forward of a shared network runs, in backward's recomputation too.
+"""Selection of the role whose adapters a forward of a shared network runs, including recomputation in backward.
 
-Not by peft's ``set_adapter`` and ``enable_adapters``: these change ``requires_grad`` as well, between a forward and its
-backward perhaps. The role is an argument of every FSDP unit's forward. So a unit that runs again in backward gets what
-its own forward got, whichever role the network has served since.
+peft's ``set_adapter`` and ``enable_adapters`` also change ``requires_grad``, possibly between a forward and its
+backward, so they are not used. Instead the role is an argument of every FSDP unit's forward. Recomputation in backward
+then uses the same role, even if the network has served another role since.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _Layer = tuple[nn.Module, frozenset[str]]
 
 
 class Serving:
-    """Settles it for one network; made after the adapters are in, and before the network is sharded.
+    """Selector for one network. Create it after the adapters are injected and before the network is sharded.
 
     Args:
-        network: with adapters.
-        units: its FSDP units, whose forwards may be run again in backward.
+        network: network with adapters.
+        units: its FSDP units, whose forwards can be recomputed in backward.
     """
 
     def __init__(self, network: nn.Module, units: Sequence[nn.Module]):
         self.role: str | None = None
-        """That the network is called for now."""
+        """Role of the current call."""
         in_units: set[nn.Module] = set()
         for unit in units:
             layers = _layers(unit)
@@ -43,7 +43,7 @@ class Serving:
 
     @contextmanager
     def serves(self, role: str) -> Iterator[None]:
-        """Calls of the network inside are ``role``'s; one that has no adapters gets the base. Nests."""
+        """Run calls of the network within this context for ``role``; a role without adapters gets the base. Nests."""
         outer, self.role = self.role, role
         _bind(self._elsewhere, role)
         try:
@@ -63,12 +63,12 @@ class Serving:
 
 
 def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
-    """Wrap ``unit.forward``, inside of what recomputes it or compiles it."""
+    """Wrap ``unit.forward``, before the wrappers that recompute or compile it."""
     inner = unit.forward
 
     def forward(*args, **kwargs):
         role = kwargs.pop(_ARGUMENT)
-        # A compiled graph is the one of the adapters that its forward was called with, recomputation included.
+        # A compiled graph is specialized to the role of its forward, including recomputation.
         if not torch.compiler.is_compiling():
             _bind(layers, role)
         return inner(*args, **kwargs)
@@ -77,7 +77,7 @@ def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
 
 
 def _layers(module: nn.Module) -> list[_Layer]:
-    """What of ``module`` runs one adapter or another, with the roles that it has one of."""
+    """Return the adapted layers and copies in ``module``, each with the roles that have one."""
     found: list[_Layer] = []
     for each in module.modules():
         if isinstance(each, BaseTunerLayer):
@@ -88,6 +88,6 @@ def _layers(module: nn.Module) -> list[_Layer]:
 
 
 def _bind(layers: list[_Layer], role: str) -> None:
-    """Set what peft's layers (0.21) read in their forward; without an entry they run the base."""
+    """Set the active adapters that peft's layers (0.21) read in forward; without an entry they run the base."""
     for layer, roles in layers:
         layer.__dict__["_active_adapter"] = [role] if role in roles else []

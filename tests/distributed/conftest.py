@@ -1,4 +1,4 @@
-"""What the tests with several processes share."""
+"""Shared fixtures of the tests with several processes."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from tests.pools import Pools
 
 @pytest.fixture(scope="module")
 def pools():
-    """``pools[size].run(function, *args)`` on ranks that the tests of a file share."""
+    """Return pools of ranks that the tests of a file share; use ``pools[size].run(function, *args)``."""
     with Pools() as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A folder with a teacher, a student and a fake score in miniature; runs go into it as well."""
+    """Return a folder with a tiny teacher, student and fake score. Runs also write into it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_checkpoints(folder)
     return folder
@@ -24,5 +24,5 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wan64(tmp_path_factory):
-    """The folder of a checkpoint of :mod:`tests.oracles.wan64`."""
+    """Return the folder of a checkpoint of :mod:`tests.oracles.wan64`."""
     return in_fp64.write_checkpoint(tmp_path_factory.mktemp("wan64"))

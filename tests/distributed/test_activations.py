@@ -14,7 +14,7 @@ from fsdp_cp import ShardSettings, build_mesh, microbatch, shard_module
 from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.measure.memory import LiveStorages
-from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
+from fsdp_cp.sharding.activations import wrap_unit
 from fsdp_cp.sharding.state import gathered_units
 from tests.counted import Counted
 from tests.oracles.full_tensors import full_tensors
@@ -22,12 +22,6 @@ from tests.oracles.full_tensors import full_tensors
 PLAN = {"blocks.0": {"hidden_states": SplitTokens(split_dim=1)}, "head": GatherTokens(gather_dim=1)}
 BLOCKS, TOKENS, DIM, HEADS, BATCH = 3, 185, 96, 4, 4  # fp64 activations of a rank are above SMALLEST_OFFLOADED
 CHECKPOINTING = ("none", "full", "selective")
-
-
-def wrap_unit(unit, settings):
-    """In :func:`fsdp_cp.shard_module`'s order."""
-    for apply in (apply_checkpointing, apply_compile, apply_activation_offload):
-        apply(unit, settings)
 
 
 class Block(nn.Module):

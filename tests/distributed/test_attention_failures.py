@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_cp.attention import context_parallel_attention, reference, ring
-from fsdp_cp.attention.kernels import CpuFlash
+from fsdp_cp.attention import context_parallel_attention, ring
+from fsdp_cp.attention.kernels import reference
+from fsdp_cp.attention.kernels.choose import CpuFlash
 from fsdp_cp.attention.layout import Chunk
 from tests.oracles.attention import Case, attend_on_rank, context_mesh, make_inputs
 from tests.pools import Pools

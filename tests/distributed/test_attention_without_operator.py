@@ -1,4 +1,4 @@
-"""Where nobody looks at operators, attention is called without its own: the same numbers, and somebody is noticed."""
+"""Attention without its custom operator, when no mode watches operators: the same numbers, and modes are noticed."""
 
 from functools import partial
 from unittest import mock

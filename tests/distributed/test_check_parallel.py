@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_cp.attention import context_parallel_attention
-from fsdp_cp.check_parallel import ParallelMismatch, check_parallel
+from fsdp_cp.context.check_parallel import ParallelMismatch, check_parallel
 from fsdp_cp.context_parallel import GatherTokens, SplitTokens
 
 PLAN = {"blocks.0": {"x": SplitTokens(1)}, "head": GatherTokens(1)}

@@ -1,4 +1,4 @@
-"""Which process groups a step talks over: none of one rank, and groups of their own where they are asked for."""
+"""Process groups of a step: none has one rank, and ring and Ulysses do not share groups with FSDP."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distill.trainer import Trainer
-from fsdp_cp.communicators import first_collectives, groups_of, high_priority
+from distill.train.trainer import Trainer
 from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import full_tensor
+from fsdp_cp.runtime.communicators import first_collectives, groups_of, high_priority
 from tests.oracles import sharded_run
 from tests.oracles.runs import Setup, make_config
 
@@ -61,7 +61,7 @@ def _connected(sizes):
     ("sizes", "count"),
     [
         ({"cp": 1}, 1),  # fsdp, dp and the world are the default group
-        ({"cp": 4, "own_groups": True}, 2),
+        ({"cp": 4}, 2),  # and ulysses
         ({"cp": 4, "ring": 2}, 3),
         ({"cp": 2}, 4),  # the world, dp, cp, and ulysses, which has the same ranks
         ({"dp_replicate": 2, "cp": 2}, 6),  # and replicas, and what shards inside of them
@@ -78,26 +78,22 @@ def test_every_group_has_one_collective(pools, sizes, count):
 # ---------------------------------------------------------------- groups of their own
 
 
-def _names(sizes, own_groups):
-    mesh = build_mesh(**sizes, own_groups=own_groups)
-    default = dist.group.WORLD
-    found = {name: getattr(mesh, name).get_group() is default for name in ("fsdp", "cp", "ring", "ulysses")}
+def _shared_with_fsdp(sizes):
+    mesh = build_mesh(**sizes)
     context, groups = mesh.context, (mesh.ring.get_group(), mesh.ulysses.get_group())
     assert (context.ring_group, context.ulysses_group) == tuple(group.group_name for group in groups)
-    return found, [group.size() for group in groups]
+    assert [group.size() for group in groups] == [context.ring_size, context.ulysses_size]
+    assert mesh.world.get_group() is dist.group.WORLD
+    return [group for group in groups if group.size() > 1 and group in mesh.fsdp.get_all_groups()]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "apart"),
-    [({"cp": 4}, "ulysses"), ({"cp": 4, "ring": 4}, "ring"), ({"cp": 4, "ring": 2}, None)],
+    "sizes",
+    [{"cp": 4}, {"cp": 4, "ring": 4}, {"cp": 4, "ring": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}],
     ids=str,
 )
-def test_which_axes_have_the_default_group(pools, sizes, apart):
-    shared, alone = (pools[4].run(_names, sizes, own) for own in (False, True))
-    for (before, degrees), (after, same) in zip(shared, alone, strict=True):
-        assert degrees == same
-        assert after == (before if apart is None else before | {apart: False})
-        assert after["fsdp"] and (apart is None or before[apart])
+def test_ring_and_ulysses_never_share_a_group_with_fsdp(pools, sizes):
+    assert pools[4].run(_shared_with_fsdp, sizes) == [[]] * 4
 
 
 def test_only_nccl_has_such_a_stream(monkeypatch):

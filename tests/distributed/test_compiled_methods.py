@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from models.condition import text_condition
 from models.lora.settings import LoraSettings
+from models.roles.condition import text_condition
 from tests.counted import Counted
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distill.metrics import NormsLog
+from distill.train.metrics import NormsLog
 from fsdp_cp import build_mesh, phase, shard_module
 from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.traffic import CollectiveCounter

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from fsdp_cp.checkpoint import step_folder
+from fsdp_cp.checkpoint.save_load import step_folder
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
-from models.condition import text_condition
-from models.load import build_role
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles import runs
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace

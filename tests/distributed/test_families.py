@@ -6,10 +6,10 @@ import torch
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
-from models.condition import Condition
-from models.load import build_role
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.condition import Condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles import plain_run, tiny_hunyuan, tiny_ltx, tiny_wan
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace

@@ -13,10 +13,10 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import gathered_units
-from models.condition import text_condition
-from models.load import build_role
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks

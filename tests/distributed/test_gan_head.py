@@ -9,7 +9,7 @@ from distill.methods.dmd2 import Dmd2Settings
 from fsdp_cp.measure.sharding_memory import ShardingMemory
 from fsdp_cp.sharding.state import fsdp_modules, gathered_units, has_gradients, param_groups
 from models.additions.gan_head import gan_head_of
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.plain_run import oracle_trace

@@ -7,7 +7,6 @@ from functools import lru_cache
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from fsdp_cp import build_mesh, microbatch, shard_module
 from fsdp_cp.attention import context_parallel_attention
@@ -44,67 +43,6 @@ def _refusal(function, *args):
         assert "\n" not in message
         return message
     raise AssertionError("nothing was refused")
-
-
-# ---- dtypes
-
-
-class CastsInside(nn.Module):
-    """Takes fp32 alone, as networks with times do, and casts what its blocks compute with."""
-
-    def __init__(self):
-        super().__init__()
-        self.time, self.transformer = nn.Linear(1, 5), Transformer()
-        self.seen = []
-
-    def forward(self, x, t, scales=None):
-        self.seen.append(t.dtype)
-        x = x.to(torch.bfloat16) + self.time(torch.sin(t)[:, None].to(torch.bfloat16))[:, None]
-        return self.transformer(x if scales is None else x * scales["x"].to(x.dtype))
-
-
-def _dtypes(strategy):
-    model = _transformer(_mesh(cp=2), strategy=strategy, precision="bf16")
-    x = torch.randn(1, TOKENS, 5)
-    for refused in (lambda: model(x), lambda: model(x=x.double())):
-        assert "precision" in _refusal(refused)
-    out = model(x.to(torch.bfloat16))
-    out.float().square().mean().backward()  # nothing is left over from the refusals
-    assert all(p.grad is not None for p in model.parameters())
-
-    legitimate = CastsInside()
-    for block in legitimate.transformer.blocks:
-        block.mesh = _mesh()
-    shard_module(legitimate, mesh=_mesh(), units=legitimate.transformer.blocks, strategy=strategy, precision="bf16")
-    t = torch.tensor([999.9])
-    legitimate(x, t, scales={"x": torch.ones(1)}).float().square().mean().backward()
-    assert legitimate.seen == [torch.float32]
-    with torch.no_grad(), forward_ad.dual_level():
-        out = legitimate(forward_ad.make_dual(x, x), t)
-        assert forward_ad.unpack_dual(out).tangent.abs().sum() > 0
-    for wrong in (lambda: legitimate(x), lambda: legitimate(x, t, scales=3)):  # other errors stay as they are
-        with pytest.raises(TypeError) as error:
-            wrong()
-        assert not isinstance(error.value, UserError)
-    return True
-
-
-@pytest.mark.parametrize("strategy", [*(pytest.param(s, marks=SLOW) for s in STRATEGIES[:-1]), STRATEGIES[-1]])
-def test_inputs_of_another_dtype(pools, strategy):
-    assert all(pools[2].run(_dtypes, strategy))
-
-
-def _wrapped_dtypes():
-    for kind in ("full", "selective"):
-        model = _transformer(_mesh(), precision="bf16", activation_checkpointing=kind)
-        model.embed.register_forward_pre_hook(lambda module, args: (args[0].to(torch.bfloat16),))
-        model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].float(),))
-        assert "blocks.1" in _refusal(model, torch.randn(1, TOKENS, 5))
-    return True
-
-
-def test_dtypes_inside_a_checkpointed_block(pools):
-    assert all(pools[1].run(_wrapped_dtypes))
 
 
 # ---- gradient penalties

@@ -11,8 +11,8 @@ from fsdp_cp.measure.memory import LiveStorages
 from fsdp_cp.sharding.initialise import broadcast_from_rank0, initialise
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, ShardSettings
 from models.families.wan import Wan
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 
 WORLD = 4

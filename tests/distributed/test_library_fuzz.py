@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fsdp_cp import build_mesh, shard_module
 from fsdp_cp.attention import context_parallel_attention, cross_attention
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
-from fsdp_cp.local_ranks import run_ranks
+from fsdp_cp.runtime.local_ranks import run_ranks
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.distributed.test_library import TOKENS, Transformer
 
@@ -38,7 +38,7 @@ def tensors(draw):
 
 
 def call(function, arguments: tuple[str, ...], *args, **kwargs):
-    """What the call returned, or ``None`` after a refusal in one line that names one of ``arguments``."""
+    """Return the call's result, or ``None`` after a refusal in one line that names one of ``arguments``."""
     try:
         return function(*args, **kwargs)
     except ValueError as error:

@@ -9,14 +9,14 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint import Checkpoints
+from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
-from models.condition import text_condition
-from models.ema import Ema
 from models.export import main as export
-from models.export_folder import export_weights
-from models.load import build_role
-from models.role_plan import plan_role
+from models.files.export_folder import export_weights
+from models.roles.condition import text_condition
+from models.roles.ema import Ema
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 

@@ -6,16 +6,16 @@ import torch.distributed as dist
 from torch import nn
 
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, materialise, microbatch, shard_module
-from fsdp_cp.checkpoint import Checkpoints, load, step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load, step_folder
 from fsdp_cp.reduce import full_tensor
 from fsdp_cp.sharding.initialise import initialise
-from fsdp_cp.tensor_lists import local_shards
-from models.ema import Ema
+from fsdp_cp.sharding.tensor_lists import local_shards
 from models.families.wan import Wan
-from models.network import Network
-from models.role import Role
+from models.roles.ema import Ema
+from models.roles.network import Network
+from models.roles.role import Role
 
 RATES = (1e-2, 3e-3, 2e-2, 5e-3)
 SETTINGS = {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1, "no_decay": ["*.bias"]}

@@ -11,14 +11,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from safetensors.torch import load_file
 
 from distill.config import EmaSettings
-from distill.resume_checks import check_resume
-from fsdp_cp.checkpoint import reader, step_folder
+from distill.run.resume_checks import check_resume
+from fsdp_cp.checkpoint.save_load import reader, step_folder
 from fsdp_cp.errors import UserError
-from models.condition import text_condition
 from models.export import main as export
+from models.files.published import published
 from models.lora.settings import LoraSettings
-from models.published import published
-from models.role_plan import plan_role
+from models.roles.condition import text_condition
+from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.runs import Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
@@ -41,7 +41,7 @@ def _run(setup, folder, run_dir, first=0):
     x, t, condition = _inputs()
     with torch.no_grad():
         says = {"raw": trainer.roles["student"].velocity(x, t, condition)}
-        with trainer.averages["student"].swapped_in():
+        with trainer.trained["student"].average.swapped_in():
             says["ema"] = trainer.roles["student"].velocity(x, t, condition)
         says["teacher"] = trainer.method.roles["teacher"].velocity(x, t, condition)
     return trace, says

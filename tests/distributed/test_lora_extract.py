@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
-from models.load import build_role
+from models.files.published import published
 from models.lora import extract as extraction
 from models.lora.__main__ import main
 from models.lora.files import file_tensors
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.published import published
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 

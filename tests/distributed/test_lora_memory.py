@@ -1,4 +1,4 @@
-"""Memory and traffic of adapters on one base, by the formulas of docs/lora.md.
+"""Memory and traffic of adapters on one base, by the formulas of docs/models.md.
 
 The formulas take nothing but the network's shapes: ``n`` rows over ``W`` ranks are ``ceil(n / W)`` on each.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distill.trainer import Trainer
+from distill.train.trainer import Trainer
 from fsdp_cp.measure.sharding_memory import storage_bytes
 from fsdp_cp.measure.traffic import CollectiveCounter
 from models.lora.settings import LoraSettings
@@ -47,11 +47,11 @@ def _on_ranks(folder, strategy):
         name: {
             "weights": storage_bytes(trainer.roles[name].parameters()),
             "optimizer": storage_bytes(
-                x for of in trainer.optimizers[name].state().values() for x in of.values() if x.ndim
+                x for state in network.optimizer.state().values() for x in state.values() if x.ndim
             ),
-            "average": storage_bytes(trainer.averages[name].weights.values()) if name in trainer.averages else 0,
+            "average": storage_bytes(network.average.weights.values()) if network.average is not None else 0,
         }
-        for name in RANKS
+        for name, network in trainer.trained.items()
     }
     held["base"] = storage_bytes(network.base_parameters().values())
     held["all"] = storage_bytes(network.module.parameters())

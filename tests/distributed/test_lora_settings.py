@@ -8,14 +8,14 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from distill.config import compose_config
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
-from models.load import build_roles
 from models.lora.plan import plan_lora, target_layers, trained_modules
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role, sharing
+from models.roles.load import build_roles
+from models.roles.role_plan import plan_role, sharing
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
 

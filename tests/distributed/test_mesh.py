@@ -9,8 +9,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Shard
 
 from fsdp_cp.mesh import build_mesh, context_groups
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.tiny_wan import ARCHITECTURE
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from distill.config import compose_config
-from distill.mesh_check import check_meshes
-from distill.setup import plan_run
-from distill.trainer import build_trainer
-from fsdp_cp.local_ranks import run_ranks
+from distill.methods import build_method
+from distill.run.mesh_check import check_meshes
+from distill.run.setup import plan_run
+from distill.train.trainer import Trainer
 from fsdp_cp.mesh import mesh_of_shape
+from fsdp_cp.runtime.local_ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -22,13 +23,20 @@ def checked(folder, cp):
     data = config.data.build(seed=config.seed, device=CPU, run_dir=plan.run_dir)
     found = check_meshes(config, plan, device=CPU, data=data)
     mesh = mesh_of_shape(plan.mesh, device_type="cpu")
-    return found, build_trainer(config, plan, mesh=mesh, device=CPU, data=data).first_steps()
+    trainer = Trainer(
+        config=config, mesh=mesh, device=CPU, data=data, micro_batch_size=plan.micro_batch_size, run_dir=plan.run_dir,
+        method=build_method(config.method, plan.build_roles(mesh=mesh, device=CPU, data=data, seed=config.seed)),
+    )  # fmt: skip
+    return found, trainer.first_steps()
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_first_steps_on_two_meshes(tmp_path, cp):
     found, own = run_ranks(2, checked, tmp_path, cp)[0]
-    numbers = {name: [float(n) for n in re.findall(r"[\d.e+-]*\d", text)] for name, text in found.items()}
+    numbers = {
+        name: [float(n) for n in re.findall(r"[\d.e+-]*\d", text)]
+        for name, text in found["first steps on two meshes"].items()
+    }
     shapes = ["dp_shard=1 x cp=2", "dp_shard=2 x cp=1"]
     assert list(numbers) == [f"{step}, {shape}" for step in ("step 1 (student)", "step 2 (fake)") for shape in shapes]
     for step, values in own.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_cp.checkpoint import published_steps, read_state, step_folder
+from fsdp_cp.checkpoint.save_load import published_steps, read_state, step_folder
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.diagnostics import first_non_finite
 from fsdp_cp.reduce import local_shard

@@ -12,18 +12,18 @@ from diffusers import WanTransformer3DModel
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from distill.config import EmaSettings, OptimizerSettings
-from distill.optimizers import RoleOptimizer
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint import Checkpoints, load, step_folder
+from fsdp_cp.checkpoint.save_load import Checkpoints, load, step_folder
 from fsdp_cp.launch import process_group
 from fsdp_cp.reduce import grad_norm, scale_grads
 from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
-from models.condition import text_condition
-from models.ema import Ema
-from models.export_folder import export_weights
-from models.load import build_role
-from models.role_plan import plan_role
+from models.files.export_folder import export_weights
+from models.roles.condition import text_condition
+from models.roles.ema import Ema
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config
@@ -44,7 +44,7 @@ def _run(setup, folder, run_dir, first, last):
     trace = trainer.record()
     trainer._save()
     trainer.checkpoints.wait()
-    average = full_tensors(trainer.averages["student"].weights)
+    average = full_tensors(trainer.trained["student"].average.weights)
     trace.weights["ema"] = average
     return trace if dist.get_rank() == 0 else (trace.losses, trace.norms)
 

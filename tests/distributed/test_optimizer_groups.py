@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer
+from distill.train.optimizers import RoleOptimizer
 from fsdp_cp import build_mesh, shard_module
 from models.families.wan import Wan
-from models.network import Network
-from models.role import Role
+from models.roles.network import Network
+from models.roles.role import Role
 
 RATES = [1e-2, 3e-3, 2e-2]
 WORLD = 4

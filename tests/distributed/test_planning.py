@@ -14,7 +14,7 @@ from distill.planning.command import as_planned, planned_shapes
 from distill.planning.extrapolation import simulate_any_depth
 from distill.planning.prediction import predict
 from distill.planning.simulation import run_steps, simulate
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.sharding.pool import BufferPool
 
 WORDS = ("experiment=quickstart", "data.num_clips=64", "batch_size=8", "plan=true")
@@ -114,14 +114,13 @@ def test_what_is_predicted_is_what_real_tensors_take(pools, case):
         assert (world == 1) == (not any(cost.sent.values())), "one rank sends nothing"
 
 
-def test_one_rank_gathers_nothing_and_stages_all_that_trains():
-    """It computes with its shards where they lie, and the copy of a checkpoint holds all that trains."""
+def test_one_rank_stages_all_that_trains():
+    """The copy of a checkpoint holds all that trains; the shards at rest are the same at every peak."""
     planned = _planned(1, ("mesh.cp=1",))
     found = simulate(*planned)
     resting = {role: found.resting[role, "parameters"] for role in ROLES}
     assert all(resting.values())
     for name, peak in found.peaks.items():
-        assert not any(peak.by.get((role, "gathered")) for role in ROLES), name
         assert {role: peak.by[role, "parameters"] for role in ROLES} == resting, name
     for role in ("student", "fake"):
         assert found.peaks[f"{role}/clip"].by[role, "gradients"] == found.resting["student", "ema"], "of one size"

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @lru_cache
 def _mesh(name, replicas):
-    """Return a mesh of its own for each case, since a pool belongs to a mesh."""
+    """Return a new mesh for each case, since a pool belongs to a mesh."""
     return build_mesh(dp_replicate=replicas, dp_shard=dist.get_world_size() // replicas)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from distill.config.schema import CheckpointSettings, LogSettings, ProfileSettings
-from distill.profiling import StepProfiler
-from fsdp_cp.checkpoint import step_folder
-from fsdp_cp.signals import Stopped, StopSignal
+from distill.train.profiling import StepProfiler
+from fsdp_cp.checkpoint.save_load import step_folder
+from fsdp_cp.runtime.signals import Stopped, StopSignal
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 
@@ -26,7 +26,7 @@ def _train(folder, run_dir, last, *, first=0, every=0, profile=None, stopped=Fal
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("distill.profiling")
+    logger = logging.getLogger("distill.train.profiling")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     config = make_config(SETUP, folder)

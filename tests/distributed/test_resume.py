@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distill.config import EmaSettings
-from distill.resume_checks import check_resume
-from fsdp_cp.checkpoint import published_steps, step_folder
+from distill.run.resume_checks import check_resume
+from fsdp_cp.checkpoint.save_load import published_steps, step_folder
 from fsdp_cp.errors import UserError
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
@@ -38,8 +38,8 @@ def _run(setup, folder, run_dir, first, last):
     trace = trainer.record(save_at=(STOP, last))
     adam = {
         f"{role}.{name}.{key}": value
-        for role, optimizer in trainer.optimizers.items()
-        for name, state in optimizer.state().items()
+        for role, network in trainer.trained.items()
+        for name, state in network.optimizer.state().items()
         for key, value in state.items()
     }
     trace.weights["adam"] = full_tensors(adam)
@@ -101,7 +101,7 @@ def _clips(setup, folder, run_dir, first, last):
 
 
 def test_another_batch_size(pools, checkpoints, straight, tmp_path):
-    """The clips go on where the batches of the first size ended."""
+    """The clips continue after the batches of the first size."""
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     (order,) = pools[1].run(_clips, Setup(), checkpoints, tmp_path / "none", 0, STOP + 1)
     (rest,) = pools[1].run(_clips, Setup(batch_size=2), checkpoints, tmp_path, STOP, STOP + 2)

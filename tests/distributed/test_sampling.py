@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from distill.sampling import decode, generate, sample_captions
+from distill.evaluate.sampling import decode, generate, sample_captions
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE

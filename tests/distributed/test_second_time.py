@@ -21,13 +21,13 @@ from distill.data import MovingShapesSettings
 from distill.methods.meanflow import MeanFlowSettings
 from distill.sample import main as sample_command
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint import Checkpoints
+from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.errors import UserError
 from models.additions.base import additions_of
-from models.condition import text_condition
-from models.export_folder import export_weights
-from models.load import build_role
-from models.role_plan import plan_role
+from models.files.export_folder import export_weights
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE, TEXT_SHAPE
 from tests.oracles.written_out import WrittenOut

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_cp import hangs, timeouts
-from fsdp_cp.local_ranks import run_ranks
 from fsdp_cp.measure.phases import phase, where
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.reduce import all_gather_single, barrier
-from fsdp_cp.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
+from fsdp_cp.runtime import hangs, timeouts
+from fsdp_cp.runtime.local_ranks import run_ranks
+from fsdp_cp.runtime.timeouts import inherited_timeout, long_timeout, process_groups, set_timeout, shorten, timeout_of
 
 HSDP = {"dp_replicate": 2, "dp_shard": 1, "cp": 2, "heads": 4}
 RING = {"dp_shard": 2, "cp": 2, "ring": 2, "heads": 4}
@@ -80,7 +80,7 @@ def _waits_in_vain():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fsdp_cp.hangs").addHandler(handler)
+    logging.getLogger("fsdp_cp.runtime.hangs").addHandler(handler)
     mesh = build_mesh(dp_shard=2, cp=2, ulysses=2)
     for _ in range(3):
         dist.all_reduce(torch.ones(3), group=mesh.cp.get_group())
@@ -93,8 +93,8 @@ def _waits_in_vain():
                 dist.all_reduce(torch.ones(3), group=mesh.cp.get_group())
                 all_gather_single(torch.ones(6), torch.ones(3), mesh.dp.get_group())
         except RuntimeError as error:
-            hangs.report(error, step="in step 7 of 9", advice="do this")
-            hangs.report(error)
+            hangs.report_hang(error, step="in step 7 of 9", advice="do this")
+            hangs.report_hang(error)
             assert error.__notes__ == lines
     else:
         time.sleep(3)
@@ -112,11 +112,11 @@ def test_a_rank_that_waits_in_vain_says_where():
 
 def test_only_what_comes_of_waiting_is_reported(caplog):
     for error in (ValueError("Timed out waiting"), RuntimeError("the file timed out"), KeyError("Connection closed")):
-        hangs.report(error)
+        hangs.report_hang(error)
         assert not hasattr(error, "__notes__")
     assert not caplog.records
     lost = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51367.")
-    hangs.report(lost)
+    hangs.report_hang(lost)
     assert len(caplog.records) == 1
     with pytest.raises(KeyError) as caught, phase("a"):
         with pytest.raises(ValueError), phase("b"):
@@ -130,10 +130,10 @@ def _long_in_place():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("fsdp_cp.hangs").addHandler(handler)
+    logging.getLogger("fsdp_cp.runtime.hangs").addHandler(handler)
     barrier()
     set_timeout(timedelta(seconds=1))
-    with hangs.watched():
+    with hangs.watch_for_hangs():
         with phase("short"):
             time.sleep(0.3)
         with phase("outer"), phase("long"):

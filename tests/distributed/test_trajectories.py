@@ -12,14 +12,14 @@ from distill.config import Config, OptimizerSettings
 from distill.config.schema import OptimSettings
 from distill.data.trajectories import TrajectoryFolder
 from distill.methods import build_method
+from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import OdeRegressionSettings
-from distill.schedules import euler_times
 from distill.trajectories import main, write_trajectories
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles.clips import RandomClips
 from tests.oracles.sharded_run import RecordingTrainer
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import fsdp_cp.attention
 from fsdp_cp import build_mesh
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.oracles.wan64 import LATENTS, plain_wan, relative, sample, sharded_role
 from tests.oracles.written_out import WrittenOut
 
@@ -52,7 +52,7 @@ CASES += [(32, moves, True) for moves in product((0, 1), repeat=3) if any(moves)
 @pytest.mark.parametrize(("head_dim", "moves", "masked"), CASES)
 def test_values_and_tangents_equal_float64(head_dim, moves, masked):
     """Ragged ends, grouped heads, odd strides, absent tangents and masks; whole, and in two chunks that merge."""
-    from fsdp_cp.attention.triton_dual import attention_dual
+    from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
     generator = torch.Generator().manual_seed(head_dim + sum(moves))
     tensors = _inputs(generator, head_dim, (4, 2 if head_dim % 8 else 4), strided=head_dim in (24, 32))
@@ -91,7 +91,7 @@ def test_values_and_tangents_equal_float64(head_dim, moves, masked):
 
 def test_half_precision_comes_out_in_fp32():
     """The interpreter computes bf16 inputs in fp32, so this holds how the kernel is called, not its rounding."""
-    from fsdp_cp.attention.triton_dual import attention_dual
+    from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
     tensors = [x.bfloat16() for x in _inputs(torch.Generator().manual_seed(1), 16, (2, 2), strided=False)]
     wide = [x.double() for x in tensors]
@@ -103,7 +103,7 @@ def test_half_precision_comes_out_in_fp32():
 
 def _derivative_of_wan(folder, sizes):
     """The derivative of a whole network with the fused kernel, and how often each layer launched it."""
-    from fsdp_cp.attention.triton_dual import attention_dual
+    from fsdp_cp.attention.kernels.triton_dual import attention_dual
 
     launches = 0
 
@@ -148,7 +148,7 @@ def _falls_back():
     """All ranks take chunked torch when the kernel fails on one; here it fails on rank 1 of the ring alone."""
     import torch.distributed as dist
 
-    from fsdp_cp.attention import derivative, reference
+    from fsdp_cp.attention.kernels import derivative, reference
 
     rank = dist.get_rank()
     derivative._checked = lambda *_: (reference.attention_dual, "broken" if rank == 1 else None)

@@ -1,4 +1,4 @@
-"""A run of each model family from mp4 files to an export, our sampler on the export, and diffusers' pipeline of it."""
+"""Runs of each model family from mp4 files to an export, sampled by our sampler and by diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from distill.config import load_config
 from distill.data.videos.decode import ClipFormat, read_clip
 from distill.methods import build_method
-from distill.methods.sampling import rollout
-from fsdp_cp.local_ranks import run_ranks
+from distill.methods.common.sampling import rollout
 from fsdp_cp.mesh import build_mesh
-from models.load import build_role
-from models.role_plan import plan_role
+from fsdp_cp.runtime.local_ranks import run_ranks
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.e2e.launch import train
 from tests.tiny_pipeline import render_clips
 
@@ -28,7 +28,7 @@ STEPS = [1.0, 0.9375, 0.8333333, 0.625]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A family at test size."""
+    """Model family at test size."""
 
     latents: tuple[int, ...]
     """Shape of a clip's latents."""
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run of a family, and what it was made of."""
+    """Finished run of a family, with its inputs."""
 
     case: Case
     pipeline: Path
@@ -117,7 +117,7 @@ def distil(tmp_path: Path, case: Case, build, *changes: str, **options: Any) -> 
 
 
 class TorchDraws:
-    """Noise as a stochastic pipeline draws it: from torch's global stream."""
+    """Noise from torch's global stream, as a stochastic pipeline draws it."""
 
     def normal(self, purpose, shape, dtype):
         return torch.randn(2, *shape, dtype=dtype)

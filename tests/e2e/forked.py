@@ -1,7 +1,7 @@
-"""Commands on ranks that are forked from a process which has imported torch and the trainer already.
+"""Commands on ranks that are forked from a process that has already imported torch and the trainer.
 
-The ranks find torchrun's variables in their environment; torchrun itself is not there. A start takes a few hundredths
-of a second, where an interpreter's takes six of a core's.
+The ranks have torchrun's environment variables, but torchrun itself does not run. A start takes a few hundredths of a
+second; starting an interpreter takes six seconds of a core.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from fsdp_cp import local_ranks
+from fsdp_cp.runtime import local_ranks
 
 
 class Forked:
-    """``python -m module words`` on each rank.
+    """Running command ``python -m module words`` on each rank.
 
     Args:
         ranks: as in ``torchrun --nproc-per-node``; 0 is plain ``python``.

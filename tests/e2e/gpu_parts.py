@@ -1,4 +1,4 @@
-"""Parts for ``benchmarks.gpu`` that end in every way, for its tests; nothing here imports torch."""
+"""Parts for the tests of ``benchmarks.gpu``, which end in all possible ways. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def crashing(context: Context) -> None:
 
 
 def hanging(context: Context) -> None:
-    """Hangs with a process of its own that would outlive it, and that neither of them can be asked to end."""
+    """Hang, with a child process that would outlive this one. Both ignore requests to end."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     left = subprocess.Popen([sys.executable, "-c", code])
     context.row("before", process=left.pid, group=os.getpgrp())
@@ -44,14 +44,14 @@ def empty(context: Context) -> None:
 
 
 def isolating(context: Context) -> None:
-    """Its other processes crash, hang, raise and write."""
+    """Start processes that crash, hang, raise and write."""
     for name, seconds in (("crashing", 60.0), ("hanging", 1.0), ("raising", 60.0), ("good", 60.0)):
         context.isolated(name, f"tests.e2e.gpu_parts:{name}_with_words", name, seconds=seconds)
     context.row("behind them", ms=4)
 
 
 def telling(context: Context) -> None:
-    """Hangs in a process of its own; both write which they are into the folder that ``TELL`` names."""
+    """Hang in a child process. Both processes write their ids into the folder named by ``TELL``."""
     Path(os.environ["TELL"], str(os.getpid())).touch()
     context.isolated("inside", "tests.e2e.gpu_parts:telling_inside")
 

@@ -46,7 +46,7 @@ def torchrun_command(ranks: int, *overrides: str, options: tuple[str, ...] = ("-
 
 
 def run_command(ranks: int, *overrides: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run ``train.py`` under torchrun, or in an interpreter of its own for ``ranks=0``, whatever it ends with."""
+    """Run ``train.py`` under torchrun, or in a new interpreter for ``ranks=0``, and accept any exit code."""
     words = torchrun_command(ranks, *overrides)
     return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
 
@@ -67,7 +67,7 @@ def wait_for(condition: Callable[[], T], lives: Callable[[], bool] = lambda: Tru
 
 
 def processes(marker: str) -> list[int]:
-    """Return the ids of other processes, zombies left out, that have ``marker`` in their command line."""
+    """Return the ids of other processes, without zombies, that have ``marker`` in their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -80,7 +80,7 @@ def processes(marker: str) -> list[int]:
 
 
 def is_alive(process: int) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

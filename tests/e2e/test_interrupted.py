@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdp_cp.checkpoint import published_steps
+from fsdp_cp.checkpoint.save_load import published_steps
 from models import export
 from tests.e2e.launch import (
     QUICK,

@@ -61,7 +61,7 @@ MISTAKES = {
         ("experiment=quickstart_teacher student.architecture.in_channels=4", "student.architecture"),
         ("student.family=hunyuan", "student.family"),
         ("PATH={things} train.py dry_run=false student.compile=true", "student.compile"),
-        ("student.backward_prefetch=2 student.strategy=optim", "student.backward_prefetch"),
+        ("student.backward_prefetch=0", "student.backward_prefetch"),
         ("student.master_dtype=bf16 precision=bf16", "student.ema"),
         ("adapters=lora student.fp8=torchao", "student.fp8"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),

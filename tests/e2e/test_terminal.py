@@ -1,4 +1,4 @@
-"""What a run shows: a line per logged step in the log, a bar on a terminal alone."""
+"""Output of a run: a line per logged step in the log, and a progress bar only on a terminal."""
 
 import json
 import os

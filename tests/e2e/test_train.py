@@ -14,7 +14,7 @@ from diffusers import WanTransformer3DModel
 
 from distill import sample
 from distill.config import load_config
-from fsdp_cp.checkpoint import published_steps
+from fsdp_cp.checkpoint.save_load import published_steps
 from models import export
 from tests.e2e.families import same_weights, weights
 from tests.e2e.launch import QUICK, ROOT, environment, forked, losses, run_command, torchrun_command, train, wait_for

@@ -16,7 +16,7 @@ from fsdp_cp.sequence import gather_tokens, split_tokens
 
 
 def context_mesh(world: int, ulysses: int | str, heads: int) -> Mesh:
-    """The mesh of these ranks: made once in a process, since each has process groups with threads of their own."""
+    """Return the mesh of these ranks. Each process makes it once, since every mesh has process groups with threads."""
     shape = resolve_mesh(world_size=world, cp=world, ulysses=ulysses, heads=heads)
     return _context_mesh(shape.ring, shape.ulysses)
 
@@ -28,21 +28,22 @@ def _context_mesh(ring: int, ulysses: int) -> Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One self-attention over ``ring x ulysses`` ranks."""
+    """Self-attention case over ``ring x ulysses`` ranks."""
 
     ring: int = 1
     ulysses: int = 1
     tokens: tuple[int, ...] = (12,)
-    """Each segment's; several are joined in the local sequence."""
+    """Number of tokens per segment. The local sequence joins several segments."""
     text: int = 0
-    """Tokens of text that every rank holds in full, given as ``joint``."""
+    """Number of text tokens. Every rank holds all of them, as ``joint``."""
     heads: int = 4
     kv_heads: int = 4
     head_dim: int = 6
     batch: int = 2
     scale: float | None = None
     masked: bool = False
-    """Random keys are masked, and all of the first sample's but the last segment's last one; all in one sample."""
+    """Whether to mask random keys, all keys of one sample, and all keys of the first sample except the last key of the
+    last segment."""
     block: int | None = None
     head_groups: int = 1
     backend: str = "auto"
@@ -59,7 +60,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """Over all tokens, text first: q, k, v, their tangents, the weight of the output in the loss, the mask."""
+    """Inputs over all tokens, text first: q, k, v, their tangents, the weight of the output in the loss, the mask."""
 
     primals: list[Tensor]
     tangents: list[Tensor]
@@ -85,7 +86,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, case: Case, mask: Tensor | None) -> Tensor:
-    """Matrix product, softmax, matrix product; a row without keys is 0."""
+    """Attend by matrix product, softmax and matrix product. A row without keys is 0."""
     k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     logits = torch.einsum("bshd,bthd->bhst", q, k) * scale
@@ -103,7 +104,7 @@ NAMES = ("out", "dq", "dk", "dv", "dual out", "tangent")
 
 
 def oracle(case: Case) -> list[Tensor]:
-    """Output, gradients of q, k and v, output again, its tangent (:data:`NAMES`), in float64 whatever the dtype."""
+    """Return output, gradients of q, k and v, output again, and its tangent (:data:`NAMES`), always in float64."""
     inputs = make_inputs(case)
     primals, tangents = ([x.double() for x in xs] for xs in (inputs.primals, inputs.tangents))
 
@@ -118,7 +119,7 @@ def oracle(case: Case) -> list[Tensor]:
 
 
 def attend_on_rank(case: Case, mesh, tensors: list[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Local output for the full inputs of all segments, and the text's."""
+    """Attend on this rank's tokens of the full inputs. Return the local output and the text's output."""
     text, *segments = zip(*(x.split((case.text, *case.tokens), dim=1) for x in tensors), strict=True)
     local = [torch.cat([split_tokens(s[i], mesh) for s in segments], dim=1) for i in range(3)]
     out = context_parallel_attention(
@@ -142,14 +143,14 @@ def _full(case: Case, mesh, out: Tensor, out_text: Tensor | None) -> Tensor:
 
 
 def on_ranks(case: Case) -> list[Tensor]:
-    """The same as :func:`oracle`, over the ranks of this process group; gradients are summed over them."""
+    """Return the tensors of :func:`oracle`, computed over the ranks of this process group. Gradients are summed."""
     mesh = context_mesh(case.world, case.ulysses, case.kv_heads)
     inputs = make_inputs(case)
     leaves = [x.clone().requires_grad_() for x in inputs.primals]
     out, out_text = attend_on_rank(case, mesh, leaves, inputs.mask)
     full = _full(case, mesh, out, out_text)
-    # The video's part of the loss is one that all ranks hold. The text's feeds split computation: each rank has its own
-    # part of the gradient.
+    # All ranks hold the video's part of the loss. The text's part feeds split computation, so each rank has a part of
+    # its gradient.
     loss = (full[:, case.text :] * inputs.weight[:, case.text :]).sum()
     if case.text:
         share = (mesh.cp_rank + 1) / sum(range(1, case.world + 1))
@@ -169,8 +170,11 @@ def all_on_ranks(cases: list[Case]) -> list[list[Tensor]]:
 
 
 def errors(ours: list[Tensor], truth: list[Tensor], case: Case) -> dict[str, float]:
-    """Norm of the difference, relative to the truth's and at least 1e-3 of the incoming gradient's (or tangents')
-    norm: with one key the gradients of q and k are exactly 0, and a kernel's are 1e-17 of what comes in."""
+    """Return the norms of the differences, relative to the truth's norm.
+
+    The denominator is at least 1e-3 of the norm of the incoming gradient or tangents: with one key, the gradients of q
+    and k are exactly 0, and a kernel's are 1e-17 of the incoming gradient.
+    """
     inputs = make_inputs(case)
     floor = 1e-3 * torch.stack([inputs.weight.double().norm(), *(t.double().norm() for t in inputs.tangents)]).max()
     return {

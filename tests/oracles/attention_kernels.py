@@ -1,11 +1,11 @@
-"""Attention written out, and what every local kernel must get right against it in float64."""
+"""Attention written out, and checks of local kernels against it in float64."""
 
 import torch
 
-from fsdp_cp.attention.reference import attention_dual
+from fsdp_cp.attention.kernels.reference import attention_dual
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float32: 1e-3, torch.float64: 1e-10}
-"""Relative errors up to which a kernel counts as right on a GPU; guesses, since none of them has run on one."""
+"""Relative errors up to which a kernel counts as correct on a GPU. Guesses, since no kernel has run on one."""
 CASES = {
     "plain": {},
     "fewer keys": {"keys": (40, 24)},
@@ -21,14 +21,17 @@ CASES = {
 
 
 def attend(q, k, v, bias, scale):
-    """``(B, S, H, D)``, fewer K/V heads allowed, ``bias`` ``(B, 1 or H, 1 or Sq, Sk)``: output and log-sum-exp."""
+    """Return output and log-sum-exp for ``(B, S, H, D)`` and ``bias`` ``(B, 1 or H, 1 or Sq, Sk)``.
+
+    K and V may have fewer heads.
+    """
     logits, _, v = _logits(q, k, v, bias, scale)
     lse = logits.logsumexp(-1)
     return torch.einsum("bhst,bthd->bshd", (logits - lse[..., None]).exp(), v), lse
 
 
 def attend_backward(grad_out, q, k, v, out, lse, bias, scale):
-    """The same attention's gradients from the ``lse`` and ``out`` of longer rows."""
+    """Return the gradients of :func:`attend`, from the ``lse`` and ``out`` of rows over more keys."""
     logits, wide_k, wide_v = _logits(q, k, v, bias, scale)
     p = (logits - lse[..., None]).exp()
     delta = (grad_out * out).sum(-1).transpose(1, 2)
@@ -60,10 +63,10 @@ def check_kernel(
     strided=False,
     broadcast=False,
 ):
-    """Forward on two chunks of the keys, merged, and backward on each with the merged rows.
+    """Check a kernel: forward on two chunks of the keys, merged, then backward on each chunk with the merged rows.
 
     Returns:
-        The relative errors of the output and the gradients, and a tenth of the log-sum-exp's largest, by name.
+        Relative errors of the output and the gradients, and a tenth of the largest error of the log-sum-exp, by name.
     """
     g = torch.Generator().manual_seed(queries + sum(keys))
     scale, head_dim, total = 0.2, 32, sum(keys)
@@ -71,14 +74,14 @@ def check_kernel(
     def tensor(tokens, heads):
         if not strided:
             return torch.randn(batch, tokens, heads, head_dim, generator=g).to(device, dtype)
-        # A slice of tokens and heads that begins 3 elements into its storage.
+        # Take a slice of tokens and heads that begins 3 elements into its storage.
         wide = torch.randn(batch * (tokens + 2) * (heads * 2 + 1) * head_dim + 3, generator=g).to(device, dtype)
         return wide[3:].view(batch, tokens + 2, heads * 2 + 1, head_dim)[:, 1:-1, 1 : heads + 1]
 
     q, k, v = tensor(queries, heads), tensor(total, kv_heads or heads), tensor(total, kv_heads or heads)
     if broadcast:
         k, v = (x[:1].expand(x.shape) for x in (k, v))
-    # A gradient that is broadcast, as of a sum.
+    # Use an expanded gradient, like the gradient of a sum.
     grad_out = torch.randn(batch, 1, heads, head_dim, generator=g).to(device, dtype).expand(q.shape)
     if shift:
         q[..., 0], k[..., 0] = shift / scale, 1.0
@@ -139,15 +142,15 @@ def _assert_small(errors, tolerance):
 
 
 def check_derivative(device, dtype, tolerance, masked, *, chunked):
-    """Attention with its forward-mode derivative, against torch's own of attention written out in float64.
+    """Check attention with its forward-mode derivative against torch's derivative of written-out float64 attention.
 
     Args:
-        device, dtype, masked: of the tensors.
-        tolerance: of the errors.
-        chunked: in two chunks of the keys, whose tangents are merged by formula, w = sigmoid(lse2 - lse).
+        device, dtype, masked: properties of the tensors.
+        tolerance: bound of the errors.
+        chunked: whether to use two chunks of the keys, with tangents merged by the formula w = sigmoid(lse2 - lse).
 
     Returns:
-        Relative errors of ``out``, ``t_out`` and ``t_lse``, and a tenth of the largest of ``lse``.
+        Relative errors of ``out``, ``t_out`` and ``t_lse``, and a tenth of the largest error of ``lse``.
     """
     g = torch.Generator().manual_seed(5)
     batch, queries, keys, heads, head_dim, scale = 3, 48, 128, 4, 32, 0.2
@@ -194,19 +197,22 @@ def relative_error(value, truth):
 
 
 def check_dense(*tensors):
-    """Handed over heads first, lying in memory as (B, S, H, D) with no gaps, whatever the sizes."""
+    """Check that heads-first tensors lie in memory as (B, S, H, D) without gaps, for all sizes."""
     for x in tensors:
         b, h, s, d = x.shape
         assert x.stride() == (s * h * d, d, h * d, 1) and x.storage_offset() * x.element_size() % 16 == 0
 
 
 def check_aligned(*tensors):
-    """Each row begins at a multiple of 16 bytes, and no two share their memory; ``(B, S, H, D)`` or heads first."""
+    """Check that each row begins at a multiple of 16 bytes and that rows do not share memory.
+
+    The tensors are ``(B, S, H, D)`` or heads first.
+    """
     for x in tensors:
         starts = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
         assert all(i * x.element_size() % 16 == 0 for i in (x.storage_offset(), *starts)) and 0 not in starts
 
 
 def tokens_first(*tensors):
-    """``(B, H, S, D)`` to ``(B, S, H, D)``."""
+    """Transpose ``(B, H, S, D)`` to ``(B, S, H, D)``."""
     return [x.transpose(1, 2) for x in tensors]

@@ -1,4 +1,4 @@
-"""The staging buffers of collectives, watched from outside: which there are, what is alive at once, where they lie."""
+"""Recorder of the staging buffers of collectives: their sizes, lifetimes and places in memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_cp.sharding.offsets import place
+from fsdp_cp.sharding.pool import place
 from fsdp_cp.sharding.state import fsdp_modules, param_groups
 
 AGAIN = "gather in backward"
 Key = tuple[str, int, str, int, int]
-"""Network, unit, purpose, bytes, and which of those alive at once."""
+"""Network, unit, purpose, bytes, and index among equal buffers that are alive at once."""
 
 
 @dataclass
 class Trace:
-    """Buffers of some steps, and which of them were alive at once."""
+    """Buffers of several steps, with the sets that were alive at once."""
 
     sizes: dict[Key, int] = field(default_factory=dict)
     conflicts: dict[Key, set[Key]] = field(default_factory=dict)
     most_alive: int = 0
-    """Bytes."""
+    """Largest number of bytes that were alive at once."""
 
     def note(self, key: Key, alive: set[Key]) -> None:
         self.sizes.setdefault(key, key[3])
@@ -40,15 +40,15 @@ class Trace:
 
     @property
     def in_all(self) -> int:
-        """Bytes of all buffers; of a unit that is gathered in forward and in backward, once."""
+        """Return the bytes of all buffers. A unit that is gathered in forward and backward counts once."""
         return sum(size for key, size in self.sizes.items() if key[2] != AGAIN)
 
     def held(self, network: str | None = None, *, passes_apart: bool = True) -> int:
-        """Bytes of one piece of memory for all buffers.
+        """Return the bytes of one block of memory that can hold all buffers.
 
         Args:
-            network: for those of this one alone.
-            passes_apart: a unit's weights may lie elsewhere in backward than in forward.
+            network: count only the buffers of this network.
+            passes_apart: whether a unit's weights may have different places in forward and backward.
         """
         names = {
             key: key if passes_apart or key[2] != AGAIN else (*key[:2], "gather", *key[3:])
@@ -63,30 +63,30 @@ class Trace:
 
 
 class BufferWatch:
-    """Every buffer that FSDP2 asks for inside the context, for ``networks``, by their names.
+    """Context that records every buffer that FSDP2 requests for ``networks``.
 
-    Private parts of FSDP2 (torch 2.11 to 2.13): ``_all_gather_comm`` and ``_reduce_scatter_comm`` of a parameter group,
-    whose ``allocate`` (public) makes them; a reduce-scatter asks for its input first, then for its output.
+    Uses private parts of FSDP2 (torch 2.11 to 2.13): ``_all_gather_comm`` and ``_reduce_scatter_comm`` of a parameter
+    group. Their ``allocate`` (public) makes the buffers. A reduce-scatter requests its input first, then its output.
 
     Args:
-        networks: roots of :func:`fsdp_cp.shard_module`.
-        patience: seconds before each, in which gloo's threads let go of what FSDP2 has let go of.
+        networks: roots of :func:`fsdp_cp.shard_module`, by name.
+        patience: seconds of waiting before each request, in which gloo's threads free the buffers that FSDP2 has freed.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], patience: float = 0.0) -> None:
         self.networks, self.patience = networks, patience
         self.traces: dict[str, Trace] = {}
-        """By the kind of step that :attr:`kind` named."""
+        """Traces by kind of step (:attr:`kind`)."""
         self.kind = ""
         self.requests = 0
-        """Outputs of all-gathers and inputs of reduce-scatters."""
+        """Number of requested outputs of all-gathers and inputs of reduce-scatters."""
         self.outputs = 0
-        """Of reduce-scatters."""
+        """Number of requested outputs of reduce-scatters."""
         self.overlaps = 0
-        """Buffers that lay over one that was alive: none may."""
+        """Number of buffers that overlapped a living buffer; must stay 0."""
         self.in_memory: Callable[[Tensor], bool] = lambda tensor: False
         self.outside = 0
-        """Requests that :attr:`in_memory` did not know."""
+        """Number of requests whose buffers are not in the memory that :attr:`in_memory` tests."""
         self.outputs_in_memory = 0
         self._alive: dict[Key, tuple[int, int, weakref.ref[Any]]] = {}
         self._stack = ExitStack()
@@ -134,7 +134,7 @@ class BufferWatch:
 
 
 def union(traces: Mapping[str, Trace]) -> Trace:
-    """Of all kinds of steps."""
+    """Combine the traces of all kinds of steps."""
     whole = Trace()
     for trace in traces.values():
         for key, others in trace.conflicts.items():

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.condition import Condition
+from models.roles.condition import Condition
 from tests.oracles.tiny_ltx import SPACING
 from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
 
 class RandomClips:
-    """An in-memory data set of random latents and conditions."""
+    """In-memory data set of random latents and conditions."""
 
     fps, fingerprint = 8.0, "random"
 
@@ -37,7 +37,7 @@ class RandomClips:
         self.tensors |= {name: draw(32, *shape) for name, shape in condition_shapes.items() if name != "text"}
         if (
             "first_frame" in condition_shapes
-        ):  # a clip's own: of another one what a loss takes there would grow with 1/t
+        ):  # use the clip's own image: with another clip's image, the loss grows with 1/t
             self.tensors["first_frame"] = self.latents[:, :, :1].clone()
         if "text_mask" in condition_shapes:  # captions of 1 to L tokens, a negative prompt of 2, an empty one
             (tokens,) = condition_shapes["text_mask"]
@@ -46,7 +46,7 @@ class RandomClips:
             self.empty |= {"text_mask": torch.arange(tokens) < 1}
         if "latent_spacing" in condition_shapes:
             self.tensors["latent_spacing"] = torch.tensor(SPACING).repeat(32, 1)
-        if "glyphs" in condition_shapes:  # of captions that quote something or nothing; neither prompt does
+        if "glyphs" in condition_shapes:  # some captions quote a text, others do not; the prompts do not
             (tokens,) = condition_shapes["glyph_mask"]
             self.tensors["glyph_mask"] = torch.arange(tokens) < torch.arange(32)[:, None] % (tokens + 1)
             nothing = {"glyphs": torch.zeros(condition_shapes["glyphs"]), "glyph_mask": torch.zeros(tokens) > 0}

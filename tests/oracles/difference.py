@@ -21,7 +21,7 @@ class Difference:
     """Maximum over tensors: norm of the difference to norm of the truth (at least 1e-6 of the whole gradient's)."""
     weight: float
     worst: str
-    """The tensor with the largest gradient difference."""
+    """Name of the tensor with the largest gradient difference."""
 
     @property
     def largest(self) -> float:
@@ -29,12 +29,12 @@ class Difference:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Return the maximum, or NaN if there is one, which ``max`` may drop."""
+    """Return the maximum, or NaN if any value is NaN; ``max`` may ignore a NaN."""
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 def compare(trace: Trace, oracle: Trace) -> Difference:
-    """Return how far ``trace`` is from ``oracle``. Raise if a gradient is missing or a role differs."""
+    """Return the differences of ``trace`` from ``oracle``. Raise if a gradient is missing or a role differs."""
     assert trace.roles == oracle.roles, (trace.roles, oracle.roles)
     worst, gradient = "", 0.0
     for step, (ours, truth) in enumerate(zip(trace.gradients, oracle.gradients, strict=True)):
@@ -42,7 +42,7 @@ def compare(trace: Trace, oracle: Trace) -> Difference:
         whole = torch.stack([g.norm() for g in truth.values()]).norm()
         for name, g in truth.items():
             error = ((ours[name] - g).norm() / g.norm().clamp_min(1e-6 * whole)).item()
-            error = error if math.isfinite(error) else math.inf  # a comparison would pass NaN by
+            error = error if math.isfinite(error) else math.inf  # comparisons with NaN are false
             if error > gradient:
                 gradient, worst = error, f"{trace.roles[step]} step {step + 1} {name}"
     weight = [

@@ -1,4 +1,4 @@
-"""Whole tensors of sharded ones: all of them by one exchange, where ``full_tensor`` takes a collective for each."""
+"""Full tensors of sharded ones by a single exchange, where ``full_tensor`` needs a collective per tensor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``x.full_tensor()``, or a copy of a plain tensor, by name. All ranks of the default group call it alike.
+    """Return ``x.full_tensor()``, or a copy of a plain tensor, by name. A collective of the default group.
 
-    Where a shard begins says torch's ``compute_local_shape_and_global_offset`` (private, torch 2.13).
+    The offset of a shard comes from torch's ``compute_local_shape_and_global_offset`` (private, torch 2.13).
     """
     mine = {name: _shard(x) for name, x in named.items() if isinstance(x, DTensor)}
     shards: list[dict[str, tuple[tuple[int, ...], Tensor]]] = [{} for _ in range(dist.get_world_size())]
@@ -31,7 +31,7 @@ def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _shard(x: DTensor) -> tuple[tuple[int, ...], Tensor]:
-    """Where this rank's shard begins, and the shard."""
+    """Return the offset of this rank's shard, and the shard."""
     assert all(type(placement) in (Shard, Replicate) for placement in x.placements), x.placements
     local = x.to_local().detach()
     shape, begin = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)

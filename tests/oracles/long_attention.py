@@ -1,4 +1,4 @@
-"""Attention written out in float64 for some queries of a long sequence, a piece at a time; and inputs for it."""
+"""Attention written out in float64 for some queries of a long sequence, piece by piece, and its inputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Relative errors up to which a contender counts as correct. The flash kernel alone has 5e-7 and 4e-3."""
+"""Relative errors up to which a contender counts as correct. The flash kernel's errors are 5e-7 and 4e-3."""
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output, dq, and what these queries add to dk and dv, in float64; ``(B, Sq, H, D)`` and ``(B, Sk, H, D)``."""
+    """Return output and dq ``(B, Sq, H, D)``, and these queries' parts of dk and dv ``(B, Sk, H, D)``, in float64."""
     q, k, v, grad = (x.detach().double().transpose(1, 2) for x in (q, k, v, grad))
     out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     scale = q.shape[-1] ** -0.5
@@ -28,7 +28,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tenso
 
 
 def exact_tangent(q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor) -> Tensor:
-    """Tangent of the output of these queries, in float64."""
+    """Return the tangent of the output of these queries, in float64."""
     q, k, v, tq, tk, tv = (x.double().transpose(1, 2) for x in (q, k, v, *tangents))
     scale = q.shape[-1] ** -0.5
     p = (q @ k.mT * scale).softmax(-1)
@@ -37,7 +37,7 @@ def exact_tangent(q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor) -> Tensor:
 
 
 def random_inputs(count: int, tokens: int, heads: int, head_dim: int, device: str = "cpu") -> list[Tensor]:
-    """Normal, and exact in bf16, so that one oracle serves every dtype."""
+    """Return normal random tensors whose values are exact in bf16, so that one oracle serves every dtype."""
     generator = torch.Generator(device).manual_seed(tokens)
     shape = (1, tokens, heads, head_dim)
     return [torch.randn(shape, generator=generator, device=device).bfloat16().float() for _ in range(count)]

@@ -1,6 +1,6 @@
-"""A run by plain diffusers networks in one process: no mesh, no sharding, no trainer.
+"""Run of plain diffusers networks in one process, without mesh, sharding or trainer.
 
-It shares only the method's formulas with the trainer; the rest is torch's own (``torch.optim.AdamW``,
+It shares only the method's formulas with the trainer. The rest is torch's (``torch.optim.AdamW``,
 ``torch.nn.utils.clip_grad_norm_``), on the whole batch at once.
 """
 
@@ -21,12 +21,12 @@ from distill.methods import METHODS, Batch, build_method
 from fsdp_cp.rng import StepRandom
 from fsdp_cp.sharding.initialise import initialise
 from models.additions.base import attach_additions
-from models.condition import Condition
 from models.families.registry import FAMILIES
-from models.load import seed_of_expert
-from models.network import Network
-from models.role import Role
-from models.role_plan import build_additions
+from models.roles.condition import Condition
+from models.roles.load import seed_of_expert
+from models.roles.network import Network
+from models.roles.role import Role
+from models.roles.role_plan import build_additions
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut
@@ -36,7 +36,7 @@ _ONE_RANK = SimpleNamespace(context=SimpleNamespace(cp_size=1))
 
 
 _CALLED_AS = {
-    "ltx": lambda *arguments: (tiny_ltx.velocity(*arguments),),  # looked up late: a test puts another in its place
+    "ltx": lambda *arguments: (tiny_ltx.velocity(*arguments),),  # looked up at the call, since a test replaces it
     "hunyuan15": tiny_hunyuan.outputs,
 }
 """Calls of the pipelines of families other than Wan."""
@@ -47,7 +47,7 @@ _CLASSES = {
 }
 _ADAPTED = {
     "wan": r"blocks\.\d+\.(attn[12]\.(to_[qkv]|to_out\.0|add_[kv]_proj)|ffn\.net\.(0\.proj|2))",
-    # All linear layers of a block, except those that make text tokens after the last block's attention.
+    # All linear layers of a block, except those for text tokens after the last block's attention.
     "hunyuan15": r"transformer_blocks\.(\d+\.(norm1(_context)?\.linear|attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj)"
     r"|ff\.net\.(0\.proj|2))|[01]\.(attn\.to_add_out|ff_context\.net\.(0\.proj|2)))",
 }
@@ -70,7 +70,7 @@ class _PlainRole(Role):
 
 
 def _from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor, text: Tensor) -> tuple[Tensor, ...]:
-    """Call it as WanImageToVideoPipeline with ``expand_timesteps`` does; in frame 0 the way to the given frame."""
+    """Call the network like WanImageToVideoPipeline with ``expand_timesteps``. Frame 0 points to the given frame."""
     mask = torch.ones_like(x[:, :1])
     mask[:, :, 0] = 0
     times = (mask[:, 0, :, ::2, ::2] * 1000 * t.view(-1, 1, 1, 1)).flatten(1)
@@ -133,7 +133,7 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
         name = method.trained_role(step)
         parameters = _trained(roles[name])
         total = 0.0
-        for role in roles.values():  # another role's loss may have gone through it
+        for role in roles.values():  # another role's loss may have left gradients in it
             role.network.zero_grad()
         for part in range(setup.expert_draws):
             positions = [i for i in range(size) if i * setup.expert_draws // size == part]
@@ -169,7 +169,7 @@ def _kept(ema: EmaSettings, update: int) -> float:
 
 
 def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn.Module:
-    """Load a plain network; for a role with adapters the teacher's, with peft's own adapters."""
+    """Load a plain network. A role with adapters gets the teacher's network with peft's adapters."""
     lora = setup.lora.get(name)
     if lora is None:
         return _CLASSES[setup.family].from_pretrained(folder / name / part)
@@ -190,7 +190,7 @@ def _network(setup: Setup, folder: Path, name: str, part: str = ".") -> torch.nn
 def public_name(name: str) -> str:
     """Return the project's name of a parameter that peft, for adapter ``default``, or an addition calls ``name``."""
     parts = name.split(".")
-    if parts[0].isdecimal():  # of experts
+    if parts[0].isdecimal():  # an expert's index
         return f"{parts[0]}.{public_name('.'.join(parts[1:]))}"
     if parts[0] == "additions":
         return ".".join([parts[0], *parts[2:]])
@@ -198,7 +198,7 @@ def public_name(name: str) -> str:
 
 
 def _trained(role: Role) -> dict[str, torch.nn.Parameter]:
-    """Return what trains of a role, by public name; without adapters the whole role."""
+    """Return the trained parameters of a role by public name: its adapters, or all without adapters."""
     named = dict(role.network.named_parameters())
     adapted = any(".default." in name for name in named)
     return {

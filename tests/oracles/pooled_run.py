@@ -1,7 +1,7 @@
-"""DMD2 with pooled buffers of collectives and with torch's own: equal weights, and where each buffer lay.
+"""DMD2 with pooled buffers of collectives and with torch's buffers, to compare weights and places of buffers.
 
-The real trainer runs teacher, student and fake score, with two lengths of clips and samples between some steps. Buffers
-are watched from outside of the pool.
+The trainer runs teacher, student and fake score, with clips of two lengths and samples between some steps. Buffers are
+recorded independently of the pool.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Figures:
     allocations: list[int] = field(default_factory=list)
     """Requested buffers outside of the pool, by step."""
     overlaps: int = 0
-    """Buffers that lay over a living one."""
+    """Number of buffers that overlapped a living one."""
     outputs_in_pool: int = 0
-    """Outputs of reduce-scatters (gradients) in the pool's memory."""
+    """Number of reduce-scatter outputs (gradients) in the pool's memory."""
     plans: int = 0
     held: int = 0
     """Bytes of the pool."""
@@ -66,12 +66,12 @@ def train(sizes: dict[str, Any], buffers: str, folder: Path, architecture: dict[
         architecture=architecture,
         changes={"all": {"communication_buffers": buffers}},
     )
-    sharded_run._mesh.cache_clear()  # a pool belongs to a mesh, and would know the networks of the earlier run
+    sharded_run._mesh.cache_clear()  # a pool belongs to a mesh, and would still hold the networks of the earlier run
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     networks = {name: role.network for name, role in trainer.method.roles.items()}
     pool = pool_at(networks["student"]) or BufferPool()
     data, figures = _two_lengths(trainer), Figures()
-    # The run with torch's own buffers records lifetimes; the pool gets no patience.
+    # Only the run with torch's buffers records lifetimes, and so needs to wait for gloo's threads.
     with BufferWatch(networks, patience=0.0 if buffers == "pooled" else SETTLED) as watch:
         watch.in_memory = pool.owns
         for step in range(steps):

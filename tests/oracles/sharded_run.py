@@ -1,8 +1,8 @@
-"""The project's trainer on a mesh, which notes what it does: what is compared with :mod:`tests.oracles.plain_run`."""
+"""Recording trainer on a mesh, for comparison with :mod:`tests.oracles.plain_run`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,30 +11,31 @@ import torch
 
 from distill.config import Config
 from distill.methods import METHODS, build_method
-from distill.trainer import Trainer
-from fsdp_cp.local_ranks import RankPool
+from distill.train.trained import Trained
+from distill.train.trainer import Trainer
 from fsdp_cp.mesh import Mesh, build_mesh
+from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.initialise import copy_own_part
-from models.load import build_roles
-from models.role_plan import plan_role
+from models.roles.load import build_roles
+from models.roles.role_plan import plan_role
 from tests.oracles.full_tensors import full_tensors
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 
 
 class RecordingTrainer(Trainer):
-    """The trainer, which notes full gradients as they are before clipping."""
+    """Trainer that records full gradients before clipping."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.trace = Trace()
 
-    def _update(self, name: str, norm: float, rates: Mapping[str, float]) -> None:
+    def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
         named = self.roles[name].named_parameters()
         self.trace.gradients.append(full_tensors({n: p.grad for n, p in named.items() if p.grad is not None}))
-        super()._update(name, norm, rates)
+        super()._update(name, norm, trained)
 
     def record(self, save_at: Sequence[int] = ()) -> Trace:
-        """Run all steps; after the steps ``save_at``, and nowhere else, write a checkpoint."""
+        """Run all steps. Write checkpoints only after the steps ``save_at``."""
         data = self._steps_of_data()
         while self.step < self.config.steps:
             name = self.method.trained_role(self.step)
@@ -47,13 +48,14 @@ class RecordingTrainer(Trainer):
                 self.checkpoints.wait()
         for name, role in self.roles.items():
             self.trace.weights[name] = full_tensors(role.weights())
-        for name, average in self.averages.items():
-            self.trace.weights[f"average of {name}"] = full_tensors(average.weights)
+        for name, network in self.trained.items():
+            if network.average is not None:
+                self.trace.weights[f"average of {name}"] = full_tensors(network.average.weights)
         return self.trace
 
 
 def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path | None = None) -> RecordingTrainer:
-    """The project's trainer on this process group's ranks, from the checkpoints in ``folder``."""
+    """Build the trainer on this process group's ranks, from the checkpoints in ``folder``."""
     mesh = _mesh(setup.dp_replicate, setup.dp_shard, setup.cp, setup.architecture["num_attention_heads"])
     device = torch.device("cpu")
     method = METHODS[config.method.name][0]
@@ -95,18 +97,18 @@ def make_trainer(setup: Setup, folder: Path, config: Config, resume_from: Path |
     return trainer
 
 
-@lru_cache  # each has process groups, with threads of their own
+@lru_cache  # every mesh creates process groups with their threads
 def _mesh(dp_replicate: int, dp_shard: int, cp: int, heads: int) -> Mesh:
     return build_mesh(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, heads=heads)
 
 
 def sharded_trace(setup: Setup, folder: Path) -> Trace:
-    """All steps of ``setup`` on this process group's ranks."""
+    """Run all steps of ``setup`` on this process group's ranks."""
     return make_trainer(setup, folder, make_config(setup, folder)).record()
 
 
 def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> Trace:
-    """:func:`sharded_trace` on as many processes as ``setup`` needs; the ranks' traces must be the same.
+    """Run :func:`sharded_trace` on as many processes as ``setup`` needs, and check that the ranks' traces are equal.
 
     Args:
         setup: the run.
@@ -114,7 +116,7 @@ def trace_on_ranks(setup: Setup, folder: Path, pool: RankPool | None = None) -> 
         pool: of ``setup.world_size`` ranks; new ones by default.
     """
     if pool is None:
-        with RankPool(setup.world_size, preload=("torch", "distill.trainer")) as pool:
+        with RankPool(setup.world_size, preload=("torch", "distill.train.trainer")) as pool:
             return trace_on_ranks(setup, folder, pool)
     assert pool.world_size == setup.world_size
     traces = pool.run(sharded_trace, setup, folder)

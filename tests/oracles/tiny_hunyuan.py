@@ -1,4 +1,4 @@
-"""The HunyuanVideo 1.5 that runs are compared on: sizes, checkpoints of three of them, and how diffusers calls it."""
+"""Tiny HunyuanVideo 1.5 for comparisons: its sizes, three checkpoints, and its call by diffusers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LATENT_SHAPE = (4, 3, 5, 3)  # 45 tokens, which neither 2 nor 4 ranks can share 
 CONDITION_SHAPES = {"text": (5, 10), "text_mask": (5,), "glyphs": (4, 8), "glyph_mask": (4,)}
 IMAGE_SHAPES = {"first_frame": (4, 1, 5, 3), "image_embeds": (3, 6)}
 PIPELINE_FEATURES = 729
-"""Zeros that ``HunyuanVideo15Pipeline`` hands over for an image that there is not."""
+"""Number of zero features that ``HunyuanVideo15Pipeline`` passes for a missing image."""
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Random teacher, student and fake networks in diffusers layout; three different ones."""
+    """Write three different random networks, teacher, student and fake, in diffusers layout."""
     for seed, name in enumerate(("teacher", "student", "fake")):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -43,9 +43,9 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def outputs(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """As ``HunyuanVideo15Pipeline.__call__`` calls its transformer; with an image as the image-to-video one does.
+    """Call the network like ``HunyuanVideo15Pipeline`` or, with a first frame, like the image-to-video pipeline.
 
-    The velocity, and what additions append.
+    Return the velocity, and outputs that additions append.
     """
     image, mask = torch.zeros_like(x), torch.zeros_like(x[:, :1])
     features = x.new_zeros(len(x), PIPELINE_FEATURES, network.config.image_embed_dim)
@@ -67,9 +67,9 @@ def outputs(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor
 
 
 class WrittenOutHunyuan:
-    """diffusers' processors with attention as the formula has it: torch's own on the CPU has no forward-mode AD.
+    """Diffusers' processors with written-out attention, since torch's CPU attention has no forward-mode AD.
 
-    In a block texts stand behind the video; a row that may attend to nothing gives 0.
+    In a block, text tokens follow the video tokens. A row that may not attend to any token gives 0.
     """
 
     def __call__(
@@ -95,7 +95,7 @@ class WrittenOutHunyuan:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor) -> Tensor:
-    """``(B, S, H, D)`` each, under a mask ``(B, 1, S, S)``."""
+    """Attend over ``(B, S, H, D)`` under a mask ``(B, 1, S, S)``."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~pairs, -1e30)
     return ((logits.softmax(-1) * pairs) @ v).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The LTX-Video that runs are compared on: its sizes, checkpoints of three of them, and how diffusers calls it."""
+"""Tiny LTX-Video for comparisons: its sizes, three checkpoints, and its call by diffusers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPACING = (8 / FRAME_RATE, 32.0, 32.0, 0.0)
 
 
 def write_checkpoints(folder: Path) -> None:
-    """Random teacher, student and fake networks in diffusers layout; three different ones."""
+    """Write three different random networks, teacher, student and fake, in diffusers layout."""
     for seed, name in enumerate(("teacher", "student", "fake")):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -37,9 +37,9 @@ def write_checkpoints(folder: Path) -> None:
 
 
 def velocity(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    """As ``LTXPipeline.__call__`` calls its transformer, packing and unpacking included.
+    """Return the velocity of a call like ``LTXPipeline``'s, including packing and unpacking.
 
-    With a first frame as ``LTXImageToVideoPipeline``, and in frame 0 the way to the given one.
+    With a first frame the call is like ``LTXImageToVideoPipeline``'s, and frame 0 points to the given frame.
     """
     frames, height, width = x.shape[2:]
     mask = torch.zeros_like(x[:, :1])
@@ -64,7 +64,7 @@ def velocity(network: nn.Module, x: Tensor, t: Tensor, given: Mapping[str, Tenso
 
 
 class WrittenOutLtx(LTXVideoAttnProcessor):
-    """diffusers' processor with attention as the formula has it: torch's own on the CPU has no forward-mode AD."""
+    """Diffusers' processor with written-out attention, since torch's CPU attention has no forward-mode AD."""
 
     def __call__(
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None

@@ -1,4 +1,4 @@
-"""The Wan that runs are compared on: its sizes, and checkpoints of three networks."""
+"""Tiny Wan for comparisons: its sizes, and checkpoints of three networks."""
 
 from __future__ import annotations
 

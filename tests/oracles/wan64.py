@@ -1,4 +1,4 @@
-"""A small Wan in fp64: by diffusers in one process, and as a role over ranks; 12 heads, so that most meshes fit."""
+"""Small fp64 Wan, by diffusers in one process and as a role over ranks. Its 12 heads fit most meshes."""
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -6,8 +6,8 @@ from torch import nn
 
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sharding.settings import ShardSettings
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.oracles import tiny_wan
 
 ARCHITECTURE = tiny_wan.ARCHITECTURE | {

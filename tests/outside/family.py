@@ -1,6 +1,6 @@
-"""A family that the project does not know: a small transformer of our own, no diffusers class.
+"""External model family: a small transformer that is not a diffusers class.
 
-Named by an entry point (``fsdp_cp.families``); nothing in ``models`` names it.
+An entry point (``fsdp_cp.families``) registers it; nothing in ``models`` names it.
 """
 
 import torch
@@ -19,7 +19,7 @@ DEFAULTS = {
 
 
 class Attention(nn.Module):
-    """Over its own tokens, or to ``context``."""
+    """Self-attention, or cross-attention to ``context``."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Takes packed tokens ``(B, S, C p p)``, a time from 0 to 1 for each of them ``(B, S)``, and text."""
+    """Transformer of packed tokens ``(B, S, C p p)``, their times ``(B, S)`` from 0 to 1, and text."""
 
     def __init__(self, **config):
         super().__init__()
@@ -77,7 +77,7 @@ class Tower(nn.Module):
 
 
 class OutsideFamily(Family):
-    """With ``first_frame`` a clip's first frame is given: the network sees it as it is, at time 0."""
+    """Family whose network, with ``first_frame``, gets a clip's clean first frame at time 0."""
 
     name, class_name, time_scale = "outside", "Tower", 1.0
     frame_times = True

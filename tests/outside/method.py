@@ -1,6 +1,6 @@
-"""A method that the project does not know, of one step of the student for two of the teacher.
+"""External method: one step of the student learns two steps of the teacher.
 
-An entry point names it (``fsdp_cp.methods``); its YAML is in ``configs/`` next to this file.
+An entry point (``fsdp_cp.methods``) registers it; its YAML is in ``configs/`` next to this file.
 """
 
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from distill.methods.base import Loss, guided_velocity
-from distill.methods.few_step import FewStepMethod, StepListSettings
-from distill.schedules import add_noise, per_sample
+from distill.methods.common.few_step import FewStepMethod, StepListSettings
+from distill.methods.common.schedules import add_noise, per_sample
 from fsdp_cp.errors import UserError
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from distill.methods import Batch
-from distill.schedules import per_sample
+from distill.methods.common.schedules import per_sample
 from fsdp_cp.rng import StepRandom, stream
-from models.condition import Condition, text_condition
+from models.roles.condition import Condition, text_condition
 
 TEXT = (1, 2)
 

@@ -1,5 +1,5 @@
-"""Stand-ins for roles that record what they are called with, so that the oracles of the method tests know the noise
-and times that were drawn without knowing how. All in fp64; B samples of N elements.
+"""Stand-ins for roles that record their arguments, so that the oracles of the method tests know the drawn noise and
+times. All in fp64; B samples of N elements.
 """
 
 import math
@@ -13,7 +13,7 @@ from distill.methods import Batch, build_method
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.methods.flow_matching import FlowMatching, FlowMatchingSettings
 from fsdp_cp.rng import StepRandom
-from models.condition import Condition, text_condition
+from models.roles.condition import Condition, text_condition
 
 SHAPE = (2, 3, 4, 4)  # C, T, H, W
 N = math.prod(SHAPE)
@@ -35,7 +35,7 @@ class Call:
 
 
 class Recorder(nn.Module):
-    """A role that notes its calls."""
+    """Role that records its calls."""
 
     boundaries = ()
 
@@ -64,7 +64,7 @@ class Recorder(nn.Module):
 
 
 class Net(Recorder):
-    """A small network: mixes channels, nonlinear, depends on time and caption."""
+    """Small nonlinear network that mixes channels and depends on time and caption."""
 
     def __init__(self, seed):
         super().__init__()
@@ -79,7 +79,7 @@ class Net(Recorder):
 
 
 class Judge(Net):
-    """With a discriminator of two logits that shares ``mix`` and ``caption`` with it."""
+    """Network with a discriminator of two logits, which share ``mix`` and ``caption``."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -90,7 +90,7 @@ class Judge(Net):
 
 
 class Painter(Recorder):
-    """Its x0 is ``theta`` (a row per global position), whatever it is given, so dL/dtheta is dL/dx_G."""
+    """Role whose x0 is always ``theta`` (a row per global position), so that dL/dtheta is dL/dx_G."""
 
     def __init__(self, theta: Tensor):
         super().__init__()
@@ -101,7 +101,7 @@ class Painter(Recorder):
 
 
 class Gaussian(Recorder):
-    """The exact velocity where data are N(mean, std^2), with ``mean`` the caption embedding's first number."""
+    """Exact velocity for data from N(mean, std^2), where ``mean`` is the caption embedding's first number."""
 
     def __init__(self, std):
         super().__init__()
@@ -118,7 +118,7 @@ class Gaussian(Recorder):
 
 
 class Point(Recorder):
-    """The exact velocity where all data are one clip, the caption embedding's first number everywhere."""
+    """Exact velocity for data of one clip, whose elements are all the caption embedding's first number."""
 
     def formula(self, x, t, text):
         return (x - wide(text[:, 0, 0])) / wide(t)
@@ -129,7 +129,7 @@ def normal(*shape, seed):
 
 
 def make_batch(positions=range(4)):
-    """The samples at ``positions`` of one fixed global batch."""
+    """Return the samples at ``positions`` of a fixed global batch."""
     positions = list(positions)
     return Batch(
         latents=normal(4, *SHAPE, seed=1)[positions],
@@ -142,7 +142,7 @@ def text_of(batch: Batch) -> Tensor:
 
 
 def null_text_of(batch: Batch) -> Tensor:
-    """Of the negative prompt, for every sample."""
+    """Return the embedding of the negative prompt, for every sample."""
     return batch.condition.null_values["text"].expand_as(text_of(batch))
 
 
@@ -175,7 +175,7 @@ def close(a, b, tolerance=1e-12):
 
 
 def student_sample(method) -> Tensor:
-    """x_G of the loss that ran last."""
+    """Return x_G of the last loss."""
     last = method.roles["student"].calls[-1]
     return last.x - wide(last.t) * last.v
 
@@ -185,7 +185,7 @@ def flow_matching(student=None, **settings) -> FlowMatching:
 
 
 def times_and_texts(method, count=1500, null=0.0):
-    """What the student is called with at many positions. Captions are 1, the empty one 0, the negative one ``null``."""
+    """Return the student's times and texts at many positions. Captions are 1, empty ones 0, negative ones ``null``."""
     role = Recorder()
     role.formula = lambda x, t, text: x
     method.roles = {name: role for name in method.roles}
@@ -204,7 +204,7 @@ def times_and_texts(method, count=1500, null=0.0):
 
 
 def are_uniform_then_shifted_then_clamped(t, shift, least, most):
-    """Are times ``t`` uniform draws, shifted, with those beyond the bounds moved to them (and only those)?"""
+    """Return whether times ``t`` are uniform draws, shifted and then clamped to the bounds."""
     inside = t[(t > least) & (t < most)]
     low, high = unshifted(least, shift), unshifted(most, shift)
     expected = [low, high - low, 1 - high]

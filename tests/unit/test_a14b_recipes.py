@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-import models.load
+import models.roles.load
 from distill.config import compose_config
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
-from models.load import build_roles
+from models.roles.load import build_roles
 from tests.unit.test_recipes import fake_world
 
 LATENTS = (16, 21, 60, 104)
@@ -37,7 +37,7 @@ def planned(kind, *words):
     ],
 )
 def test_it_is_built_for_its_ranks(monkeypatch, kind, words, ranks, states):
-    monkeypatch.setattr(models.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+    monkeypatch.setattr(models.roles.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     monkeypatch.setattr("models.lora.plan.LoraPlan.fill", lambda *args, **kwargs: None)
     config, (latents, shapes), plan = planned(kind, *words)
     assert latents == LATENTS and ("image_latents" in shapes) == (kind == "i2v") and "image_embeds" not in shapes

@@ -10,23 +10,11 @@ from torch.autograd import forward_ad
 
 from fsdp_cp import ShardSettings
 from fsdp_cp.errors import UserError
-from fsdp_cp.local_ranks import run_ranks
-from fsdp_cp.sharding.activations import (
-    apply_activation_offload,
-    apply_checkpointing,
-    apply_compile,
-    offload_saved_tensors,
-    recompute_in_backward,
-)
+from fsdp_cp.runtime.local_ranks import run_ranks
+from fsdp_cp.sharding.activations import offload_saved_tensors, recompute_in_backward, wrap_unit
 from tests.counted import Calls, Counted
 
 # --- offloading one module ---
-
-
-def wrap_unit(unit, settings):
-    """In :func:`fsdp_cp.shard_module`'s order."""
-    for apply in (apply_checkpointing, apply_compile, apply_activation_offload):
-        apply(unit, settings)
 
 
 class Views(nn.Module):
@@ -219,7 +207,7 @@ def test_outputs_kept_in_cpu_memory_serve_two_backwards():
 
 
 class _Scaled(nn.Module):
-    """Reads ``factor``, which is no argument of its forward."""
+    """Module whose forward reads ``factor``, which is not an argument."""
 
     def forward(self, x):
         return (x * self.factor).sin()

@@ -8,15 +8,15 @@ from safetensors.torch import save_file
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
-from models.condition import text_condition
 from models.families.ltx import LTX
 from models.families.wan import Wan
-from models.load import build_role
 from models.lora.files import FORMATS, file_tensors
 from models.lora.merge import Weights, merged
 from models.lora.saved import find_adapters, inspect_adapters
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.condition import text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.unit.test_checkpoint_files import SMALL
 
 LATENTS, TEXT = (2, 1, 4, 4), (3, 6)

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fsdp_cp.agent_store import agree, own_part
+from fsdp_cp.runtime.agent_store import agree, own_part
 
 SOON = timedelta(seconds=20)
 

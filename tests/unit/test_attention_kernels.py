@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from fsdp_cp.attention.derivative import choose_dual
-from fsdp_cp.attention.kernels import _explain, all_kernels, choose_kernel
-from fsdp_cp.attention.reference import attention_dual
+from fsdp_cp.attention.kernels.choose import _explain, all_kernels, choose_kernel
+from fsdp_cp.attention.kernels.derivative import choose_dual
+from fsdp_cp.attention.kernels.reference import attention_dual
 from fsdp_cp.mesh import ContextGroups
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""FlashAttention 3 and Transformer Engine: their functions stood in for on the CPU.
+"""FlashAttention 3 and 4 and Transformer Engine: their functions stood in for on the CPU.
 
 The stand-ins have the signatures of released versions, compute the same attention, and fail where the real ones would
 silently read something else. With a GPU and the packages, ``test_cuda_kernels.py`` runs the real ones.
@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fsdp_cp.attention import cuda_kernels
-from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, SM_MARGIN
-from fsdp_cp.attention.kernels import all_kernels
+from fsdp_cp.attention.kernels import cuda as cuda_kernels
+from fsdp_cp.attention.kernels.choose import all_kernels
+from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, SM_MARGIN
 from tests.oracles.attention_kernels import CASES, attend, attend_backward, check_aligned, check_dense, check_kernel
 
 KERNELS = {kernel.name: kernel for kernel in CUDA_KERNELS}
@@ -80,13 +80,18 @@ _BACKWARD = (f"{_ROWS}, Tensor? cu_seqlens_q=None, {_GRADS}, float? softmax_scal
 def install(monkeypatch):
     """Put modules where an import finds them, until the test is over."""
 
-    def put(package, version, module, **contents):
-        for name in {package, module}:
-            made = ModuleType(name)
-            made.__spec__ = SimpleNamespace(name=name)
-            monkeypatch.setitem(sys.modules, name, made)
-        vars(sys.modules[package]).update(__version__=version)
-        vars(sys.modules[module]).update(contents)
+    def put(distribution, version, module, **contents):
+        made = ModuleType(module)
+        made.__spec__ = SimpleNamespace(name=module)
+        vars(made).update(contents)
+        parts = module.split(".")
+        for end in range(1, len(parts)):  # importing a module imports its parents
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        monkeypatch.setitem(sys.modules, module, made)
+        installed = cuda_kernels.metadata.version
+        monkeypatch.setattr(
+            cuda_kernels.metadata, "version", lambda name: version if name == distribution else installed(name)
+        )
         cuda_kernels._package.cache_clear()
 
     yield put
@@ -95,7 +100,7 @@ def install(monkeypatch):
 
 def _install_flash(install, forward, backward):
     module = "flash_attn_interface"
-    install(module, "3.0.0", module, _flash_attn_forward=forward, _flash_attn_backward=backward)
+    install("flash-attn-3", "3.0.0", module, _flash_attn_forward=forward, _flash_attn_backward=backward)
     return KERNELS["flash_attn_3"]
 
 
@@ -123,6 +128,54 @@ def test_flash_attention_3_leaves_sms_free_during_messages(install):
     assert all(k.next_to_messages() is k for k in all_kernels().values() if k.name != "flash_attn_3")
     assert margins == [0] * 4 + [SM_MARGIN] * 4, "two chunks, forward and backward"
     assert SM_MARGIN % 2 == 0, "an odd number of SMs holds no whole clusters"
+
+
+# FlashAttention 4, 4.0.0b36 (flash_attn/cute/interface.py).
+_FORWARD_4 = (
+    "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+    "max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None, "
+    "window_size_left=None, window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
+    "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, "
+    "block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, "
+    "q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, "
+    "seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False"
+)
+_BACKWARD_4 = (
+    "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, "
+    "window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2, "
+    "num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, "
+    "AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, "
+    "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, "
+    "learnable_sink=None"
+)
+
+
+def _forward_4(given):
+    assert given.pop("return_lse"), "without it the log-sum-exp is None"
+    assert (given.pop("num_threads"), given.pop("num_splits")) == (384, 1)
+    out, lse = _flash_results(given)
+    return out.contiguous(), lse.contiguous(), None, None, None
+
+
+def _backward_4(given):
+    assert not given["causal"] and given["dlse"] is None
+    for name in ("out", "dout", "lse"):
+        assert given[name].is_contiguous(), name
+    check_aligned(given["q"], given["k"], given["v"])
+    tensors = (given[n] for n in ("dout", "q", "k", "v", "out", "lse"))
+    return tuple(attend_backward(*tensors, None, given["softmax_scale"]))
+
+
+def test_flash_attention_4(install):
+    forward, backward = _function("f4", _FORWARD_4, _forward_4), _function("b4", _BACKWARD_4, _backward_4)
+    install("flash-attn-4", "4.0.0b36", "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    kernel = KERNELS["flash_attn_4"]
+    for capability in ((9, 0), (10, 0), (11, 0), (12, 0)):
+        assert kernel.unavailable(capability, 128) is None
+    assert kernel.unavailable((13, 0), 128)
+    for case in ("grouped", "strided", "broadcast"):
+        check_kernel(kernel, "cpu", torch.float32, 2e-5, False, **CASES[case])
 
 
 def _te_forward(given):
@@ -160,7 +213,7 @@ def test_transformer_engine(install):
     )
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     backward = _function("b", arguments, _te_backward)
-    install("transformer_engine", "2.18.0", module, fused_attn_fwd=forward, fused_attn_bwd=backward,
+    install("transformer-engine", "2.18.0", module, fused_attn_fwd=forward, fused_attn_bwd=backward,
             FusedAttnBackend={"F16_arbitrary_seqlen": 1})  # fmt: skip
     assert not isinstance(KERNELS["transformer_engine"].package(), str)
     for case in ("grouped", "strided", "broadcast"):
@@ -169,11 +222,16 @@ def test_transformer_engine(install):
 
 def test_packages_that_are_absent_old_or_broken_are_refused(install, monkeypatch, tmp_path):
     cuda_kernels._package.cache_clear()
-    for name in ("flash_attn_3", "transformer_engine"):
+    for name in ("flash_attn_3", "flash_attn_4", "transformer_engine"):
         assert isinstance(KERNELS[name].package(), str), name
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-    install("transformer_engine", "2.14.1", module)
+    install("transformer-engine", "2.14.1", module)
     assert "2.15" in KERNELS["transformer_engine"].package()
+    install("flash-attn-4", "4.0.0b27", "flash_attn.cute.interface")
+    assert "4.0.0b36" in KERNELS["flash_attn_4"].package()
+    for version in ("4.0.0b36", "4.0.0", "4.1"):
+        install("flash-attn-4", version, "flash_attn.cute.interface")
+        assert not isinstance(KERNELS["flash_attn_4"].package(), str), version
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     cuda_kernels._package.cache_clear()

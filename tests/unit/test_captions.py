@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, content):
 
 @pytest.mark.slow
 def test_distilling_from_captions_alone(tmp_path, tiny, file):
-    """Run train.py from the file to clips of its captions. There is no video."""
+    """Run train.py without videos, from the file to clips of its captions."""
     words = [
         "data=captions",
         "sample.report_clips=0",

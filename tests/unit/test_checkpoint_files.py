@@ -9,8 +9,8 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import check_tensors, inspect_transformer
-from models.role_plan import plan_role
+from models.files.checkpoint_files import check_tensors, inspect_transformer
+from models.roles.role_plan import plan_role
 
 FILE = "diffusion_pytorch_model.safetensors"
 INDEX = FILE + ".index.json"

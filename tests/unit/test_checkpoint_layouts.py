@@ -11,10 +11,10 @@ from distill.data.encoders.folder import check_weight_files
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group
-from models.checkpoint_files import inspect_transformer, tensor_reader
 from models.families.wan import Wan
-from models.load import build_role
-from models.role_plan import plan_role
+from models.files.checkpoint_files import inspect_transformer, tensor_reader
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.unit.test_checkpoint_files import SMALL
 
 NAME = "diffusion_pytorch_model"

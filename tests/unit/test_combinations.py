@@ -128,3 +128,11 @@ def test_a_recipe_leaves_no_number_of_a_published_pair_to_the_schema(name):
     assert "steps" in written and "optim.student.lr" in written and "optim.clip" in written
     assert {key: reduce(getattr, key.split("."), config) for key in written} == written, "nothing else sets them"
     assert re.search(r"\w+/[\w-]+ [0-9a-f]{7}|config_sft", PAIR_FILES[name].read_text()), "a source at a commit"
+
+
+def test_segments_that_grow_are_refused_with_registered_buffers():
+    words = ("experiment=wan2_1_t2v_1_3b_dmd2", "student.communication_buffers=process_group")
+    with refused("student.communication_buffers"):
+        compose_config([*words])
+    compose_config([*words, "cuda_allocator=null"])
+    assert composed(words[0]).cuda_allocator == "expandable_segments:True"

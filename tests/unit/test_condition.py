@@ -2,7 +2,7 @@
 
 import torch
 
-from models.condition import Condition
+from models.roles.condition import Condition
 
 
 def make(count, seed=0):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_cp.attention import cuda_kernels
-from fsdp_cp.attention.cuda_kernels import CUDA_KERNELS, preferred
+from fsdp_cp.attention.kernels import cuda as cuda_kernels
+from fsdp_cp.attention.kernels.cuda import CUDA_KERNELS, preferred
 from tests.oracles.attention_kernels import (
     CASES,
     TOLERANCE,
@@ -162,6 +162,8 @@ def test_shapes_and_dtypes_of_torchs_own_fake_kernels(name, queries, keys, kv_he
         ("cudnn", "cuda", torch.float16, 192, False, (9, 0), True),
         ("efficient", "cuda", torch.float32, 512, True, (8, 6), False),
         ("flash_attn_3", "cuda", torch.bfloat16, 64, False, (10, 0), True),
+        ("flash_attn_4", "cuda", torch.bfloat16, 64, False, (8, 0), True),
+        ("flash_attn_4", "cuda", torch.bfloat16, 192, False, (9, 0), True),
     ],
 )
 def test_kernels_refuse_what_they_cannot_compute(
@@ -197,4 +199,4 @@ def test_order_of_preference(monkeypatch):
     assert names((9, 0)) == ["flash_attn_3", "cudnn", "flash", "efficient"]
     for capability in ((8, 0), (8, 9), (12, 0), None):
         assert names(capability) == ["flash", "cudnn", "efficient"]
-    assert len(KERNELS) == len(CUDA_KERNELS) == 5
+    assert len(KERNELS) == len(CUDA_KERNELS) == 6

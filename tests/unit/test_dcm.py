@@ -9,10 +9,10 @@ from scipy import stats
 from torch import nn
 
 from distill.methods import build_method
+from distill.methods.common.schedules import euler_times, per_sample
 from distill.methods.dcm import Dcm, DcmSettings
-from distill.schedules import euler_times, per_sample
 from fsdp_cp.rng import StepRandom
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, make_batch, normal
 from tests.unit.method_roles import text_of
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from distill.derivatives import directional_derivative
-from distill.methods.trigflow import trig_field
+from distill.methods.common.derivatives import directional_derivative
+from distill.methods.common.trigflow import trig_field
 from tests.unit.method_roles import SHAPE, Net, close, make_batch, normal
 
 

@@ -194,7 +194,7 @@ def test_exact_gaussian_scores_give_the_difference_of_scores():
 
 
 def test_a_sample_that_the_teacher_finds_perfect_stays_finite():
-    """Where x_real is x_G, the normaliser is its floor and not zero."""
+    """If x_real is x_G, the normalizer is its floor and not zero."""
     theta = normal(4, *SHAPE, seed=9)
 
     class Agrees(Recorder):

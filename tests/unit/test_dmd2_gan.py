@@ -7,9 +7,9 @@ import torch
 from scipy import stats
 
 from distill.config import compose_config
-from distill.methods.distribution_matching import Shared
+from distill.methods.common.distribution_matching import Shared
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from models.additions.gan_head import default_blocks
 from tests.unit.method_roles import (

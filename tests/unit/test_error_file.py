@@ -8,7 +8,7 @@ import time
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdp_cp.error_file import recorded, write_error
+from fsdp_cp.runtime.error_file import recorded, write_error
 
 
 @recorded

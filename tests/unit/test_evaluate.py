@@ -12,10 +12,10 @@ from torch import nn
 
 from distill.config import LogSettings, SampleSettings, compose_config
 from distill.data.moving_shapes import CAPTIONS, MovingShapes
-from distill.evaluate import Evaluator
-from distill.metrics import MetricsLog
+from distill.evaluate.evaluator import Evaluator
 from distill.report.measures import HIGHER_IS_BETTER
-from models.condition import Condition
+from distill.train.metrics import MetricsLog
+from models.roles.condition import Condition
 
 
 class Painter:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import inspect_checkpoint, inspect_transformer
+from models.files.checkpoint_files import inspect_checkpoint, inspect_transformer
 
 FILE = "diffusion_pytorch_model.safetensors"
 

@@ -11,14 +11,14 @@ import torch
 from scipy import stats
 
 from distill.methods import build_method
+from distill.methods.common.expert_times import draw_times, expert_of_step, pilot_times
 from distill.methods.dmd2 import Dmd2Settings
-from distill.methods.expert_times import draw_times, expert_of_step, pilot_times
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
-from models.role import Role
+from models.roles.role import Role
 
 STEPS = 1200
 

@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 
 from distill.config import compose_config, load_config
 from fsdp_cp import build_mesh
-from fsdp_cp.checkpoint import Checkpoints
+from fsdp_cp.checkpoint.save_load import Checkpoints
 from fsdp_cp.launch import process_group
 from models.export import main as export_command
-from models.load import build_role
-from models.role_plan import plan_role
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
 from tests.unit.damage import BYTES, CHANGES, changed_json, command, damaged, examples, refusal, snapshot
 from tests.unit.test_checkpoint_files import SMALL
 

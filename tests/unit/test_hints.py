@@ -6,7 +6,7 @@ import pytest
 
 from distill.config import compose_config
 from distill.config.usage import information
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 
 
@@ -32,7 +32,7 @@ def test_help_all_has_a_second_spelling():
 
 @pytest.mark.parametrize(("device", "announced"), [("cuda", False), ("cpu", True)])
 def test_a_dry_run_for_gpus_announces_no_kernel_of_the_cpu(caplog, device, announced):
-    from fsdp_cp.attention import kernels
+    from fsdp_cp.attention.kernels import choose as kernels
 
     kernels._explain.cache_clear()
     config = compose_config([f"device={device}", "dry_run=true", "world=2"])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsdp_cp import host_memory
-from fsdp_cp.host_memory import available_host_memory
+from fsdp_cp.measure import host_memory
+from fsdp_cp.measure.host_memory import available_host_memory
 
 
 def of(tmp_path, monkeypatch, meminfo: str | None, limit: str, usage: int = 0, cache: int = 0, group="") -> int | None:

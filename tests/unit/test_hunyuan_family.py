@@ -19,13 +19,13 @@ from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
-from fsdp_cp.fake_world import fake_tensors
-from models.condition import Condition
+from fsdp_cp.measure.fake_world import fake_tensors
 from models.families.hunyuan import Hunyuan, OwnForward, own_rotary_tables
 from models.lora.plan import plan_lora
 from models.lora.settings import LoraSettings
+from models.roles.condition import Condition
 from tests.oracles.tiny_hunyuan import ARCHITECTURE, CONDITION_SHAPES, IMAGE_SHAPES
 from tests.unit.test_flops import hunyuan_inputs
 
@@ -159,9 +159,12 @@ def test_published_sizes_are_planned_without_weights():
 def test_its_encoders_are_planned():
     """Build the published encoders on meta."""
     with torch.device("meta"):
-        glyphs = encoders.build_text_encoder(HUNYUAN.text_encoder_2)
-        text = encoders.build_text_encoder(HUNYUAN.text_encoder | {"num_hidden_layers": 1})
-        vae, image = encoders.build_vae(HUNYUAN.vae), encoders.build_image_encoder(HUNYUAN.image_encoder)
+        glyphs = encoders.build_text_encoder(HUNYUAN.planning.text_encoder_2)
+        text = encoders.build_text_encoder(HUNYUAN.planning.text_encoder | {"num_hidden_layers": 1})
+        vae, image = (
+            encoders.build_vae(HUNYUAN.planning.vae),
+            encoders.build_image_encoder(HUNYUAN.planning.image_encoder),
+        )
     assert type(glyphs).__name__ == "T5EncoderModel" and sum(p.numel() for p in glyphs.parameters()) > 0.21e9
     assert type(text).__name__ == "Qwen2_5_VLTextModel" and type(image).__name__ == "SiglipVisionModel"
     assert type(vae).__name__ == "AutoencoderKLHunyuanVideo15" and vae.spatial_compression_ratio == 16

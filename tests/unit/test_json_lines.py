@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.json_lines import cut_back, finite_number, read_objects
+from distill.run.json_lines import cut_back, finite_number, read_objects
 from fsdp_cp.errors import UserError
 from tests.unit import damaged_lines
 

@@ -9,7 +9,7 @@ from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.rcm import RcmSettings
 from models.additions.time_conditioning import second_time
 from models.families.wan import Wan
-from models.role_plan import build_additions
+from models.roles.role_plan import build_additions
 from tests.unit.method_roles import Judge, Net, make_batch, random_at
 
 DMD2 = {"step_list": [1.0, 0.8, 0.5], "fake_updates_per_student_update": 1}

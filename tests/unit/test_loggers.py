@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from distill.config import LogSettings
-from distill.loggers import WeightsAndBiases, check_services, log_in
+from distill.run.loggers import WeightsAndBiases, check_services, log_in
 from tests.unit.refused import refused
 
 

@@ -12,10 +12,10 @@ from distill.config import compose_config
 from distill.methods.dmd2 import Dmd2, Dmd2Settings
 from distill.planning import encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from models.families.ltx import LTX
-from models.scheduler import few_step_scheduler
+from models.files.scheduler import few_step_scheduler
 from tests.oracles.tiny_ltx import ARCHITECTURE
 from tests.unit.test_flops import ltx_inputs
 
@@ -118,11 +118,11 @@ def test_its_encoders_are_planned():
     """Build the published encoders on meta, and plan a VAE that takes a time."""
     text = encoders.build_text_encoder
     with torch.device("meta"):
-        assert type(text(LTX_FAMILY.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
+        assert type(text(LTX_FAMILY.planning.text_encoder | {"num_layers": 1})).__name__ == "T5EncoderModel"
         assert type(text({"d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1})).__name__ == "UMT5EncoderModel"
-        vae = encoders.build_vae(LTX_FAMILY.vae)
+        vae = encoders.build_vae(LTX_FAMILY.planning.vae)
     assert type(vae).__name__ == "AutoencoderKLLTXVideo" and vae.spatial_compression_ratio == 32
-    small = json.loads(json.dumps(LTX_FAMILY.vae)) | {
+    small = json.loads(json.dumps(LTX_FAMILY.planning.vae)) | {
         "block_out_channels": [8] * 4, "decoder_block_out_channels": [8] * 4, "layers_per_block": [1] * 5,
         "decoder_layers_per_block": [1] * 5, "latent_channels": 4, "timestep_conditioning": True,
     }  # fmt: skip

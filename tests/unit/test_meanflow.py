@@ -8,10 +8,10 @@ from scipy import stats
 from torch import nn
 
 from distill.methods import build_method
+from distill.methods.common.schedules import per_sample
 from distill.methods.meanflow import MeanFlow, MeanFlowSettings
-from distill.schedules import per_sample
 from fsdp_cp.rng import StepRandom
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.unit.analytic import PROBLEMS, TEXT, BatchRandom, Mixture, make_batch, normal, nothing
 from tests.unit.method_roles import text_of
 from tests.unit.refused import refuses_all

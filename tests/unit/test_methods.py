@@ -1,4 +1,4 @@
-"""What all methods share, and flow_matching, in fp64 against the formulas."""
+"""Shared parts of all methods, and flow_matching, in fp64 against the formulas."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.unit.method_roles import (
     SHAPE,
     TEXT,

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from distill.config import LogSettings
-from distill.json_lines import cut_back
-from distill.metrics import MEASURES, MetricsLog, NormsLog
+from distill.run.json_lines import cut_back
+from distill.train.metrics import MEASURES, MetricsLog, NormsLog
 from tests.unit.refused import refused
 
 

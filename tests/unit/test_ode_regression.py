@@ -10,15 +10,15 @@ from scipy import stats
 from distill.data.trajectories import TrajectoryClips, TrajectoryFolder
 from distill.methods import build_method
 from distill.methods.base import Batch
+from distill.methods.common.schedules import euler_times
 from distill.methods.ode_regression import (
     OdeRegression,
     OdeRegressionSettings,
     trajectory,
     trajectory_settings,
 )
-from distill.schedules import euler_times
 from fsdp_cp.rng import StepRandom
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.unit.method_roles import SHAPE, TEXT, Net, close, gradients, normal, text_of
 from tests.unit.refused import refused, refuses_all
 

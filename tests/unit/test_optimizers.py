@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from distill import optimizers
 from distill.config import OptimizerSettings
-from distill.optimizers import RoleOptimizer, learning_rate, parameter_groups
+from distill.train import optimizers
+from distill.train.optimizers import RoleOptimizer, learning_rate, parameter_groups
 from fsdp_cp.measure.memory import LiveStorages
 from models.families.wan import Wan
-from models.network import Network
-from models.role import Role
+from models.roles.network import Network
+from models.roles.role import Role
 from tests.unit.refused import refused
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from distill.run_folder import refuse_foreign
+from distill.run.folder import refuse_foreign
 from distill.sample import main as sample
 from fsdp_cp.errors import paths_of_the_user
 from models.export import main as export
+from models.files.published import refuse_input
 from models.lora.__main__ import main as lora
-from models.published import refuse_input
 from tests.unit.refused import refused
 from train import main as train
 

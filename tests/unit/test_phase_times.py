@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distill.metrics import speed
+from distill.train.metrics import speed
 from fsdp_cp.measure import phases
 from fsdp_cp.measure.phases import PhaseTimes, phase
 

@@ -12,7 +12,7 @@ from distill.planning import command, encoders, extrapolation
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.prediction import hardware_names, load_hardware, predict
 from distill.planning.simulation import Simulation, StepCost
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.measure.attributed import Peak
 from fsdp_cp.measure.memory import LiveStorages

@@ -1,4 +1,4 @@
-"""Where pooled buffers lie, and when their memory is free again: random lifetimes against what must not overlap."""
+"""Places and lifetimes of pooled buffers: with random lifetimes, living buffers must not overlap."""
 
 import random
 import threading
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fsdp_cp.sharding import pool as pools
-from fsdp_cp.sharding.offsets import ALIGNMENT, place
-from fsdp_cp.sharding.pool import BufferPool
+from fsdp_cp.sharding.pool import ALIGNMENT, BufferPool, place
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fsdp_cp import progress
+from fsdp_cp.runtime import progress
 from fsdp_cp.words import counted, duration
 
 

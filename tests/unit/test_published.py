@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
-from models.export_folder import export_scheduler
-from models.published import MANIFEST, published, refuse_occupied, withdraw
+from models.files.export_folder import export_scheduler
+from models.files.published import MANIFEST, published, refuse_occupied, withdraw
 from tests.unit.refused import refused
 
 

@@ -1,4 +1,4 @@
-"""The report: its page, its numbers, its verdict, and the training curves behind it."""
+"""Report of a run: its page, numbers, verdict and training curves."""
 
 import json
 import math

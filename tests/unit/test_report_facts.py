@@ -1,4 +1,4 @@
-"""What is said of a run beside its curves: its starts, its settings, its files, and what went wrong."""
+"""Facts of a report in addition to the curves: starts, settings, files, and failures of the run."""
 
 import json
 import math

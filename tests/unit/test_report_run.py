@@ -1,4 +1,4 @@
-"""What a report's page tells of the run: what went wrong, how it was started, its settings and files, all escaped."""
+"""Facts of the run on a report's page: failures, starts, settings and files, all escaped."""
 
 import json
 import shutil

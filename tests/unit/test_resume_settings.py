@@ -1,4 +1,4 @@
-"""Which of all settings a resume refuses, logs or ignores; and the files that tell a run from others."""
+"""Settings that a resume refuses, logs or ignores, and the files that identify a run."""
 
 import copy
 import json
@@ -14,19 +14,19 @@ from safetensors.torch import save_file
 from distill.config import SETTINGS, Config
 from distill.data import DATA
 from distill.methods import METHODS
-from distill.resume_checks import BY_CONTENT, check_resume, find_sources
+from distill.run.resume_checks import BY_CONTENT, check_resume, find_sources
 from fsdp_cp.errors import UserError
 from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
-from models.role_plan import plan_role
+from models.roles.role_plan import plan_role
 from tests.tiny_pipeline import render_clips
 
 OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 
 
 def _documented() -> set[str]:
-    """Settings of the first column of the table in docs/run.md."""
-    text = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+    """Settings of the first column of the table in docs/running.md."""
+    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
     rows = text.partition("| refused |")[2].partition("\n\n")[0].splitlines()[2:]
     return {name for row in rows for name in re.findall(r"`([\w.]+\.\w+|seed)`", row.split("|")[1])}
 

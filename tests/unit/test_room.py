@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from distill import room
 from distill.config import compose_config
-from distill.room import check_disk, checkpoint_bytes
-from distill.setup import plan_run
+from distill.run import disk_space as room
+from distill.run.disk_space import check_disk, checkpoint_bytes
+from distill.run.setup import plan_run
 from tests.unit.refused import refused
 
 

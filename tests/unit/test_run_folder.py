@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distill.config import compose_config
-from distill.run_folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting, this_start
+from distill.run.folder import OUTPUTS, STARTS, _move_aside, held_run_dir, refuse_foreign, resume_setting, this_start
 from tests.unit.refused import refused
 
 

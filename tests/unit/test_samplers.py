@@ -4,9 +4,9 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
-from distill.methods.sampling import euler_sample, guided_sample, unipc_sample
-from distill.schedules import euler_times
-from models.condition import text_condition
+from distill.methods.common.sampling import euler_sample, guided_sample, unipc_sample
+from distill.methods.common.schedules import euler_times
+from models.roles.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
 from tests.unit.method_roles import SHAPE, TEXT, Gaussian, dmd2, flow_matching, make_batch, normal, random_at
 from tests.unit.refused import refused

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from distill.schedules import add_noise, denoise, euler_times, shift_time, shift_times
+from distill.methods.common.schedules import add_noise, denoise, euler_times, shift_time, shift_times
 
 
 @pytest.fixture

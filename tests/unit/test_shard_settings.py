@@ -1,4 +1,4 @@
-"""How a network is sharded, as settings: every value and pair that is refused, and every one that is not."""
+"""Sharding settings: every refused value and pair, and every accepted one."""
 
 import itertools
 from dataclasses import fields
@@ -57,13 +57,13 @@ REFUSED = [  # settings, device, the setting that the message names, a change th
         "gradient_buffers",
         {"gradient_buffers": 1},
     ),
-    ({"keep_operators": ["aten.addmm"]}, "cpu", "keep_operators", {"keep_operators": []}),
+    ({"keep_operators": "aten.addmm"}, "cpu", "keep_operators", {"keep_operators": ["aten.addmm"]}),
     ({"precision": "fp64", "reduce_dtype": "fp32"}, "cpu", "reduce_dtype", {"reduce_dtype": "auto"}),
     ({"precision": "fp32", "master_dtype": "bf16"}, "cpu", "master_dtype", {"master_dtype": "keep"}),
     ({"precision": "fp64", "master_dtype": "fp32"}, "cpu", "master_dtype", {"master_dtype": "keep"}),
     ({"fp8": "transformer_engine"}, "cuda", "fp8", {"fp8": "torchao"}),
     ({"fp8": "torchao", "precision": "fp64"}, "cpu", "fp8", {"fp8": "none"}),
-    ({"fp8_gather": True}, "cpu", "fp8_gather", {"fp8": "torchao"}),
+    ({"fp8": "torchao", "fp8_gather": True, "offload": "cpu"}, "cpu", "fp8_gather", {"offload": "none"}),
     *(
         (
             SELECTIVE | {"keep_operators": [operator]},
@@ -109,8 +109,8 @@ def is_refused(given: dict, device: str) -> bool:
     return False
 
 
-# Of the pairs of a strategy and one other changed setting, those that are refused on CUDA; all others pass.
-AGAINST = {
+# Settings that have no effect under a strategy, when they are the only other one that is changed.
+IDLE = {
     "no_shard": set(
         "replicate shard_ranks gather_stream forward_prefetch backward_prefetch keep_gathered gather_early"
         " separate_reduce_group communication_buffers fp8_gather".split()
@@ -122,19 +122,24 @@ AGAINST = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_other_setting_goes_with_every_strategy_but_those_listed(strategy):
+def test_every_other_setting_goes_with_every_strategy_and_those_listed_have_no_effect(strategy):
     for name, value in CHANGED.items():
         if name == "strategy":
             continue
         given = {"strategy": strategy, name: value, **NEEDS.get(name, {})}
-        assert is_refused(given, "cuda") == (name in AGAINST[strategy]), name
+        settings = ShardSettings(**given)
+        settings.check("cuda")
+        effective = settings.effective()
+        idle = {field.name for field in fields(settings) if getattr(effective, field.name) != given.get(field.name)}
+        idle &= given.keys()
+        assert idle == {name} & IDLE[strategy], name
+        keeps = strategy in ("optim", "optim_grads") or given == {"strategy": STRATEGIES[-1], "keep_gathered": True}
+        assert effective.keeps_gathered == settings.keeps_gathered == keeps
 
 
 def test_every_pair_of_settings_goes_together_but_those_listed():
     """Under optim_grads_params, on CUDA."""
     against = {
-        ("activation_checkpointing", "keep_operators"),
-        ("backward_prefetch", "keep_gathered"),
         ("fp8_gather", "offload"),
         ("fp8_gather", "reduce_unused"),
         ("replicate", "shard_ranks"),

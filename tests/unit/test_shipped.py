@@ -7,8 +7,8 @@ import pytest
 from distill.config import compose_config
 from distill.data.encoders.wan import inspect_encoders
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import inspect_transformer
-from models.shipped import find_shipped
+from models.files.checkpoint_files import inspect_transformer
+from models.files.shipped import find_shipped
 from tests.unit.refused import refused
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from fsdp_cp.signals import SIGNALS
+from fsdp_cp.runtime.signals import SIGNALS
 
 PROGRAM = """
 import sys, time
 from fsdp_cp.launch import exit_code
-from fsdp_cp.signals import StopSignal, Stopped
+from fsdp_cp.runtime.signals import StopSignal, Stopped
 
 def work():
     with StopSignal() as stop:
@@ -103,7 +103,7 @@ import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", '''
 import os, time
 from fsdp_cp.launch import exit_code
-from fsdp_cp.signals import StopSignal, end_with_torchrun
+from fsdp_cp.runtime.signals import StopSignal, end_with_torchrun
 def work():
     end_with_torchrun()
     with StopSignal():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fsdp_cp.tensor_lists import in_pieces, lerp_, multiply_, squared_norms
+from fsdp_cp.sharding.tensor_lists import in_pieces, lerp_, multiply_, squared_norms
 
 SHAPES = [(7, 5), (0, 5), (1,), (), (3, 2, 4), (0,), (1000,)]
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-import models.load
+import models.roles.load
 from distill.config import compose_config
 from distill.data.encoders.first_frame import inspect_image
 from distill.planning.command import as_planned, planned_shapes
 from distill.planning.encoders import encoder_settings
-from distill.setup import plan_run
+from distill.run.setup import plan_run
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import mesh_of_shape
 from fsdp_cp.sequence import local_token_count
 from models.families.wan import TI2V_5B, TI2V_VAE, Wan
-from models.load import build_role
+from models.roles.load import build_role
 from tests.unit.refused import refused
 from tests.unit.test_recipes import fake_world, write_encoders
 
@@ -50,7 +50,7 @@ def composed(pipeline, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("image", [None, "first_frame"])
 def test_it_fits_its_node(pipeline, monkeypatch, image):
-    monkeypatch.setattr(models.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
+    monkeypatch.setattr(models.roles.load, "initialise", lambda *args, **kwargs: None)  # nothing to fill on meta
     config = composed(pipeline, f"data.image={image or 'null'}")
     data = config.data
     assert (data.num_frames, data.height, data.width, data.fps) == (121, 704, 1280, 24.0)

@@ -1,4 +1,4 @@
-"""Does every method train where its student is sampled? Of each recipe, the share of draws near each sampling time."""
+"""Training times of each recipe: the share of draws near each sampling time of the student must be large enough."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,14 +10,14 @@ from torch import nn
 from distill.config import compose_config
 from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
+from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
-from distill.schedules import euler_times
-from models.condition import text_condition
+from models.roles.condition import text_condition
 from tests.unit.analytic import BatchRandom
 
 COUNT, STEPS = 1000, 40
 NEAR, FLOOR = 0.05, 0.01
-"""Of uniform times, 5 to 10 % are as near as that."""
+"""Time difference that counts as near, and least share of draws; 5 to 10 % of uniform times are this near."""
 FLOOR_TEACHER = 0.001
 """Of flow matching: Esser et al.'s logit-normal times have no more near 1, where the velocity is simple."""
 NEAR_PAIR, FLOOR_PAIR = 0.1, 0.003

@@ -7,8 +7,8 @@ import torch
 from torch.autograd import forward_ad
 
 from distill.methods.base import guided_velocity
-from distill.methods.trigflow import add_trig_noise, flow_time, trig_denoise, trig_field
-from distill.schedules import add_noise, denoise
+from distill.methods.common.schedules import add_noise, denoise
+from distill.methods.common.trigflow import add_trig_noise, flow_time, trig_denoise, trig_field
 from tests.unit.analytic import PROBLEMS, normal, nothing
 from tests.unit.method_roles import Net, make_batch, wide
 

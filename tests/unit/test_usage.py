@@ -1,4 +1,4 @@
-"""What ``train.py --help`` and ``--help all`` print."""
+"""Output of ``train.py --help`` and ``--help all``."""
 
 import re
 

@@ -58,7 +58,7 @@ def cached(tmp_path):
 
 @pytest.mark.slow
 def test_another_way_through_the_vae_is_another_latent(make, counts):
-    """What bf16 or tiles made must not pass for what fp32 makes."""
+    """Latents made in bf16 or by tiles must not pass for fp32 latents."""
     fingerprints = {make().fingerprint}
     assert len(counts["clips"]) == 3
     for n, changes in enumerate([{"vae_precision": "bf16"}, {"vae_tiling": True}], start=2):

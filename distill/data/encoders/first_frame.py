@@ -9,8 +9,8 @@ from typing import Any
 
 from distill.data.encoders.image import ImageEncoderFolder, inspect_image_encoder
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line
-from models.condition import FIRST_FRAME
+from models.files.checkpoint_files import one_line
+from models.roles.condition import FIRST_FRAME
 
 INDEX = "model_index.json"
 KEY = "expand_timesteps"

@@ -33,9 +33,9 @@ from distill.data.encoders.image import SIGLIP, inspect_image_encoder
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line
-from models.condition import FIRST_FRAME
 from models.families.hunyuan import GLYPH_TOKENS
+from models.files.checkpoint_files import one_line
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

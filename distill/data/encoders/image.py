@@ -23,7 +23,7 @@ from distill.data.encoders.folder import (
     whole_numbers,
 )
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line
+from models.files.checkpoint_files import one_line
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

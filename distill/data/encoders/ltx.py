@@ -23,7 +23,7 @@ from distill.data.encoders.folder import class_defaults, load_part, part_setting
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
-from models.condition import FIRST_FRAME
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from distill.data.encoders.folder import (
 )
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
-from models.checkpoint_files import one_line
-from models.condition import FIRST_FRAME
-from models.shipped import find_shipped
+from models.files.checkpoint_files import one_line
+from models.files.shipped import find_shipped
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EncoderFolder:
     def condition_shapes(
         self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
     ) -> dict[str, tuple[int, ...]]:
-        """Of each tensor of a sample's condition (models/condition.py), with an image where its encoder is given."""
+        """Return the shape of each tensor of a sample's condition, with an image where its encoder is given."""
         shapes: dict[str, tuple[int, ...]] = {"text": (max_text_tokens, self.text_width)}
         if image is not None:
             channels, *sizes = self.latent_shape(clip)

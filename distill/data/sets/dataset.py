@@ -23,7 +23,7 @@ from distill.data.videos.video_folder import ListedClip, unlisted_videos
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
-from models.condition import Condition
+from models.roles.condition import Condition
 
 logger = logging.getLogger(__name__)
 

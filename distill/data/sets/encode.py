@@ -30,8 +30,8 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.words import counted
-from models.checkpoint_files import fingerprint_of
-from models.condition import FIRST_FRAME
+from models.files.checkpoint_files import fingerprint_of
+from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 

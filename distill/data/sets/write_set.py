@@ -47,8 +47,8 @@ from distill.data.sets.files import (
 from distill.data.shares import Shares
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
-from fsdp_cp.progress import progress
 from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class SetWriter:
             UserError: a folder that holds something else or a set of other settings, that another process writes, or
                 that the ranks do not share.
         """
-        from distill.run_folder import held_run_dir
+        from distill.run.folder import held_run_dir
 
         on_all_ranks(lambda: self._refuse_foreign() if rank() == 0 else None)
         if on_all_ranks(lambda: self._is_whole() if rank() == 0 else None)[0]:

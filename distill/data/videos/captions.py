@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from distill.data.videos.table import column_names, read_table, read_text
-from distill.json_lines import parse
+from distill.run.json_lines import parse
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 

@@ -1,0 +1,111 @@
+"""Sampling of clips with a role. The same captions and noise give the same clips on every mesh."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distill.data import ClipDataset
+from distill.methods import Method
+from fsdp_cp.launch import rank, world_size
+from fsdp_cp.measure.phases import phase
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import all_reduce_scalars, gather_samples, gathered
+from fsdp_cp.rng import StepRandom
+from models.roles.role import Role
+
+
+def sample_captions(data: ClipDataset, count: int) -> list[str]:
+    """Return ``count`` captions of the data set, all equally often if ``count`` is a multiple of their number.
+
+    The list is walked in strides near its golden section: neighbours differ, so a few captions show many kinds.
+    """
+    captions = data.captions()
+    stride = next(
+        s for s in range(round(0.618 * len(captions)) or 1, 2 * len(captions)) if math.gcd(s, len(captions)) == 1
+    )
+    return [captions[i * stride % len(captions)] for i in range(count)]
+
+
+def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
+    """Decode ``latents`` (n, C, T, H, W), which every rank holds, to uint8 (n, T, H, W, 3) on rank 0, else ``None``.
+
+    All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
+    """
+    mine = latents[rank() :: world_size()]
+    parts = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
+    if parts is None:
+        return None
+    return torch.stack([parts[i % len(parts)][i // len(parts)] for i in range(len(latents))]).numpy()
+
+
+def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:
+    """Return the number of clips per forward on each rank, from the smallest memory of all devices. A collective.
+
+    A forward without gradients, of both branches of guidance, keeps about 32 numbers of 4 bytes per token and unit of
+    width. The batch fills 1/32 of the device's memory, and is at most 32: larger batches are not faster on a CPU.
+    """
+    of_clip = max(2 * 32 * 4 * role.tokens * role.family.width(role.config) for role in roles)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    (least,) = all_reduce_scalars([memory], mesh.world, dist.ReduceOp.MIN)
+    return max(1, min(32, int(least) // 32 // of_clip))
+
+
+@torch.no_grad()
+def generate(
+    method: Method,
+    role: str,
+    *,
+    steps: int,
+    captions: list[str],
+    data: ClipDataset,
+    mesh: Mesh,
+    device: torch.device,
+    seed: int,
+    batch: int,
+    advance: Callable[[int], object] | None = None,
+    clips: Sequence[int] | None = None,
+) -> Tensor:
+    """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, the same on every rank. All ranks must call this.
+
+    Args:
+        method: has the sampler that fits the role.
+        role: ``teacher``, ``student`` or ``fake``.
+        steps: number of sampling steps.
+        captions: one per clip.
+        data: embeds the captions.
+        mesh: the mesh, whose ``dp`` ranks share the clips.
+        device: this rank's device.
+        seed: seed of the noise; clip ``i`` starts from the same noise for every role and number of steps.
+        batch: number of clips per forward on a rank.
+        advance: called with the number of clips, over all ranks, that were finished since the last call.
+        clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
+    """
+    # Every rank must run the same number of forwards: fill the last positions by repeating captions.
+    chunk = batch * mesh.dp_size
+    padded = -(-len(captions) // chunk) * chunk
+    filled = [i % len(captions) for i in range(padded)]
+    items = None if clips is None else [clips[i] for i in filled]
+    condition = data.condition([captions[i] for i in filled], items).to(device)
+    made = []
+    with phase(f"sample/{role}", [r.network for r in method.roles.values()]):
+        for start in range(0, padded, chunk):
+            first = start + mesh.dp_rank * batch
+            positions = range(first, first + batch)
+            random = StepRandom(seed=seed, step=0, positions=positions, device=device)
+            noise = random.normal("sample/noise", data.latent_shape)
+            latents = method.generate(role, noise, condition[first : first + batch], steps, random)
+            made.append(gather_samples(latents, mesh.dp))
+            if advance is not None:
+                advance(min(chunk, len(captions) - start))
+    return torch.cat(made)[: len(captions)]

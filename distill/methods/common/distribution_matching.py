@@ -1,0 +1,105 @@
+"""Distribution matching: losses that push a student's samples along the difference of two scores (Yin et al. 2024).
+
+DMD's loss, the fake score's loss on the student's samples, and samples that several losses share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distill.methods.base import Batch, Guidance, guided_velocity
+from distill.methods.common.expert_times import Times
+from distill.methods.common.observations import Observations, per_sample_mean, per_sample_norm
+from distill.methods.common.schedules import add_noise, denoise, per_sample
+from models.roles.condition import Condition
+
+if TYPE_CHECKING:
+    from models.roles.role import Role
+
+
+def distribution_matching(
+    sample: Tensor,
+    times: Times,
+    noise: Tensor,
+    *,
+    batch: Batch,
+    teacher: Role,
+    fake: Role,
+    scale: Guidance,
+    last_step: Tensor | None = None,
+    observations: Observations,
+) -> Tensor:
+    """Return ``1/2 mean (x_G - sg(x_G - g))^2`` with ``g = (x_fake - x_real) / q`` (Yin et al. 2024b, eq. 7 and 8).
+
+    Args:
+        sample: ``x_G`` ``(B, C, T, H, W)``.
+        times: times at which the scores are compared.
+        noise: fresh noise in the shape of ``sample``.
+        batch: micro-batch with the captions of ``sample``.
+        teacher: the real score, with guidance.
+        fake: the score of the student's samples, without guidance.
+        scale: guidance ``w``.
+        last_step: time of each sample's last step ``(B,)``, if the fake score is conditioned on it.
+        observations: receives ``dmd_gradient`` (root mean square of ``g``) and ``dmd_normaliser`` (``q``).
+    """
+    t, at = times
+    with torch.no_grad():
+        x_t = add_noise(sample, noise, t)
+        real = denoise(x_t, guided_velocity(teacher, x_t, t, batch.condition, scale, at), t)
+        estimate = denoise(x_t, fake.velocity(x_t, t, batch.condition, last_step, at=at), t)
+        # Normalize per sample: a mean over the batch would make a gradient depend on the other samples of its rank.
+        q = per_sample_mean((sample - real).abs()).clamp_min(1e-5)
+        g = (estimate - real) / per_sample(q, sample)
+        observations.add("dmd_gradient", per_sample_norm(g))
+        observations.add("dmd_normaliser", q)
+        target = sample - g
+    return 0.5 * (sample - target).square().mean()
+
+
+def fake_score_error(
+    fake: Role, sample: Tensor, times: Times, noise: Tensor, condition: Condition, last_step: Tensor | None = None
+) -> Tensor:
+    """Return the flow matching error ``mean (v(x_t) - (e - x_G))^2`` of each student sample ``(B,)``, without guidance.
+
+    Args:
+        fake: the score that trains.
+        sample: ``x_G`` ``(B, C, T, H, W)``, without a gradient.
+        times: times of the noised samples.
+        noise: ``e``, in the shape of ``sample``.
+        condition: conditions of the B samples.
+        last_step: see :func:`distribution_matching`.
+    """
+    t, at = times
+    v = fake.velocity(add_noise(sample, noise, t), t, condition, last_step, at=at)
+    return per_sample_mean((v - (noise - sample)).square())
+
+
+class Shared:
+    """Samples that several losses of a micro-batch share.
+
+    The first use makes them, without gradient; the last use frees them.
+
+    Args:
+        make: function that makes the samples.
+        uses: number of calls of :meth:`take`.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], uses: int):
+        self._make, self._left = make, uses
+        self._value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Return the samples; call this at most ``uses`` times."""
+        assert self._left, "taken more often than announced"
+        if self._value is None:
+            with torch.no_grad():
+                self._value = self._make()
+        self._left -= 1
+        value = self._value
+        if not self._left:
+            self._value = None
+        return value

@@ -1,0 +1,110 @@
+"""Random times for networks with experts: all samples of a part of a step's batch get times of one expert.
+
+A forward runs one expert, the same on every rank. So the times of a part (``expert_draws``; by default the whole batch)
+must lie in one range of every role that is evaluated at them. A pilot draw from a stream that all ranks share selects
+the range; each sample then redraws from its own stream until its time is inside. Over many steps the distribution of
+times is unchanged, since ranges and the times inside them follow the method's distribution. Within one part it is not,
+so gradients vary more from step to step than with a separate range per sample (docs/methods/experts.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+
+if TYPE_CHECKING:
+    from models.roles.role import Role
+
+
+class Times(NamedTuple):
+    """Rectified-flow times of a micro-batch."""
+
+    t: Tensor
+    """Times ``(B,)``."""
+    at: float | None = None
+    """Time in the same range as all of ``t``, known on the host; ``None`` without experts."""
+
+
+_TRIES = 10_000
+"""Number of pilot draws outside an expert's range after which the expert is considered unreachable."""
+
+Draw = Callable[[StepRandom, str, torch.dtype], Sequence[Tensor]]
+"""Function of streams, purpose and dtype that draws one or several times per sample, each ``(B,)``."""
+
+
+def draw_times(
+    draw: Draw,
+    random: StepRandom,
+    purpose: str,
+    dtype: torch.dtype,
+    roles: Sequence[Sequence[Role]],
+    trains: Role | None = None,
+) -> list[Times]:
+    """Draw times by ``draw``, each in one range of the roles that are evaluated at it.
+
+    Args:
+        draw: pure function: the same streams and purpose must give the same times.
+        random: random streams of the step.
+        purpose: name of the draw; redraws are named ``PURPOSE/again_N``.
+        dtype: dtype of the times, fp32 or better.
+        roles: roles that are evaluated at each of the times.
+        trains: role that trains at the last of the times; perhaps only some of its experts
+            (:attr:`Role.trained_experts`).
+    """
+    if not any(role.boundaries for group in roles for role in group):
+        return [Times(t) for t in draw(random, purpose, dtype)]
+    pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")
+    wanted = [
+        _ranges(torch.tensor([time], dtype=torch.float64), group) for time, group in zip(pilot, roles, strict=True)
+    ]
+    times = list(draw(host, purpose, dtype))
+    for attempt in count(1):
+        outside = torch.stack([_ranges(t, group) != w for t, group, w in zip(times, roles, wanted, strict=True)])
+        again = outside.any(0)
+        if not again.any():
+            break
+        drawn = draw(host, f"{purpose}/again_{attempt}", dtype)
+        times = [torch.where(again, new, t) for new, t in zip(drawn, times, strict=True)]
+    return [Times(t.to(random.device), at) for t, at in zip(times, pilot, strict=True)]
+
+
+def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> int:
+    """Return the position of the expert of the trained ``role`` that serves the last of the drawn times."""
+    return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.boundaries else 0
+
+
+def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
+    """Draw the times that select the ranges of a part of the batch, the same on every rank and in every micro-batch.
+
+    Raises:
+        UserError: the method draws no times at which a trained expert of ``trains`` serves.
+    """
+    for attempt in range(_TRIES):
+        stream = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
+        times = [float(t) for t in draw(random.shared, stream, torch.float64)]
+        if trains is None or not trains.boundaries or trains.trains_at(times[-1]):
+            return times
+    raise UserError(
+        f"{trains.name}.experts: none of {_TRIES} draws of {purpose} is a time at which the chosen expert serves, so it"
+        f" would never be trained; use other times, or {trains.name}.experts=both"
+    )
+
+
+def _ranges(t: Tensor, roles: Sequence[Role]) -> Tensor:
+    """Return the range of each of ``t`` ``(B,)``, on the CPU, between all boundaries of ``roles``.
+
+    Rounding is that of :meth:`Role.expert_at`.
+    """
+    from models.roles.role import ROUNDING
+
+    t = t.double() + ROUNDING
+    boundaries = {boundary for role in roles for boundary in role.boundaries}
+    return sum(((t < boundary).long() for boundary in boundaries), torch.zeros(t.shape, dtype=torch.long))

@@ -1,0 +1,142 @@
+"""Base of the methods that train a few-step student: samplers of student and teacher, and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distill.methods.base import Batch, Guidance, Method
+from distill.methods.common.expert_times import Times
+from distill.methods.common.sampling import Sampler, StudentSampler, guided_sample, rollout
+from fsdp_cp.choices import check_choices, check_range
+from fsdp_cp.errors import UserError
+from fsdp_cp.rng import StepRandom
+from models.files.scheduler import few_step_scheduler
+from models.roles.condition import Condition
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+
+
+@dataclass(kw_only=True)
+class FewStepSettings:
+    """Settings of every method that distills a teacher."""
+
+    guidance_scale: float = 5.0
+    """Guidance scale ``w`` of the teacher, ``u + w (c - u)``; 1 for no guidance."""
+    guidance_scale_2: float | None = None
+    """Guidance scale of the second, low-noise expert of a two-expert teacher (Wan 2.2 A14B); null for
+    ``guidance_scale``."""
+    shift: float = 5.0
+    """Time shift of the teacher's sampler, and of the times that some methods draw; > 0."""
+    teacher_sampler: Sampler = "euler"
+    """Sampler of the teacher's clips for comparison: ``euler``, or ``unipc``, which Wan's pipelines use."""
+    student_sampler: StudentSampler = "renoise"
+    """Sampler of the student, in rollouts, samples and export: ``renoise`` (fresh noise at each step, DMD2) or ``ode``
+    (along its own velocity)."""
+
+    def __post_init__(self) -> None:
+        check_choices(self, "method.")
+        check_range(self, "shift", above=0, where="method.")
+
+    @property
+    def guidance(self) -> Guidance:
+        """Guidance scale of the teacher; one per expert if they differ."""
+        if self.guidance_scale_2 is None or self.guidance_scale_2 == self.guidance_scale:
+            return self.guidance_scale
+        return self.guidance_scale, self.guidance_scale_2
+
+    def student_times(self) -> list[float]:
+        """Return the rectified-flow times of the student's sampler at its full number of steps, descending, above 0."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class StepListSettings(FewStepSettings):
+    """Settings of methods whose student is sampled at a list of times."""
+
+    step_list: list[float] = field(default_factory=lambda: [1.0, 0.9375, 0.8333, 0.625])
+    """Times of the student's steps, already shifted: descending from 1, above 0. One step per time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        times = list(self.step_list)
+        if not times or times[0] != 1.0 or times[-1] <= 0 or any(a <= b for a, b in pairwise(times)):
+            raise UserError(f"method.step_list={times} must descend from 1.0 and stay above 0")
+
+    def student_times(self) -> list[float]:
+        return list(self.step_list)
+
+
+def spread(times: list[float], steps: int) -> list[float]:
+    """Pick ``steps`` of ``times``, evenly spaced over the list and starting with the first.
+
+    Raises:
+        UserError: more steps than times.
+    """
+    if not 1 <= steps <= len(times):
+        raise UserError(f"the student was trained for {len(times)} steps; sample with 1 to {len(times)}, not {steps}")
+    return [times[i * len(times) // steps] for i in range(steps)]
+
+
+class FewStepMethod(Method):
+    """Method whose student is sampled by denoising at :meth:`FewStepSettings.student_times`."""
+
+    settings: FewStepSettings
+
+    def sampling_times(self, steps: int) -> list[float]:
+        """Return the student's times for ``steps`` steps, at most as many as it was trained for."""
+        return spread(self.settings.student_times(), steps)
+
+    def scheduler(self, given: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
+        """Return the scheduler with which a diffusers pipeline samples the student like :meth:`generate` at full steps.
+
+        Args:
+            given: function that returns the times that this pipeline passes to its scheduler
+                (``Family.pipeline_times``).
+
+        Raises:
+            UserError: diffusers has no scheduler for the student's times, or no network like the student's.
+        """
+        if self.additions(self.settings).get("student"):
+            raise UserError(
+                f"method={self.settings.name}: diffusers has neither a network nor a scheduler for this student;"
+                " sample it with python -m distill.sample"
+            )
+        stochastic = self.settings.student_sampler == "renoise"
+        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, given=given)
+
+    def student_sample(
+        self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str
+    ) -> Tensor:
+        """Sample the student by :func:`distill.methods.common.sampling.rollout` with the ``student_sampler``."""
+        sampler = self.settings.student_sampler
+        return rollout(self.roles["student"], noise, condition, times, random, purpose, sampler=sampler)
+
+    def own_sample(self, batch: Batch, times: Sequence[float | Times], random: StepRandom) -> Tensor:
+        """Return ``x_G`` for the captions of ``batch``. Its last step has a gradient if gradients are enabled."""
+        name = self.settings.name
+        noise = random.normal(f"{name}/noise", batch.shape, batch.dtype)
+        return self.student_sample(noise, batch.condition, times, random, f"{name}/renoise")
+
+    def evaluations(self, role: str, steps: int) -> int:
+        return steps if role == "student" or self.settings.guidance == 1 else 2 * steps
+
+    @torch.no_grad()
+    def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
+        if role == "student":
+            return self.student_sample(noise, condition, self.sampling_times(steps), random, "sample/renoise")
+        return guided_sample(
+            self.roles[role],
+            noise,
+            condition,
+            sampler=self.settings.teacher_sampler,
+            steps=steps,
+            shift=self.settings.shift,
+            scale=self.settings.guidance,
+        )

@@ -1,0 +1,75 @@
+"""Intermediate values of a method's losses, averaged over the samples of a step for the metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Observations:
+    """Sums of the values since the last :meth:`drain`, as tensors, so that the host does not wait for the device."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
+        """Add one number per sample.
+
+        The names in a step must not depend on the values: ranks sum them by position.
+
+        Args:
+            name: name of the metric, without the role.
+            values: ``(B,)``.
+            where: ``(B,)`` booleans that select the samples; all by default.
+        """
+        values = values.detach().double()
+        counted = torch.ones_like(values) if where is None else where.double()
+        # An unselected value may be NaN, and NaN times 0 is NaN.
+        total = torch.stack([torch.where(counted > 0, values, 0.0).sum(), counted.sum()])
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def drain(self) -> dict[str, tuple[float, float]]:
+        """Return the sum and count of each name, and reset them."""
+        names = sorted(self._sums)
+        pairs = torch.stack([self._sums[name] for name in names]).tolist() if names else []
+        self._sums = {}
+        return {name: (total, count) for name, (total, count) in zip(names, pairs, strict=True)}
+
+
+def per_sample_mean(x: Tensor) -> Tensor:
+    """Return the mean over all but the first dimension, ``(B,)``."""
+    return x.flatten(1).mean(1)
+
+
+def per_sample_norm(x: Tensor) -> Tensor:
+    """Return the root mean square over all but the first dimension, ``(B,)``. It does not grow with the resolution."""
+    return x.flatten(1).square().mean(1).sqrt()
+
+
+def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
+    """Add each sample's mean and standard deviation per channel, and its mean absolute change between frames.
+
+    Args:
+        observations: receives the values.
+        prefix: prefix of the names ``PREFIX_mean/CHANNEL``, ``PREFIX_std/CHANNEL`` and ``PREFIX_motion``.
+        x: latents ``(B, C, T, H, W)``.
+    """
+    x = x.detach()
+    flat = x.flatten(2)
+    for channel, (mean, std) in enumerate(
+        zip(flat.mean(2).unbind(1), flat.std(2, correction=0).unbind(1), strict=True)
+    ):
+        observations.add(f"{prefix}_mean/{channel}", mean)
+        observations.add(f"{prefix}_std/{channel}", std)
+    moved = x.diff(dim=2).abs()
+    observations.add(f"{prefix}_motion", per_sample_mean(moved) if moved.numel() else torch.zeros_like(flat[:, 0, 0]))
+
+
+def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor, buckets: int = 4) -> None:
+    """Add the means of ``values`` ``(B,)`` over ``buckets`` equal intervals of the time ``t`` ``(B,)`` in [0, 1].
+
+    The lower end of the interval is in the name: ``NAME/t0.00``. An interval without samples is null in the metrics.
+    """
+    index = (t.detach() * buckets).long().clamp(0, buckets - 1)
+    for bucket in range(buckets):
+        observations.add(f"{name}/t{bucket / buckets:.2f}", values, index == bucket)

@@ -1,0 +1,63 @@
+"""TrigFlow (Lu & Song 2024, arXiv:2410.11081, section 3) on a rectified-flow network, without retraining it.
+
+``x_t = cos(t) x0 + sin(t) e`` with ``t`` in [0, pi/2]; dividing by ``k = cos t + sin t`` gives the rectified-flow
+state at time ``sin(t) / k``. Shapes: x, e, v, F are ``(B, C, T, H, W)``; t is ``(B,)``, fp32 or better.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distill.methods.base import Guidance, guided_velocity
+from distill.methods.common.schedules import per_sample
+from models.roles.condition import Condition
+
+if TYPE_CHECKING:
+    from models.roles.role import Role
+
+
+def add_trig_noise(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """Return ``x_t = cos(t) x0 + sin(t) e``."""
+    t = per_sample(t, x0)
+    return torch.cos(t) * x0 + torch.sin(t) * noise
+
+
+def flow_time(t: Tensor) -> Tensor:
+    """Return the rectified-flow time ``sin t / (cos t + sin t)`` of the TrigFlow time ``t``."""
+    return torch.sin(t) / (torch.cos(t) + torch.sin(t))
+
+
+def flow_time_of(t: float) -> float:
+    """Return :func:`flow_time` of a Python number."""
+    return math.sin(t) / (math.cos(t) + math.sin(t))
+
+
+def trig_field(
+    role: Role, x: Tensor, t: Tensor, condition: Condition, scale: Guidance = 1.0, at: float | None = None
+) -> Tensor:
+    """Return TrigFlow's field ``F = ((cos t - sin t) x_t + v) / k``: ``dx_t/dt`` along the network's trajectory.
+
+    This form avoids 0/0 at ``t -> 0``.
+
+    Args:
+        role: a rectified-flow network.
+        x: ``x_t``.
+        t: TrigFlow times.
+        condition: conditions of the B samples.
+        scale: guidance ``w``.
+        at: rectified-flow time that selects the expert (:meth:`models.roles.role.Role.network_at`).
+    """
+    wide = per_sample(t, x)
+    k = torch.cos(wide) + torch.sin(wide)
+    v = guided_velocity(role, x / k, flow_time(t), condition, scale, at)
+    return ((torch.cos(wide) - torch.sin(wide)) * x + v) / k
+
+
+def trig_denoise(x: Tensor, field: Tensor, t: Tensor) -> Tensor:
+    """Return ``x0 = cos(t) x_t - sin(t) F``."""
+    t = per_sample(t, x)
+    return torch.cos(t) * x - torch.sin(t) * field

@@ -1,0 +1,375 @@
+"""Run directory: its lock, its protection of other files, and the records of every start and of the end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from omegaconf import OmegaConf
+
+from distill.config import Config
+from distill.report.media import atomic_path
+from fsdp_cp.checkpoint.save_load import published_steps
+from fsdp_cp.errors import NO_ROOM, UserError, paths_of_the_user
+from fsdp_cp.launch import rank, world_size
+from fsdp_cp.measure.memory import resident_at_start
+from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.progress import log_to_console
+from fsdp_cp.runtime.signals import STOPPED, Stopped
+
+log = logging.getLogger(__name__)
+
+STARTS = "starts.jsonl"
+"""File with a JSON object per start of the run: command line, commit, versions, machine and whole configuration."""
+LOG = "log.txt"
+STATUS = "status.json"
+"""File with the state of the run; see :func:`recorded_end`."""
+OUTPUTS = (
+    "config.yaml",
+    STARTS,
+    LOG,
+    "metrics.jsonl",
+    "norms.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "samples",
+    "profile",
+    "export",
+    "report.html",
+    "report.json",
+    "report.png",
+    STATUS,
+)
+"""Names of a run's output files. ``cache`` (keyed, so later runs can use it), ``wandb`` and ``previous`` stay."""
+_LOCK = ".lock"
+_HOLDER = re.compile(r"(process \d+ on .*\n)?")
+"""Content of a lock file. A kill during the write leaves it empty."""
+_PACKAGES = ("fsdp-cp", "torch", "diffusers", "transformers", "safetensors", "omegaconf", "hydra-core")
+
+
+@paths_of_the_user()
+def refuse_foreign(run_dir: Path, setting: str = "run_dir") -> None:
+    """Refuse a directory that cannot be made or written, or in which a run would overwrite files of other programs.
+
+    Changes nothing, and needs no process group.
+
+    Args:
+        run_dir: the directory of a run or of a sweep.
+        setting: name of the user's setting, for messages.
+
+    Raises:
+        UserError: a refused directory.
+    """
+    nearest = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise UserError(f"{setting}={run_dir}: {nearest} is not a directory; choose another {setting}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{setting}={run_dir} cannot be written (permission denied); choose another {setting}")
+    with suppress(OSError, ValueError, LookupError, TypeError), (run_dir / STARTS).open() as file:
+        if "started" in json.loads(next(file, "")):
+            return  # a run made this directory
+    for name in OUTPUTS:
+        if (run_dir / name).exists():
+            raise UserError(
+                f"{setting}={run_dir} contains {name} but was not created by a run; choose an empty or a new directory"
+            )
+
+
+@contextmanager
+def held_run_dir(run_dir: Path, setting: str = "run_dir") -> Iterator[None]:
+    """Make the directory, lock it for the duration of the context, and check that every rank sees it. A collective.
+
+    Args:
+        run_dir: the directory of a run or of a sweep.
+        setting: name of the user's setting, for messages.
+
+    Raises:
+        UserError: a directory that cannot be made or written, that another run uses, or that the nodes do not share
+            (checkpoint shards would be lost).
+    """
+    with ExitStack() as stack:
+
+        def take() -> str | None:
+            if rank() != 0:
+                return None
+            refuse_foreign(run_dir, setting)
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                return _lock(stack.enter_context(_open_lock(run_dir)), run_dir, setting)
+            except OSError as error:
+                raise UserError(f"{setting}={run_dir} cannot be written ({error.strerror}); use another") from error
+
+        holder = on_all_ranks(take)[0]
+
+        def look() -> None:
+            with suppress(OSError):
+                if (run_dir / _LOCK).read_text() == holder:
+                    return
+            raise UserError(f"{setting}={run_dir} is not one directory for all nodes; use a shared file system")
+
+        on_all_ranks(look)
+        yield
+
+
+def _open_lock(run_dir: Path) -> IO[str]:
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)  # a link could lead to another user's file
+
+    return open(run_dir / _LOCK, "a+", errors="replace", opener=opener)
+
+
+def _lock(stream: IO[str], run_dir: Path, setting: str) -> str:
+    """Lock the file and write this process into it. The kernel unlocks the file when the process dies.
+
+    Without a lock, two runs in one directory would overwrite each other's checkpoints.
+    """
+    stream.seek(0)
+    holder = stream.read()
+    if not _HOLDER.fullmatch(holder):
+        raise UserError(f"{setting}={run_dir} has a {_LOCK} that no run wrote; choose another directory")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        who = holder.strip() or "another process"
+        raise UserError(f"{setting}={run_dir} is in use by {who}; wait for it, or use another {setting}") from error
+    except OSError as failure:  # not every network file system has locks
+        log.warning("%s=%s cannot be locked (%s): do not start a second run in it", setting, run_dir, failure.strerror)
+    holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+    stream.truncate(0)
+    stream.write(holder)
+    stream.flush()
+    os.fsync(stream.fileno())  # other nodes read it
+    return holder
+
+
+def start_run(config: Config, run_dir: Path, *, resume_from: Path | None, step: int, command: Sequence[str]) -> None:
+    """Write the record of this start, ``config.yaml`` and the log so far. All ranks call it; rank 0 writes.
+
+    Call it after all checks, since a refused run must not change an earlier run's files. A run that starts from scratch
+    moves an earlier run's files to ``previous``.
+
+    Args:
+        config: the checked configuration.
+        run_dir: the run directory.
+        resume_from: the checkpoint from which the run resumes.
+        step: step of that checkpoint, or 0.
+        command: words of the command line.
+
+    Raises:
+        UserError: a directory that cannot be written.
+    """
+
+    def write() -> None:
+        if rank() != 0:
+            return
+        try:
+            if resume_from is None or resume_from.resolve().parent != (run_dir / "checkpoints").resolve():
+                _move_aside(run_dir)
+            record = {"from_step": step, **this_start(command), "config": asdict(config)}
+            with (run_dir / STARTS).open("a") as file:  # write it first: it marks the directory as a run's
+                file.write(json.dumps(record) + "\n")
+            with atomic_path(run_dir / "config.yaml") as temporary:
+                OmegaConf.save(OmegaConf.create(asdict(config)), temporary)
+            _log_to(run_dir / LOG)
+        except OSError as error:
+            raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); use another") from error
+
+    on_all_ranks(write)
+
+
+def this_start(command: Sequence[str]) -> dict[str, Any]:
+    """Return all that is needed to run this process again, except the configuration."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package.replace("-", "_")] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            versions[package.replace("-", "_")] = "unknown"
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    return {
+        "started": _now(),
+        "command": shlex.join(command),
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        **_commit(),
+        "versions": versions,
+        "device": f"{world_size()} x {name}",
+        "world_size": world_size(),
+        "resident_gib_before": resident_at_start(),
+        "torchrun": _torchrun(),
+    }
+
+
+def _torchrun() -> str | None:
+    """Return an identifier of the torchrun that started this process: its error folder, which restarts keep."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0] or None
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _commit() -> dict[str, Any]:
+    """Return ``commit`` and whether the tree was ``clean``. Both are ``None`` outside of a checkout."""
+    words = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    command = ["git", "-C", str(Path(__file__).resolve().parents[2]), *words]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "clean": None}
+    return {"commit": answer.removesuffix("-dirty"), "clean": not answer.endswith("-dirty")}
+
+
+def resume_setting(config: Config, run_dir: Path) -> str:
+    """Return ``checkpoint.resume`` for this start. All ranks must call this.
+
+    torchrun's ``--max-restarts`` starts the same command again after a rank has died. ``never`` applies only to the
+    first of these starts: otherwise, every restart would begin from scratch. The newest record of a start tells whether
+    this torchrun has started the run before.
+    """
+
+    def decide() -> str:
+        if rank() == 0 and config.checkpoint.resume == "never" and _torchrun() is not None:
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                last = json.loads((run_dir / STARTS).read_text().splitlines()[-1])
+                if last["torchrun"] == _torchrun():
+                    return "auto"
+        return config.checkpoint.resume
+
+    return on_all_ranks(decide)[0]
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """Return the words that start this process again. The torchrun part is rebuilt from the world's sizes."""
+    launch = [sys.executable]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local, world = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world_size()
+        nodes = [] if world == local else ["--nnodes", str(world // local)]
+        launch = ["torchrun", *nodes, "--nproc-per-node", str(local)]
+    return [*launch, sys.argv[0], *arguments]
+
+
+def same_command(config: Config) -> str:
+    """Return a phrase for messages: the command that resumes the run."""
+    return "the same command" + ", with checkpoint.resume=auto," * (config.checkpoint.resume == "never")
+
+
+def _move_aside(run_dir: Path) -> None:
+    """Move an earlier run's files to ``previous/N/``. The latent cache stays, since it is keyed by its inputs."""
+    outputs = [run_dir / name for name in OUTPUTS if (run_dir / name).exists()]
+    if not outputs:
+        return
+    previous = run_dir / "previous"
+    number = 1 + max((int(p.name) for p in previous.glob("*") if p.name.isdigit()), default=0)
+    target = previous / str(number)
+    target.mkdir(parents=True)
+    # Move the record of starts last: after a kill it still marks the remaining files as a run's.
+    for path in sorted(outputs, key=lambda path: path.name == STARTS):
+        path.rename(target / path.name)
+    log.info("starting from scratch; moved the previous run's files to %s", target)
+
+
+@contextmanager
+def run_log() -> Iterator[None]:
+    """Log to stdout, and buffer the lines until :func:`start_run` opens ``log.txt``.
+
+    An error that ends the run is logged to the file too. Ranks other than 0 log only warnings, and only to stdout.
+    """
+    log_to_console()
+    root = logging.getLogger()
+    root.setLevel(logging.INFO if rank() == 0 else logging.WARNING)  # set it even if handlers exist
+    before = list(root.handlers)
+    if rank() == 0:
+        root.addHandler(MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1))
+    try:
+        yield
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, UserError | Stopped):
+            text = str(error) if isinstance(error, Stopped) else f"error: {error}"
+        for handler in root.handlers:
+            if isinstance(handler, logging.FileHandler) and handler not in before:
+                handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None))
+        raise
+    finally:
+        for handler in [h for h in root.handlers if h not in before]:
+            root.removeHandler(handler)
+            handler.close()
+
+
+def _log_to(file: Path) -> None:
+    """Write the buffered lines and every later line to ``file``, each with its time."""
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    for kept in [h for h in root.handlers if isinstance(h, MemoryHandler)]:
+        root.removeHandler(kept)
+        kept.setTarget(handler)
+        kept.close()  # writes the buffered lines to the target
+    root.addHandler(handler)
+
+
+@contextmanager
+def recorded_end(run_dir: Path) -> Iterator[None]:
+    """Write ``status.json`` on entering and on leaving the context, on rank 0.
+
+    The file holds this process's ``exit_code``, since torchrun exits with 1 for every failure of a worker. ``state`` is
+    ``running``, ``finished``, ``stopped`` (by a signal; the same command resumes) or ``failed``, with the reason in
+    ``error``. After a kill the state stays ``running``. ``checkpoint`` is the newest published step, ``job`` the job id
+    of SLURM or torchrun.
+
+    Args:
+        run_dir: the run directory, which this process has locked.
+    """
+    started = _now()
+
+    def write(state: str, exit_code: int | None, error: str | None = None) -> None:
+        about = {
+            "state": state,
+            "exit_code": exit_code,
+            "error": error,
+            "checkpoint": (published_steps(run_dir / "checkpoints") or [None])[-1],
+            "started": started,
+            "ended": None if exit_code is None else _now(),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
+        }
+        # Ignore a full disk here: an error of this write would hide the run's own error.
+        with suppress(OSError), atomic_path(run_dir / STATUS) as temporary:
+            temporary.write_text(json.dumps(about, indent=1) + "\n")
+
+    if rank() != 0:
+        yield
+        return
+    write("running", None)
+    try:
+        yield
+    except Stopped as stopped:
+        write("stopped", STOPPED, str(stopped))
+        raise
+    except BaseException as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        user = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
+        write("failed", 2 if user else 1, " ".join(lines) if user else f"{type(error).__name__}: {lines[0]}")
+        raise
+    write("finished", 0)

@@ -1,0 +1,64 @@
+"""Check of a run's first steps on two meshes: the results must not depend on the mesh."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distill.config import Config
+from distill.data import ClipDataset
+from distill.methods import build_method
+from distill.run.setup import RunPlan, plan_run
+from distill.train.trainer import Trainer
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.mesh import mesh_of_shape
+
+log = logging.getLogger(__name__)
+
+
+def check_meshes(config: Config, plan: RunPlan, *, device: torch.device, data: ClipDataset) -> dict[str, Any]:
+    """Compute the first step of each trained role on the run's mesh and on a second mesh. A collective.
+
+    The second mesh has all ranks on its ``cp`` axis, or on ``dp_shard`` if the run's mesh has that shape. Each mesh
+    gets its own networks, with the run's initial weights; they are freed afterwards.
+
+    Returns:
+        A fact for the report: loss and gradient norm by step, role and mesh, in words. Empty for a run of one rank,
+        and for settings that do not fit the second mesh.
+    """
+    world = plan.mesh.world
+    if world == 1:
+        return {}
+    cp = 1 if plan.mesh.cp == world else world
+    mesh = replace(config.mesh, dp_replicate=1, dp_shard=-1, cp=cp, ulysses="auto", ring="auto")
+    other = replace(config, mesh=mesh)
+    try:
+        plans = [(config, plan), (other, plan_run(other))]
+    except UserError as error:
+        if rank() == 0:
+            log.info("log.mesh_check: cannot compare with cp=%d: %s", cp, error)
+        return {}
+    rows: dict[str, str] = {}
+    for settings, planned in plans:
+        shape = planned.mesh
+        on_mesh = mesh_of_shape(shape, device_type=device.type)
+        roles = planned.build_roles(mesh=on_mesh, device=device, data=data, seed=settings.seed)
+        trainer = Trainer(
+            config=settings,
+            mesh=on_mesh,
+            device=device,
+            data=data,
+            method=build_method(settings.method, roles),
+            micro_batch_size=planned.micro_batch_size,
+            run_dir=planned.run_dir,
+        )
+        for name, (loss, norm) in trainer.first_steps().items():
+            rows[f"{name}, dp_shard={shape.dp_shard} x cp={shape.cp}"] = f"loss {loss:.7g}, gradient norm {norm:.7g}"
+    if rank() == 0:
+        for name, values in sorted(rows.items()):
+            log.info("%s: %s", name, values)
+    return {"first steps on two meshes": dict(sorted(rows.items()))}

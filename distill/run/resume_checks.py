@@ -1,0 +1,190 @@
+"""Check whether a run can resume a checkpoint with its settings, before data and networks are built."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distill.config import Config
+from distill.methods import METHODS
+from fsdp_cp.checkpoint.save_load import read_state
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from models.files.checkpoint_files import defining, fingerprint, fingerprint_of
+from models.roles.role import trained_names
+from models.roles.role_plan import RolePlan
+
+log = logging.getLogger(__name__)
+
+BY_CONTENT = (
+    "teacher.checkpoint",
+    "student.checkpoint",
+    "fake.checkpoint",
+    "data.path",
+    "data.encoders",
+    "method.trajectories",
+)
+"""Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
+_OF_A_START = {"run_dir", "dry_run", "plan", "world"}
+"""Settings that may differ between starts of a run, and are not compared."""
+_OF_TRAINING = ("batch_size", "expert_draws", "precision", "method.", "optim.")
+"""Prefixes of settings that change the results of steps. ``seed`` and ``steps`` are compared by name."""
+
+
+def find_sources(config: Config, roles: Iterable[RolePlan]) -> dict[str, Any]:
+    """Return ``value`` and ``fingerprint`` of each setting in :data:`BY_CONTENT`, or ``None`` for an unused one.
+
+    The fingerprints cover samples of the weights, whole tables, and the sizes of clips.
+
+    Raises:
+        UserError: an entry of ``checkpoint.accept`` that is not a setting of files or data; a table or a folder that
+            cannot be read.
+    """
+    values = _flat(asdict(config))
+    for name in config.checkpoint.accept:
+        if name not in BY_CONTENT and not (name.startswith("data.") and name in values):
+            raise UserError(
+                f"checkpoint.accept={name} must be one of {', '.join(BY_CONTENT)}, or another data.* setting"
+            )
+    fingerprints = METHODS[config.method.name][0].fingerprints(config.method) | config.data.fingerprints()
+    for role in roles:
+        base = role.name
+        if role.lora is not None and role.lora.saved is not None:
+            fingerprints[f"{role.name}.checkpoint"] = fingerprint_of([role.lora.saved.file])
+            base = "teacher"
+        settings = getattr(config, base)
+        fingerprints[f"{base}.checkpoint"] = (
+            " ".join([*map(fingerprint, role.folders), *map(str, role.boundaries)])
+            if role.folders
+            else json.dumps([settings.architecture, settings.boundary])
+        )
+    return {
+        key: {"value": values.get(key), "fingerprint": fingerprints[key]} if key in fingerprints else None
+        for key in BY_CONTENT
+    }
+
+
+def check_resume(
+    config: Config, checkpoint: Path, roles: Iterable[RolePlan] = (), sources: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Compare the checkpoint's ``state.json`` with the settings, and log the allowed changes.
+
+    Args:
+        config: configuration of the run.
+        checkpoint: a ``step_*`` folder.
+        roles: roles of the run. Trained roles must have the checkpoint's networks.
+        sources: result of :func:`find_sources`.
+
+    Returns:
+        ``sources``, for later checkpoints. An accepted difference has the former source as ``earlier``.
+
+    Raises:
+        UserError: another seed or method, other networks, files or data, or fewer steps than the checkpoint has; or,
+            if the checkpoint has all steps of the run, a changed training setting.
+    """
+    state = read_state(checkpoint)
+    made = f"checkpoint.resume: {checkpoint} was made with"
+    if state["step"] > config.steps:
+        raise UserError(f"steps={config.steps}, but {checkpoint} is further; use steps={state['step']} or more")
+    for setting, value in (("seed", config.seed), ("method", config.method.name)):
+        if state[setting] != value:
+            raise UserError(
+                f"{made} {setting}={state[setting]}, not {value}; use that, another run_dir, or checkpoint.resume=never"
+            )
+    for role in roles:
+        if role.name in METHODS[config.method.name][0].trained_roles:
+            _check_network(role, state, made, config.checkpoint.accept)
+    before, now = _flat(state["settings"]), _flat(asdict(config))
+    changed = [key for key in sorted(now.keys() & before.keys() - _OF_A_START) if before[key] != now[key]]
+    sources, earlier = dict(sources or {}), state.get("sources", {})
+    known = sources.keys() & earlier.keys()
+    free = {f"data.{name}" for name in getattr(config.data, "free_on_resume", ())}
+    other = _other_contents(earlier, sources)
+    other |= {key for key in changed if key.startswith("data.")} - {*BY_CONTENT, *free}
+    if refused := sorted(other - set(config.checkpoint.accept)):
+        values = [
+            f"{key}={before[key]}, not {now[key]}" if key in changed else f"other contents of {key}={now[key]}"
+            for key in refused
+        ]
+        accept = ",".join(sorted({*refused, *config.checkpoint.accept}))
+        raise UserError(
+            f"{made} {'; '.join(values)}; use that, another run_dir, checkpoint.resume=never, or, to allow the change,"
+            f" checkpoint.accept=[{accept}]"
+        )
+    of_training = [key for key in changed if key.startswith(_OF_TRAINING) and key not in BY_CONTENT]
+    done = state["step"] == config.steps
+    if done and of_training:
+        key = of_training[0]
+        raise UserError(
+            f"{key}={now[key]}, but {checkpoint} has all steps={config.steps} of its run, made with {before[key]}; use"
+            f" another run_dir, checkpoint.resume=never, more steps, or {key}={before[key]}"
+        )
+    if rank() == 0:
+        for key in changed:
+            level = logging.WARNING if key in of_training else logging.INFO
+            log.log(level, "resumed with %s=%s, which was %s", key, now[key], before[key])
+        for key in sorted(other.difference(changed)):
+            log.warning("resumed with other contents of %s=%s", key, now[key])
+        if unknown := [key for key in sources if key not in earlier]:
+            log.warning("%s has no fingerprints of %s: not compared", checkpoint, ", ".join(unknown))
+        if done:
+            log.info("all %d steps are done; rewriting the final export, samples and report", config.steps)
+    for key in other & known:
+        sources[key] = {**(sources[key] or {}), "earlier": earlier[key], "since_step": state["step"]}
+    return sources
+
+
+def _other_contents(earlier: Mapping[str, Any], sources: Mapping[str, Any]) -> set[str]:
+    """Return the settings whose files differ in content between ``earlier``, the checkpoint's, and ``sources``."""
+    known = sources.keys() & earlier.keys()
+    other = {key for key in known if _content(earlier, key) != _content(sources, key)}
+    # A role that starts from the teacher's weights, then and now, changes with the teacher: report only the teacher.
+    if "teacher.checkpoint" in other:
+        follow = {key for key in ("student.checkpoint", "fake.checkpoint") if key in known}
+        for side in (earlier, sources):
+            follow = {key for key in follow if _content(side, key) == _content(side, "teacher.checkpoint")}
+        other -= follow
+    return other
+
+
+def _content(sources: Mapping[str, Any], key: str) -> str | None:
+    return (sources.get(key) or {}).get("fingerprint")
+
+
+def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted: Collection[str]) -> None:
+    """Refuse a checkpoint in which a trained role has another configuration, other experts or other adapters."""
+    name, config, adapters = role.name, defining(role.config), role.adapters or {}
+    earlier = state.get("adapters", {}).get(name) or {}
+    named = {"_class_name": role.family.class_name}  # checkpoints of earlier versions lack it
+    compared: dict[str, tuple[Any, Any]] = {
+        f"{name}.checkpoint or {name}.architecture": (named | defining(state["configs"].get(name, config)), config),
+        f"{name}.boundary": (state.get("boundaries", {}).get(name, []), list(role.boundaries)),
+        f"{name}.experts": (
+            sorted(part for part in state["updates"] if part.partition(".")[0] == name),
+            sorted(trained_names(name, role.boundaries, role.trained_experts)),
+        ),
+        f"{name}.lora.rank": (earlier.get("rank", 0), adapters.get("rank", 0)),
+    }
+    if earlier and adapters:
+        alphas = (earlier["scale"] * earlier["rank"], adapters["scale"] * adapters["rank"])
+        compared[f"{name}.lora.alpha"] = alphas
+        compared |= {f"{name}.lora.{key}": (earlier[key], adapters[key]) for key in ("targets", "train")}
+        if not {"teacher.checkpoint", f"{name}.checkpoint"} & set(accepted):
+            compared["teacher.checkpoint"] = (earlier["base"]["fingerprint"], adapters["base"]["fingerprint"])
+    for setting, (before, now) in compared.items():
+        if before != now:
+            values = f"={before}, not {now}" if isinstance(now, int | float) else ""
+            raise UserError(f"{made} another {setting}{values}; use the same, or another run_dir to start from scratch")
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings by dotted key. A setting whose value is a dictionary stays one entry."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        group = isinstance(value, dict) and key not in ("architecture", "lr_scale")
+        flat |= _flat(value, f"{prefix}{key}.") if group else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,308 @@
+"""Plan of a run: all checks that need neither a process group nor data nor networks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations, product
+from pathlib import Path
+
+import torch
+
+from distill.config import Config
+from distill.config.checks import micro_batch_size
+from distill.config.schema import RoleSettings
+from distill.data import ClipDataset
+from distill.methods import METHODS, Method
+from distill.run.loggers import check_services
+from distill.train.optimizers import parameter_groups
+from distill.train.profiling import check_profile
+from fsdp_cp.attention.kernels.choose import check_backend, choose_kernel
+from fsdp_cp.errors import UserError, paths_of_the_user, shown
+from fsdp_cp.launch import choose_device, rank, world_size
+from fsdp_cp.mesh import Mesh, MeshShape, resolve_mesh
+from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
+from models.families.base import LatentShape, Shape
+from models.files.published import refuse_input
+from models.lora.saved import find_adapters
+from models.roles.load import build_roles
+from models.roles.role import Role
+from models.roles.role_plan import RolePlan, plan_role, sharing
+
+log = logging.getLogger(__name__)
+
+_OF_TRAINING = ("master_dtype", *TRAINED_ONLY)
+"""Sharding settings that have no effect on a frozen role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Configuration that was checked against the world and the checkpoints."""
+
+    run_dir: Path
+    method: type[Method]
+    roles: list[RolePlan]
+    heads: int
+    """Greatest common divisor of the query and key/value head counts of all roles, which share the mesh."""
+    mesh: MeshShape
+    micro_batch_size: int
+    """Samples per data-parallel rank and forward."""
+
+    def build_roles(self, *, mesh: Mesh, device: torch.device, data: ClipDataset, seed: int) -> dict[str, Role]:
+        """Build the planned roles on ``mesh``, for the shapes of ``data``. A collective.
+
+        Args:
+            mesh: mesh of the planned shape.
+            device: this rank's device.
+            data: the clips.
+            seed: seed of random weights.
+        """
+        return build_roles(
+            self.roles,
+            trained=self.method.trained_roles,
+            mesh=mesh,
+            device=device,
+            latent_shape=data.latent_shape,
+            condition_shapes=data.condition_shapes,
+            seed=seed,
+        )
+
+
+@paths_of_the_user()
+def plan_run(
+    config: Config, method: type[Method] | None = None, *, shapes: tuple[LatentShape, Mapping[str, Shape]] | None = None
+) -> RunPlan:
+    """Check ``config`` against the world and the files it names.
+
+    Args:
+        config: the checked configuration.
+        method: a method to use instead of the configuration's method.
+        shapes: shapes of a sample's latents and condition. If given, the data and the method's files are not read.
+
+    Raises:
+        UserError: a setting that does not fit the world or the files.
+    """
+    check_services(config.log)
+    method = method or METHODS[config.method.name][0]
+    runs_here = shapes is None
+    if runs_here:
+        method.check_files(config)
+    needed = method.roles_needed(config.method)
+    saved = {name: find_adapters(getattr(config, name).checkpoint) for name in needed}
+    unused = {"teacher", "student", "fake"} - {*needed, *method.settings_read}
+    for name in unused - ({"teacher"} if any(saved.values()) else set()):
+        if (getattr(config, name).checkpoint or getattr(config, name).architecture) and rank() == 0:
+            log.warning("method=%s has no role %s: its settings are not used", config.method.name, name)
+    device = device_of(config)
+    check_profile(config, world=world_of(config))
+    sharding = {name: _sharding(config, name, method, device) for name in needed}
+    if runs_here and not config.dry_run:  # a dry run may be on another machine than the run
+        for name in needed:
+            if sharding[name].compile:
+                require_compiler(device.type, f"{name}.compile")
+            require_fp8(sharding[name], device.type, f"{name}.")
+    roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
+    _check_sharing(roles, method.trained_roles)
+    _check_experts(config, method, roles)
+    for role in roles:
+        _check_files(config, role, saved[role.name], trained=role.name in method.trained_roles)
+    patches = {role.family.patch_size(role.config) for role in roles}
+    if len(patches) > 1:
+        raise UserError(f"the roles have patch sizes {sorted(patches)}; checkpoints on one mesh must share theirs")
+    shapes = shapes or config.data.sample_shapes()
+    assert len({role.tokens(*shapes) for role in roles}) == 1
+    heads = math.gcd(*(role.family.heads(role.config) for role in roles))
+    sharded = any(settings.strategy != "no_shard" for settings in sharding.values())
+    shape = resolve_mesh(world_size=world_of(config), heads=heads, sharded=sharded, **asdict(config.mesh))
+    for name, settings in sharding.items():
+        settings.copies(shape, f"{name}.")
+    lacks_gpus = config.dry_run and config.device == "cuda" and device.type == "cpu"
+    _check_attention(config, roles, heads // shape.ulysses, device if runs_here and not lacks_gpus else None)
+    return RunPlan(
+        run_dir=Path(config.run_dir),
+        method=method,
+        roles=roles,
+        heads=heads,
+        mesh=shape,
+        micro_batch_size=micro_batch_size(config, shape.dp),
+    )
+
+
+def _plan_role(
+    config: Config, name: str, method: type[Method], sharding: ShardSettings, saved: Path | None
+) -> RolePlan:
+    """Return the plan of role ``name``, checked against its files.
+
+    Args:
+        config: the settings.
+        name: the role.
+        method: the method.
+        sharding: sharding of the role.
+        saved: the adapter file, if the role's checkpoint is one.
+    """
+    settings, trained = getattr(config, name), name in method.trained_roles
+    base = settings if saved is None else _base_of_adapters(config, name, trained)
+    role = plan_role(
+        name,
+        checkpoint=base.checkpoint,
+        architecture=base.architecture,
+        boundary=base.boundary,
+        family=settings.family,
+        sharding=sharding,
+        attention_backend=config.attention.backend,
+        head_groups=config.attention.head_groups,
+        additions=method.additions(config.method).get(name, ()),
+        lora=settings.lora if trained else None,
+        saved=saved,
+        experts=settings.experts if name == "student" else "both",
+    )
+    if sharding.fp8 != "none":
+        in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]
+        linear_layers(role.family.blocks(role.network), in_fp32, f"{name}.")
+    return role
+
+
+def _check_files(config: Config, role: RolePlan, saved: Path | None, *, trained: bool) -> None:
+    """Check that the export does not replace a checkpoint of ``role``, and that its optimizer's patterns match.
+
+    Raises:
+        UserError: a checkpoint inside the run's export; a pattern of ``optim.ROLE`` that matches no parameter.
+    """
+    if config.export.at_end:
+        folders = [folder.path for folder in role.folders] + ([saved.parent] if saved is not None else [])
+        for path in folders:
+            refuse_input(Path(config.run_dir) / "export", "the run's own", {f"{role.name}.checkpoint": path})
+    optimizer = getattr(config.optim, role.name, None)
+    if trained and (optimizer.no_decay or optimizer.lr_scale):
+        parameter_groups(role.own_shapes, optimizer, f"optim.{role.name}")
+
+
+def device_of(config: Config) -> torch.device:
+    """Return this rank's device. A dry run on a machine without a GPU uses the CPU, since the run may be elsewhere.
+
+    Raises:
+        UserError: see :func:`fsdp_cp.launch.choose_device`. Not in a dry run.
+    """
+    if not config.dry_run or torch.cuda.is_available():
+        return choose_device(config.device)
+    return torch.device("cpu")
+
+
+def world_of(config: Config) -> int:
+    """Return the number of ranks of the run: ``world`` of a dry run or a plan, or this process's world size."""
+    return config.world if config.world is not None else world_size()
+
+
+def _sharding(config: Config, name: str, method: type[Method], device: torch.device) -> ShardSettings:
+    """Return the sharding of role ``name``, checked before its files are read."""
+    role = getattr(config, name)
+    settings = role if name in method.trained_roles else role.frozen()  # drop training settings without effect
+    settings.check(device.type, f"{name}.")
+    # FSDP2 allocates one buffer per gathered weight, so forwards without tangents use the dtype of those with tangents.
+    if settings.fp8_gather and name == "student" and getattr(config.method, "jvp", None) == "exact":
+        raise UserError(
+            f"{name}.fp8_gather=true: method={config.method.name} takes forward-mode derivatives of the {name}, which"
+            f" need its weights gathered in the compute dtype; use {name}.fp8_gather=false"
+        )
+    if name in method.trained_roles:
+        role.lora.check(f"{name}.lora.")
+        if settings.master_dtype != "keep" and has_adapters(role):
+            raise UserError(
+                f"{name}.master_dtype={settings.master_dtype} is not for adapters, whose masters are fp32; use"
+                f" {name}.master_dtype=keep"
+            )
+        if settings.master_dtype == "bf16" and role.ema.enabled:
+            raise UserError(
+                f"{name}.ema needs fp32 masters: EMA updates are smaller than bf16 can represent; set"
+                f" {name}.master_dtype=keep"
+            )
+    return settings
+
+
+def has_adapters(role: RoleSettings) -> bool:
+    """Return whether the role trains adapters, new or loaded from a file."""
+    return role.lora.enabled or find_adapters(role.checkpoint) is not None
+
+
+def _base_of_adapters(config: Config, name: str, trained: bool) -> RoleSettings:
+    """Return the settings of the network under a role whose checkpoint is a folder of adapters: the teacher's settings.
+
+    Raises:
+        UserError: a role that does not train, or a teacher that is not a whole network.
+    """
+    folder, teacher = getattr(config, name).checkpoint, config.teacher
+    if not trained:
+        raise UserError(
+            f"{name}.checkpoint={folder} holds adapters alone, and the {name} does not train; give a whole network"
+        )
+    if find_adapters(teacher.checkpoint) or not (teacher.checkpoint or teacher.architecture):
+        raise UserError(
+            f"{name}.checkpoint={folder} holds adapters alone; set teacher.checkpoint to the network that they are for"
+        )
+    return teacher
+
+
+def _check_sharing(roles: Sequence[RolePlan], trained: Collection[str]) -> None:
+    """Check that roles that share one base network shard and compile it in the same way.
+
+    Raises:
+        UserError: settings that differ; modules that one role trains and another adapts.
+    """
+    for group in sharing(roles, trained):
+        for first, other in combinations(group, 2):
+            # A frozen role has no training settings to compare.
+            free = {"gather_early"} if {first.name, other.name} <= {*trained} else {"gather_early", *_OF_TRAINING}
+            for name in (item.name for item in fields(ShardSettings) if item.name not in free):
+                one, two = (getattr(role.sharding, name) for role in (first, other))
+                if one != two:
+                    raise UserError(
+                        f"{first.name}.{name}={shown(one)}, but {other.name}.{name}={shown(two)}: these roles share one"
+                        f" network ({other.name}.lora), which can have one {name}; set them equal"
+                    )
+        for role, other in product([role for role in group if role.lora is not None], repeat=2):
+            for name, target in product(role.lora.train, other.lora.targets):
+                if target == name or target.startswith(f"{name}."):
+                    raise UserError(
+                        f"{role.name}.lora.train: the {role.name} would train {name} whole, and {target} of the shared"
+                        f" base has an adapter of the {other.name}; leave one of them out"
+                    )
+
+
+def _check_experts(config: Config, method: type[Method], roles: Sequence[RolePlan]) -> None:
+    """Check that the method and ``expert_draws`` fit roles with two experts.
+
+    Raises:
+        UserError: experts that the method does not support, or ``expert_draws`` without experts.
+    """
+    boundaries = {role.name: role.boundaries for role in roles if role.boundaries}
+    method.check_experts(config.method, boundaries, config.student.experts)
+    if config.expert_draws > 1 and not boundaries:
+        raise UserError(f"expert_draws={config.expert_draws} needs a role with two experts; use expert_draws=1")
+
+
+def _check_attention(config: Config, roles: list[RolePlan], heads: int, device: torch.device | None) -> None:
+    """Check ``attention.*`` against the number of heads per rank and every role's head size.
+
+    Args:
+        config: the settings.
+        roles: all roles.
+        heads: number of attention heads per rank.
+        device: the run's device, or ``None`` if this machine lacks it; its kernels are then not checked.
+    """
+    if heads % config.attention.head_groups:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UserError(
+            f"attention.head_groups={config.attention.head_groups} does not divide the {heads} heads of a rank;"
+            f" use {fitting}"
+        )
+    try:
+        check_backend(config.attention.backend)
+        for role in roles if device is not None else ():
+            size, dtype = role.family.head_dim(role.config), COMPUTE_DTYPE[role.sharding.precision]
+            masked = role.family.masked_attention
+            choose_kernel(config.attention.backend, device=device, dtype=dtype, head_dim=size, masked=masked)
+    except ValueError as error:
+        raise UserError(f"attention.{error}") from error

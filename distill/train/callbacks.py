@@ -1,0 +1,177 @@
+"""Callbacks of a run, one small class each: norms of parameters, samples, export and report.
+
+The trainer lists them (:attr:`distill.train.trainer.Trainer.callbacks`). They read its state and do not change it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distill.evaluate.evaluator import Evaluator, write_scheduler
+from distill.evaluate.sampling import sampling_batch
+from distill.train.trained import Trained
+from fsdp_cp.launch import rank
+from fsdp_cp.measure.diagnostics import parameter_norms
+from fsdp_cp.measure.phases import phase
+from fsdp_cp.reduce import on_all_ranks
+from fsdp_cp.runtime.timeouts import long_timeout
+from models.files.export_folder import export_adapters, export_weights
+from models.files.published import withdraw
+from models.roles.role import EXPERTS
+
+if TYPE_CHECKING:
+    from distill.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+ADAPTER_FOLDERS = ("student_lora", *(f"student_lora_{expert}" for expert in EXPERTS))
+"""Names of :attr:`Trained.adapter_folder` that a run's export may have."""
+
+
+class Callback:
+    """Base class of callbacks. All ranks call each method."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def before_update(self, role: str, trained: Sequence[Trained]) -> None:
+        """Act once the networks ``trained`` of ``role`` have their gradients."""
+
+    def after_step(self) -> None:
+        """Act after a step, once its checkpoint is saved."""
+
+    def at_end(self) -> None:
+        """Act after the last step."""
+
+
+class Norms(Callback):
+    """Writer of parameter and gradient norms to ``norms.jsonl``.
+
+    Each role's first update in every ``log.norms_every`` steps is written. A fixed step of the interval could miss a
+    role that trains every fifth step.
+    """
+
+    def before_update(self, role: str, trained: Sequence[Trained]) -> None:
+        every, step = self.trainer.config.log.norms_every, self.trainer.step + 1
+        if not every or step < every:
+            return
+        before = range(step - step % every, step)
+        if any(self.trainer.method.trained_role(earlier - 1) == role for earlier in before):
+            return
+        with phase(f"{role}/norms"):
+            norms = {network.name: parameter_norms(network.named_parameters()) for network in trained}
+        if self.trainer.norms is not None:
+            for name, values in norms.items():
+                self.trainer.norms.write(step, name, values)
+
+
+class Export(Callback):
+    """Export of the student for diffusers: weights, adapters and scheduler, in ``export/``."""
+
+    def at_end(self) -> None:
+        config, step, run_dir = self.trainer.config, self.trainer.step, self.trainer.run_dir
+        if not config.export.at_end:
+            return
+        role, trained = self.trainer.roles["student"], self.trainer.trained_of("student")
+        has_average = trained[0].average is not None
+        averaged = config.export.weights != "raw" and has_average
+        about = {"run": str(run_dir.resolve()), "step": step, "role": "student"}
+        about["weights"] = "ema" if averaged else "raw"
+        dtype = torch.bfloat16 if config.export.dtype == "bf16" else torch.float32
+        scale = 1.0 if role.adapters is None else role.adapters["scale"]
+        role.rest()
+        # An expert that does not train has the weights of its base.
+        weights: list[Any] = [network.base_parameters() for network in role.networks]
+        bases: list[Any] | None = None if role.adapters is None else [None for _ in role.networks]
+        for network in trained:
+            if bases is not None:
+                bases[network.index] = weights[network.index]
+            weights[network.index] = network.weights(averaged=averaged)
+        export_weights(
+            run_dir / "export" / "student",
+            weights,
+            role.config,
+            dtype=dtype,
+            boundaries=role.boundaries,
+            about=about,
+            bases=bases,
+            scale=scale,
+        )
+        whole = [name for network in trained for name in weights[network.index] if ".lora_" not in name]
+        adapters = {} if role.adapters is None or whole else {network.adapter_folder: network for network in trained}
+        for name in ADAPTER_FOLDERS:
+            folder = run_dir / "export" / name
+            if name in adapters:
+                adapter_weights = weights[adapters[name].index]
+                export_adapters(folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about)
+            else:  # an earlier run in this directory may have left such a folder
+                on_all_ranks(lambda folder=folder: withdraw(folder) if rank() == 0 else None)
+        scheduler = run_dir / "export" / "scheduler"
+        on_all_ranks(lambda: write_scheduler(self.trainer.method, scheduler) if rank() == 0 else None)
+        if rank() == 0:
+            if role.adapters is not None and whole:
+                log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
+            if has_average and not averaged:
+                log.info("export.weights=raw: samples and report are of the average, the exported student is not")
+            merged = "" if role.adapters is None else ", merged into its base,"
+            log.info("exported the student (%s weights)%s to %s", about["weights"], merged, run_dir / "export/student")
+
+
+class Samples(Callback):
+    """Sample clips of the student, or of its EMA if it has one, every ``sample.every`` steps and at the end."""
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Sampler of clips. All ranks create it together when they sample the first clips."""
+        trainer, micro_batch = self.trainer, self.trainer.batches.batching.micro_batch_size
+        fitting = sampling_batch(trainer.method.roles.values(), trainer.mesh, trainer.device)
+        return Evaluator(
+            config=trainer.config,
+            mesh=trainer.mesh,
+            device=trainer.device,
+            data=trainer.data,
+            method=trainer.method,
+            run_dir=trainer.run_dir,
+            batch=max(micro_batch, fitting),  # a micro-batch fits, since training runs it
+        )
+
+    def after_step(self) -> None:
+        every, step = self.trainer.config.sample.every, self.trainer.step
+        if every and step % every == 0 and step < self.trainer.config.steps:
+            self._write()
+
+    def at_end(self) -> None:
+        if self.trainer.config.sample.at_end:
+            self._write()
+
+    @long_timeout()
+    def _write(self) -> None:
+        with self.trainer.method.student_average():
+            self.evaluator.write_samples(self.trainer.step, self.trainer.log)
+
+
+class Report(Callback):
+    """Writer of ``report.html``, ``report.json`` and ``report.png``."""
+
+    def __init__(self, trainer: Trainer, samples: Samples):
+        super().__init__(trainer)
+        self.samples = samples
+
+    def at_end(self) -> None:
+        trainer, settings = self.trainer, self.trainer.config.sample
+        if not (settings.at_end and settings.report_clips):
+            return
+        facts = {
+            "steps": trainer.step,
+            "minutes of training": round(trainer.seconds / 60, 2),
+            "updates": ", ".join(f"{name} {count}" for name, count in trainer.updates.items()),
+            "peak memory per rank, GiB": round(trainer.memory()["memory/peak_gib"], 3),
+            **trainer.facts,
+        }
+        with trainer.method.student_average():
+            self.samples.evaluator.write_report(facts)

@@ -1,0 +1,71 @@
+"""Backward passes of one step of one role. Training runs them; the planner runs them on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import NamedTuple
+
+from torch import Tensor
+
+from distill.methods import Batch, Method
+from fsdp_cp.measure.phases import phase
+from fsdp_cp.rng import StepRandom
+from fsdp_cp.sharding.accumulation import microbatch
+
+
+class Losses(NamedTuple):
+    """Losses of a step over this rank's micro-batches, as tensors, so that the host does not wait for the device."""
+
+    sums: dict[str, Tensor]
+    """This rank's share of each loss's mean over the global batch, by name, in fp64."""
+    weights: dict[str, float]
+    """Weight of each loss, by name."""
+    networks: set[int]
+    """Positions of the role's networks that were trained."""
+
+
+def accumulate_gradients(
+    method: Method,
+    step: int,
+    micro_batches: Sequence[Batch],
+    *,
+    share: float,
+    random: Callable[[int], StepRandom],
+) -> Losses:
+    """Run the backward of every loss of every micro-batch, for the role that trains at ``step``.
+
+    Args:
+        method: yields the losses.
+        step: 0-based step.
+        micro_batches: this rank's micro-batches.
+        share: weight of one micro-batch in the mean over the global batch.
+        random: returns the random streams of the micro-batch at a position.
+    """
+    name = method.trained_role(step)
+    role = method.roles[name]
+    roots = [other.network for other in method.roles.values()]
+    streams = [random(i) for i in range(len(micro_batches))]
+    # List all losses first, to know the last backward of each network. Only their closures compute.
+    parts = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
+    work = list(chain.from_iterable(parts))
+    networks = [0 for _ in work]
+    if role.boundaries:
+        trains = [method.networks(step, draws) for draws in streams]
+        networks = [by_loss[loss.name] for part, by_loss in zip(parts, trains, strict=True) for loss in part]
+    losses = Losses({}, {}, set(networks))
+    with phase(f"{name}/gradients", roots), ExitStack() as frozen:
+        frozen.enter_context(role.training(set(networks)))
+        for other in method.frozen_roles(step):
+            frozen.enter_context(method.roles[other].frozen())
+        for i, (loss, index) in enumerate(zip(work, networks, strict=True)):
+            is_first, is_last = index not in networks[:i], index not in networks[i + 1 :]
+            with microbatch(role.networks[index].module, is_first=is_first, is_last=is_last):
+                with phase(f"{name}/{loss.name}/forward"):
+                    value = loss.closure()
+                with phase(f"{name}/{loss.name}/backward"):
+                    (loss.weight * share * value).backward()
+            losses.weights[loss.name] = loss.weight
+            losses.sums[loss.name] = losses.sums.get(loss.name, 0.0) + share * value.detach().double()
+    return losses

@@ -1,0 +1,201 @@
+"""Metrics of a step: ``metrics.jsonl``, ``norms.jsonl``, measures of samples, and the log line.
+
+Only rank 0 writes. The services of loggers.py get the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from distill.config import LogSettings
+from distill.run.loggers import Clips, open_services
+from fsdp_cp.errors import UserError
+from fsdp_cp.words import duration
+
+MEASURES = "samples/measures.jsonl"
+"""File in the run directory with one line per set of samples."""
+
+
+class MetricsLog:
+    """Log with one JSON object per logged step, with its 1-based ``step``. Non-finite numbers become null.
+
+    Args:
+        run_dir: run directory.
+        settings: ``log.*``.
+        config: whole configuration, for the services that show it.
+        step: step of the checkpoint that the run resumes.
+
+    Raises:
+        UserError: a file that cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, settings: LogSettings, config: Mapping[str, Any], step: int = 0):
+        self._run_dir = run_dir
+        self._file = _append_to(run_dir / "metrics.jsonl")
+        self._services = open_services(run_dir, settings, config, step)
+
+    def write(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log ``metrics`` of the 1-based ``step``."""
+        _write(self._file, _line(step, metrics))
+        for service in self._services:
+            service.write(step, metrics)
+
+    def show(
+        self,
+        step: int,
+        sheet: Image.Image,
+        videos: Mapping[str, tuple[np.ndarray, Sequence[Path]]],
+        measures: Mapping[str, float],
+        *,
+        fps: float,
+    ) -> None:
+        """Log the measures of sample clips, and show the clips in the services; see :class:`Clips`."""
+        if measures:
+            with _append_to(self._run_dir / MEASURES) as file:
+                _write(file, _line(step, measures))
+        clips = Clips(sheet=sheet, videos=videos, measures=measures, fps=fps)
+        for service in self._services:
+            service.show(step, clips)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        for service in self._services:
+            service.close()
+
+
+def _append_to(path: Path) -> FileIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); move it away, or use another run_dir") from error
+
+
+def _write(file: FileIO, line: str) -> None:
+    """Append the line. A full disk raises a ``UserError``, so that the user sees a message and no traceback."""
+    left = line.encode()
+    try:
+        while left:
+            left = left[file.write(left) :]  # an unbuffered write to a nearly full disk may write only a part
+    except OSError as error:
+        raise UserError(
+            f"{file.name} cannot be written ({error.strerror}); make room and start the same command again, which"
+            " resumes from the newest checkpoint"
+        ) from error
+
+
+def _line(step: int, metrics: Mapping[str, float | None]) -> str:
+    finite = {k: v if v is None or math.isfinite(v) else None for k, v in metrics.items()}
+    return json.dumps({"step": step, **finite}) + "\n"
+
+
+class NormsLog:
+    """Log ``norms.jsonl``: ``{"step": 5, "role": "student", "norms": {NAME: [weight, gradient], ...}}`` per line.
+
+    A missing gradient is null. Non-finite numbers are the strings ``"inf"``, ``"-inf"`` and ``"nan"``.
+
+    Args:
+        run_dir: run directory.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._file = _append_to(run_dir / "norms.jsonl")
+
+    def write(self, step: int, role: str, norms: Mapping[str, tuple[float, float | None]]) -> None:
+        """Log the ``norms`` of ``role`` at the 1-based ``step``, before its update."""
+        shown = {name: [v if v is None or math.isfinite(v) else str(v) for v in pair] for name, pair in norms.items()}
+        _write(self._file, json.dumps({"step": step, "role": role, "norms": shown}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def speed(
+    name: str,
+    *,
+    seconds: float,
+    phases: Mapping[str, float],
+    samples: int,
+    tokens: int,
+    flops: float,
+    peak: float | None,
+) -> dict[str, float | None]:
+    """Return the ``perf/*`` metrics of one step: time by phase, throughput and model FLOP utilization.
+
+    A line of metrics holds the latest step of every role, so the keys of phase times contain the role's name. In one
+    line, the times under ``perf/seconds/ROLE/`` add up to ``perf/seconds/ROLE``.
+
+    Args:
+        name: role that trained.
+        seconds: duration of the step, by the host's clock.
+        phases: result of :meth:`fsdp_cp.measure.phases.PhaseTimes.seconds`.
+        samples: samples of the global batch.
+        tokens: video tokens of the global batch.
+        flops: floating-point operations of the step, over all ranks.
+        peak: peak operations per second of all ranks together; ``None`` if unknown.
+    """
+    times = {phase.removeprefix(f"{name}/") or "other": taken for phase, taken in phases.items()}
+    return {
+        "perf/seconds_per_step": seconds,
+        "perf/samples_per_second": samples / seconds,
+        "perf/tokens_per_second": tokens / seconds,
+        "perf/flops": flops,
+        "perf/mfu": None if peak is None else flops / seconds / peak,
+        f"perf/seconds/{name}": seconds,
+        **{f"perf/seconds/{name}/{phase}": taken for phase, taken in times.items()},
+    }
+
+
+class StepLine:
+    """Formatter of logged metrics as log lines with aligned columns and an estimate of the remaining time.
+
+    Args:
+        rates: for each trained role, the names under which its learning rates are logged (two for two experts).
+        step: step from which the run starts.
+        steps: last step of the run.
+    """
+
+    def __init__(self, rates: Mapping[str, Sequence[str]], *, step: int, steps: int):
+        self._rates, self._steps = rates, steps
+        self._since, self._clock = step, time.perf_counter()
+        self._first = True
+
+    def text(self, step: int, metrics: Mapping[str, float | None]) -> str:
+        """Return the line of the 1-based ``step`` from its ``metrics``; ``-`` stands for a missing value."""
+
+        def value(key: str, form: str, width: int) -> str:
+            number = metrics.get(key)
+            return f"{'-' if number is None else format(number, form):>{width}}"
+
+        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        for role, names in self._rates.items():
+            rates = "/".join(value(f"{name}/lr", ".2e", 8) for name in names)
+            loss, norm = value(f"{role}/loss", ".4g", 9), value(f"{role}/grad_norm", ".3g", 8)
+            parts.append(f"{role} loss {loss} norm {norm} lr {rates}")
+        parts.append(f"{value('perf/seconds_per_step', '.3g', 6)} s")
+        parts.append(f"{value('perf/tokens_per_second', ',.0f', 8)} tokens/s")
+        if metrics.get("perf/mfu") is not None:  # unknown on a CPU, at all steps
+            parts.append(f"MFU {value('perf/mfu', '.1%', 5)}")
+        parts.append(f"{value('memory/peak_gib', '.2f', 5)} GiB")
+        if step < self._steps:
+            parts.append(f"{duration(self._seconds_left(step)):>8} left")
+        return "  ".join(parts)
+
+    def _seconds_left(self, step: int) -> float:
+        """Extrapolate from the wall time since the first line, to leave out compilation and other first calls."""
+        now = time.perf_counter()
+        per_step = (now - self._clock) / (step - self._since)
+        if self._first:
+            self._since, self._clock, self._first = step, now, False
+        return per_step * (self._steps - step)

@@ -1,0 +1,159 @@
+"""AdamW of one role: parameter groups, learning-rate schedule, and the state that a checkpoint saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from distill.config import OptimizerSettings
+from fsdp_cp.errors import UserError
+from fsdp_cp.sharding.tensor_lists import in_pieces, local_shards
+from models.additions.base import PREFIX
+from models.roles.role import Role
+
+
+def learning_rate(settings: OptimizerSettings, update: int, updates: int) -> float:
+    """Return the learning rate of the ``update``-th (0-based) of ``updates`` updates of a role.
+
+    The rate warms up linearly from ``lr / warmup``, then stays constant or follows half a cosine to ``final_lr * lr``.
+    """
+    if update < settings.warmup:
+        return settings.lr * (update + 1) / settings.warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    progress = min(1.0, (update - settings.warmup) / max(1, updates - settings.warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.lr * (settings.final_lr + (1 - settings.final_lr) * cosine)
+
+
+class Group(NamedTuple):
+    """Settings that the parameters of one group share."""
+
+    weight_decay: float
+    lr_scale: float
+
+
+def parameter_groups(names: Iterable[str], settings: OptimizerSettings, where: str) -> dict[Group, list[str]]:
+    """Group parameters, by name, that share weight decay and learning rate.
+
+    Names are the same before and after sharding, and in a checkpoint.
+
+    Args:
+        names: names of the role's parameters.
+        settings: ``no_decay`` and ``lr_scale`` are patterns of names (``fnmatch``: ``*`` is any text, dots included);
+            ``additions_lr`` is the rate of parameters that a method added, before ``lr_scale``.
+        where: prefix of the settings in a message, e.g. ``"optim.student"``.
+
+    Raises:
+        UserError: a pattern that matches no name, or only names that earlier patterns match.
+    """
+    names, scales = list(names), dict(settings.lr_scale or {})
+    groups: dict[Group, list[str]] = {}
+    used: set[str] = set()
+    for name in names:
+        undecayed = [pattern for pattern in settings.no_decay if fnmatchcase(name, pattern)]
+        scaled = next((pattern for pattern in scales if fnmatchcase(name, pattern)), None)
+        used |= {*undecayed, scaled}
+        decay = 0.0 if undecayed else settings.weight_decay
+        scale = 1.0 if scaled is None else float(scales[scaled])
+        if settings.additions_lr is not None and name.startswith(PREFIX):
+            scale *= settings.additions_lr / settings.lr
+        groups.setdefault(Group(decay, scale), []).append(name)
+    for key, patterns in (("no_decay", settings.no_decay), ("lr_scale", scales)):
+        for pattern in patterns:
+            if pattern not in used:
+                taken = any(fnmatchcase(name, pattern) for name in names)
+                why = "comes after patterns that match all it does" if taken else "matches no parameter"
+                raise UserError(f"{where}.{key}: {pattern!r} {why}; names are as {names[0]} and {names[-1]}")
+    return groups
+
+
+_PIECE = 2**25
+"""Number of elements per call of torch's ``foreach`` kernel, which allocates a temporary of that size."""
+
+
+class RoleOptimizer:
+    """AdamW over a role's sharded masters. Torch's update runs on each rank's local shards, as plain tensors.
+
+    On DTensors, torch's AdamW propagates placements through lists of all parameters; for a thousand parameters the
+    first update takes twenty seconds. The update is elementwise, so local shards suffice.
+
+    Each update looks up parameters and their local shards by name, since FSDP2 replaces the shards (see
+    :func:`fsdp_cp.sharding.tensor_lists.local_shards`) and loading may replace the parameters.
+
+    Adam's state is allocated here, not at the first step: a checkpoint written before this role's first update then
+    has the same entries as any other, and memory does not grow later. The state is sharded like the parameters.
+
+    Raises:
+        UserError: see :func:`parameter_groups`.
+    """
+
+    def __init__(self, role: Role, settings: OptimizerSettings):
+        self.role, self.settings = role, settings
+        named = role.named_parameters()
+        self.groups = parameter_groups(named, settings, f"optim.{role.name}")
+        self._state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in named.items():
+            self._state[name] = {
+                "step": torch.zeros((), dtype=torch.float32),  # on the CPU, where torch's foreach kernel expects it
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Make one update with rate ``lr`` times each group's ``lr_scale``, then clear the gradients.
+
+        A parameter without a gradient keeps its value and its step count.
+        """
+        named = self.role.named_parameters()
+        for group, names in self.groups.items():
+            trained = {name: named[name] for name in names if named[name].grad is not None}
+            self._update(lr * group.lr_scale, group.weight_decay, trained)
+        _clear(named.values())
+
+    def _update(self, lr: float, weight_decay: float, named: dict[str, nn.Parameter]) -> None:
+        weights = local_shards(named.values())
+        grads = local_shards(parameter.grad for parameter in named.values() if parameter.grad is not None)
+        means, squares = (local_shards(self._state[name][key] for name in named) for key in ("exp_avg", "exp_avg_sq"))
+        # Advance the step counter of empty shards too: a checkpoint must hold the same count on every rank to load on
+        # another mesh.
+        steps = [self._state[name]["step"] for name in named]
+        for piece in in_pieces([weight.numel() for weight in weights], _PIECE):
+            adamw(
+                weights[piece],
+                grads[piece],
+                means[piece],
+                squares[piece],
+                [],
+                steps[piece],
+                foreach=True,
+                fused=False,
+                amsgrad=False,
+                # Convert to float: an integer 0 raises in torch 2.13.
+                beta1=float(self.settings.betas[0]),
+                beta2=float(self.settings.betas[1]),
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self.settings.eps,
+                maximize=False,
+            )
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients without an update."""
+        _clear(self.role.parameters())
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return Adam's state by parameter name. The tensors are live, so loading into them restores the state."""
+        return {name: dict(state) for name, state in self._state.items()}
+
+
+def _clear(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

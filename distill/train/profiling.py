@@ -1,0 +1,158 @@
+"""``profile.*``: torch's profiler and the CUDA allocator's history over chosen steps, on chosen ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from distill.config import Config
+from distill.config.schema import ProfileSettings
+from distill.report.media import atomic_path
+from fsdp_cp.errors import UserError, shown
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import barrier
+from fsdp_cp.runtime.signals import Stopped
+from fsdp_cp.runtime.timeouts import long_timeout
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"
+"""Name of the folder of profiles in the run directory."""
+_TRACE, _MEMORY = ".json.gz", "_memory.pickle"
+_ENTRIES = 1_000_000
+"""Number of allocations and releases to keep, the latest ones. Each takes about 1 KB of host memory."""
+
+
+def check_profile(config: Config, *, world: int) -> None:
+    """Check ``profile.ranks`` against the number of ranks.
+
+    Raises:
+        UserError: a rank that does not exist.
+    """
+    ranks = config.profile.ranks
+    if isinstance(ranks, list) and max(ranks) >= world:
+        raise UserError(
+            f"profile.ranks={shown(ranks)}: rank {max(ranks)} does not exist in a world of {world}; use 0 to"
+            f" {world - 1}, or profile.ranks=all"
+        )
+
+
+class StepProfiler:
+    """Context around the training, on all ranks, that profiles the steps ``profile.steps``.
+
+    A profiled step computes the same numbers. The profiler never overwrites a file.
+
+    Args:
+        settings: ``profile.*``.
+        device: device of this rank.
+        run_dir: run directory.
+        step: number of steps done before this start.
+    """
+
+    def __init__(self, settings: ProfileSettings, *, device: torch.device, run_dir: Path, step: int):
+        self._steps = range(settings.steps[0], settings.steps[1] + 1) if settings.steps else range(0)
+        self._chosen = settings.ranks == "all" or rank() in settings.ranks
+        self._cuda, self._folder = device.type == "cuda", run_dir / FOLDER
+        self._memory = settings.memory and self._cuda
+        self._profiler: profile | None = None
+        self._first = self._latest = 0
+        if settings.memory and not self._cuda and rank() == 0:
+            log.warning("profile.memory=true has no effect: only CUDA's allocator keeps a history")
+        if self._steps and self._steps[-1] <= step and rank() == 0:
+            log.info("profile.steps=%s: resumed after step %d, nothing is profiled", shown(settings.steps), step)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the steps so far if a signal stopped the run, or the allocator's history if the run failed."""
+        if self._profiler is None:
+            return
+        if isinstance(error, Stopped) and self._latest:
+            self._write()
+            return
+        with suppress(Exception):  # the run's own error is what the user must see
+            self._stop(self._free_stem("until_failure"), with_trace=False)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile the 1-based step ``number`` if it is chosen; write the files after the last chosen step."""
+        if number not in self._steps:
+            yield
+            return
+        if self._chosen and self._profiler is None:
+            self._start(number)
+        with record_function(f"ProfilerStep#{number}"):  # tools that read traces recognize a step by this name
+            yield
+        self._latest = number
+        if number == self._steps[-1]:
+            with long_timeout():
+                self._write()
+                barrier()
+
+    def _start(self, number: int) -> None:
+        self._first = number
+        if self._memory:
+            record_allocations(True)
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])])
+        self._profiler.start()
+
+    def _write(self) -> None:
+        """Write this rank's files. A failure only logs a warning: a profile must not end a run."""
+        if self._profiler is None:
+            return
+        stem = self._free_stem(f"{self._first}_{self._latest}")
+        try:
+            self._stop(stem, with_trace=True)
+        except (OSError, RuntimeError) as error:  # a full disk; an error of kineto
+            log.warning("rank %d could not write %s* (%s); training continues", rank(), self._folder / stem, error)
+        else:
+            log.info("profiled steps %d to %d: %s*", self._first, self._latest, self._folder / stem)
+
+    def _stop(self, stem: str, *, with_trace: bool) -> None:
+        """Stop recording and write files whose names begin with ``stem``."""
+        profiler, self._profiler = self._profiler, None
+        assert profiler is not None
+        try:
+            try:
+                if self._memory:
+                    with atomic_path(self._folder / f"{stem}{_MEMORY}") as part:
+                        dump_allocations(part)
+            finally:
+                profiler.stop()
+            if with_trace:
+                with atomic_path(self._folder / f"{stem}{_TRACE}") as part:
+                    profiler.export_chrome_trace(str(part))
+        finally:
+            if self._memory:
+                record_allocations(False)
+
+    def _free_stem(self, steps: str) -> str:
+        """Return ``steps_STEPS_rankR``, with a number appended if an earlier start of the run wrote such files."""
+        stem = name = f"steps_{steps}_rank{rank()}"
+        number = 1
+        while any((self._folder / f"{name}{end}").exists() for end in (_TRACE, _MEMORY)):
+            number += 1
+            name = f"{stem}_{number}"
+        return name
+
+
+def record_allocations(on: bool) -> None:
+    """Start or stop recording CUDA allocations; ``_record_memory_history`` is private (torch 2.11 to 2.13)."""
+    if on:
+        torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=_ENTRIES, clear_history=True)
+    else:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def dump_allocations(file: Path) -> None:
+    """Write the history, for https://pytorch.org/memory_viz; ``_dump_snapshot`` is private (torch 2.11 to 2.13)."""
+    torch.cuda.memory._dump_snapshot(str(file))

@@ -1,0 +1,465 @@
+"""Trainer: a run's state and its loop of steps, with logs, checkpoints and exact resume."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distill.config import Config
+from distill.data import ClipDataset
+from distill.methods import Batch, Method
+from distill.run.announce import announce
+from distill.run.folder import same_command
+from distill.run.json_lines import cut_back
+from distill.run.open import Run
+from distill.train.batches import StepBatches
+from distill.train.callbacks import Export, Norms, Report, Samples
+from distill.train.gradients import Losses, accumulate_gradients
+from distill.train.metrics import MEASURES, MetricsLog, NormsLog, StepLine, speed
+from distill.train.profiling import StepProfiler
+from distill.train.trained import Trained, averaged, build_trained
+from fsdp_cp.checkpoint.save_load import Checkpoints, branch_name, leave_branch, load, read_state
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank, world_size
+from fsdp_cp.measure.diagnostics import first_non_finite
+from fsdp_cp.measure.memory import peak_flops, peak_gib, reserved_gib, reset_peak
+from fsdp_cp.measure.phases import PhaseTimes, phase
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import all_reduce_scalars, barrier, grad_norm, local_shard, on_all_ranks
+from fsdp_cp.rng import DrawsAhead, StepRandom
+from fsdp_cp.runtime.progress import announced, bar
+from fsdp_cp.runtime.signals import Stopped, StopSignal
+from fsdp_cp.runtime.timeouts import long_timeout, shorten
+from models.roles.role import Role
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """State of a run between two steps, and its training loop. Each step updates the role that the method names.
+
+    Args:
+        config: the checked configuration.
+        mesh: the mesh.
+        device: this rank's device.
+        data: the clips.
+        method: yields the losses.
+        micro_batch_size: samples per data-parallel rank and forward.
+        run_dir: the run directory.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        data: ClipDataset,
+        method: Method,
+        micro_batch_size: int,
+        run_dir: Path,
+    ):
+        self.config, self.mesh, self.device, self.data, self.method = config, mesh, device, data, method
+        self.run_dir = run_dir
+        self.roles: dict[str, Role] = {name: method.roles[name] for name in method.trained_roles}
+        self.trained = build_trained(config, method)
+        method.student_average = partial(averaged, self.trained_of("student"))
+        self.training_data = method.training_data(data)
+        self.batches = StepBatches(
+            config,
+            mesh=mesh,
+            device=device,
+            data=data,
+            training_data=self.training_data,
+            micro_batch_size=micro_batch_size,
+        )
+        # CUDA only: on the CPU, the thread that draws ahead would take cores from the step itself.
+        self.draws = DrawsAhead(config.seed, pin=True) if device.type == "cuda" else None
+        # State that checkpoints save and restore, in addition to the networks in ``trained``.
+        self.step = 0
+        self.samples = 0
+        self.skipped = dict.fromkeys(self.roles, 0)
+        self.seconds = 0.0
+        self.unlogged: dict[str, float | None] = {}
+        """Latest metrics of every role since the last logged step, which may have trained another role."""
+        self.branch_of = branch_name(config.checkpoint.resume)
+        self.sources: dict[str, Any] = {}
+        """Fingerprints of the run's files, for checkpoints; see :attr:`distill.run.Run.sources`."""
+        # State of this start only.
+        self.skipped_in_a_row = dict.fromkeys(self.roles, 0)
+        self.first_skipped: dict[str, str] = {}
+        """Step and parameter of the first update in the current row of skipped updates, by role."""
+        self.last_loss: dict[str, float] = {}
+        """Loss of each role's latest update in this process."""
+        self.saved_step: int | None = None
+        self.facts: dict[str, Any] = {}
+        """Facts that the report shows, in addition to those of every run."""
+        self.log: MetricsLog | None = None
+        self.norms: NormsLog | None = None
+        kept = {name: getattr(config.checkpoint, name) for name in ("keep", "keep_every", "asynchronous")}
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", **kept)
+        samples = Samples(self)
+        self.callbacks = (Norms(self), Export(self), samples, Report(self, samples))
+
+    def run(self, run: Run, stop: StopSignal) -> None:
+        """Restore the checkpoint that ``run`` resumes, train the remaining steps, and write export, samples and report.
+
+        Args:
+            run: the opened run.
+            stop: holds a received stop signal, which is checked between two steps.
+        """
+        self.sources, self.facts = run.sources, run.facts
+        if run.resume_from is not None:
+            self.resume(run.resume_from)
+        with run.started(lambda: self.step):
+            announce(self)
+            self.train(stop)
+            self.finish()
+            self.close()
+
+    def train(self, stop: StopSignal) -> None:
+        """Open the logs and train the remaining steps.
+
+        Args:
+            stop: holds a received stop signal, which is checked between two steps.
+        """
+        on_all_ranks(self._open_log)
+        reset_peak(self.device)
+        profiler = StepProfiler(self.config.profile, device=self.device, run_dir=self.run_dir, step=self.step)
+        # As a context, the bar closes before an error is printed.
+        progress = bar(self.config.steps, "training", "step", initial=self.step, smoothing=0.05)
+        with stop.deferred(), self.checkpoints.completed(), profiler, progress as shown:
+            self._train(shown.update, stop, profiler)
+
+    @long_timeout()
+    def finish(self) -> None:
+        """Write export, samples and report.
+
+        Raises:
+            UserError: the last loss of a role is not finite, so its student must not appear as a result.
+        """
+        for name, loss in self.last_loss.items():
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the run ended at step {self.step} with a loss of the {name} that is not finite"
+                    f" ({self.skipped[name]} of its updates were skipped): nothing is exported; lower optim.{name}.lr"
+                    " and begin again with checkpoint.resume=never, or from an earlier checkpoint"
+                )
+        for callback in self.callbacks:
+            callback.at_end()
+        barrier()
+
+    def close(self) -> None:
+        """Close the logs."""
+        for opened in (self.log, self.norms):
+            if opened is not None:
+                opened.close()
+
+    def resume(self, folder: Path) -> None:
+        """Continue from the checkpoint in ``folder``; a collective.
+
+        Raises:
+            UserError: it was made with other data or networks, or cannot be read.
+        """
+        state = read_state(folder)
+        accepted = any(name.startswith(("data.", "method.")) for name in self.config.checkpoint.accept)
+        if state["data"] != self.training_data.fingerprint and not accepted:
+            raise UserError(
+                f"checkpoint.resume: {folder} was made with other data; use the same settings, another run_dir, or"
+                " checkpoint.resume=never"
+            )
+        load(folder, self.saved_tensors())
+        if folder.parent.resolve() == (self.run_dir / "checkpoints").resolve():
+            leave_branch(folder)
+        self.step, self.samples, self.seconds = state["step"], state["samples"], state["seconds"]
+        self.skipped, self.unlogged = state["skipped"], state["unlogged"]
+        for name, count in state["updates"].items():
+            self.trained[name].updates = count
+        self.branch_of = self.branch_of or state.get("branch_of")
+        self.saved_step = self.step
+        if rank() == 0:
+            log.info("resumed from step %d (%s)", self.step, folder)
+
+    def saved_tensors(self) -> dict[str, Any]:
+        """Return the trained networks' tensors, by network. The teacher is left out, since it does not change."""
+        return {name: network.tensors() for name, network in self.trained.items()}
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """Number of updates so far, by trained network."""
+        return {name: network.updates for name, network in self.trained.items()}
+
+    def trained_of(self, role: str) -> list[Trained]:
+        """Return the trained networks of ``role``."""
+        return [network for network in self.trained.values() if network.role.name == role]
+
+    def _saved_state(self) -> dict[str, Any]:
+        """Return the JSON state. Seed and step also restore the random streams, which depend on nothing else."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "seed": self.config.seed,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+            "unlogged": self.unlogged,
+            "branch_of": self.branch_of,
+            "settings": asdict(self.config),
+            "sources": self.sources,
+            "method": self.method.settings.name,
+            "data": self.training_data.fingerprint,
+            "configs": {name: role.config for name, role in self.roles.items()},
+            "boundaries": {name: list(role.boundaries) for name, role in self.roles.items() if role.boundaries},
+            "adapters": {name: role.adapters for name, role in self.roles.items() if role.adapters is not None},
+        }
+
+    def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:
+        """Train until each role has had a step. Return loss and gradient norm by name, e.g. ``step 1 (student)``.
+
+        Args:
+            most: maximum number of steps. A role without a step by then is left out.
+        """
+        numbers: dict[str, tuple[float, float]] = {}
+        data, waiting = self._steps_of_data(), set(self.roles)
+        while waiting and self.step < min(most, self.config.steps):
+            name = self.method.trained_role(self.step)
+            metrics = self._train_step(data)
+            if name in waiting:
+                waiting.remove(name)
+                numbers[f"step {self.step} ({name})"] = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
+        return numbers
+
+    def _train(self, advance: Callable[[], object], stop: StopSignal, profiler: StepProfiler) -> None:
+        """Train the remaining steps; log, save and sample between them. Call ``advance`` after each step."""
+        rates = {name: [network.name for network in self.trained_of(name)] for name in self.roles}
+        line = StepLine(rates, step=self.step, steps=self.config.steps)
+        data = self._steps_of_data()
+        while self.step < self.config.steps:
+            with profiler.step(self.step + 1):
+                metrics = self._train_step(data)
+            if self.last_loss.keys() == self.roles.keys():  # all roles have had their first step, which may compile
+                shorten(timedelta(minutes=self.config.timeout.step))
+            advance()
+            self.unlogged |= metrics
+            if self.step % self.config.log.every == 0 or self.step == self.config.steps:
+                self.unlogged |= self.memory()
+                if self.log is not None:
+                    self.log.write(self.step, self.unlogged)
+                    log.info(line.text(self.step, self.unlogged))
+                self.unlogged = {}
+            every = self.config.checkpoint.every
+            at_end = self.step == self.config.steps and self.config.checkpoint.at_end
+            if (every and self.step % every == 0) or at_end:
+                self._save()
+            self._heed(stop)
+            for callback in self.callbacks:
+                callback.after_step()
+
+    def _open_log(self) -> None:
+        if rank() == 0:
+            for name in ("metrics.jsonl", "norms.jsonl", MEASURES):
+                cut_back(self.run_dir / name, self.step)
+            self.log = MetricsLog(self.run_dir, self.config.log, asdict(self.config), self.step)
+            if self.config.log.norms_every:
+                self.norms = NormsLog(self.run_dir)
+
+    def _steps_of_data(self) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each remaining step."""
+        return self.batches.steps(self.config.steps - self.step, first_sample=self.samples)
+
+    def _train_step(self, data: Iterator[list[Batch]]) -> dict[str, float | None]:
+        """Update the role whose turn it is and return its metrics. All except times are equal on all ranks.
+
+        The host's clock measures the step's time, on CUDA too: the host waits for the reduced metrics at the end of the
+        step, after the optimizer's kernels.
+        """
+        started = time.perf_counter()
+        name = self.method.trained_role(self.step)
+        for role in self.method.roles.values():
+            role.flops = 0
+        if self.draws is not None:
+            self.draws.begin(self.step, name, self.method.trained_role(self.step + 1))
+        with PhaseTimes(self.device) as times:
+            self.method.roles[self.method.first_role(self.step)].gather_early()
+            with phase("data"):
+                micro_batches = next(data)
+            losses = self._accumulate_gradients(micro_batches)
+            trained = [network for network in self.trained_of(name) if network.index in losses.networks]
+            for callback in self.callbacks:
+                callback.before_update(name, trained)
+            with phase(f"{name}/clip"):
+                norm = grad_norm(chain.from_iterable(network.parameters() for network in trained))
+            rates = {f"{network.name}/lr": network.rate() for network in trained}
+            with phase(f"{name}/update"):
+                self._update(name, norm, trained)
+            loss, flops, means = self._reduce(losses)
+        seconds = time.perf_counter() - started
+        self.step += 1
+        self.samples += self.config.batch_size
+        self.seconds += seconds
+        self.last_loss[name] = loss
+        peak = peak_flops(self.device)
+        performance = speed(
+            name,
+            seconds=seconds,
+            phases=times.seconds(),
+            samples=self.config.batch_size,
+            tokens=self.roles[name].tokens * self.config.batch_size,
+            flops=flops,
+            peak=None if peak is None else peak * world_size(),
+        )
+        return {
+            f"{name}/loss": loss,
+            f"{name}/grad_norm": norm,
+            **rates,
+            f"{name}/skipped": float(self.skipped[name]),
+            **performance,
+            **{f"{name}/{key}": value for key, value in means.items()},
+        }
+
+    def _accumulate_gradients(self, micro_batches: list[Batch]) -> Losses:
+        """Run the backward passes of a step, and return this rank's share of its losses."""
+        batching = self.batches.batching
+
+        def random(i: int) -> StepRandom:
+            return StepRandom(
+                seed=self.config.seed,
+                step=self.step,
+                positions=batching.positions(i),
+                part=batching.part(i),
+                device=self.device,
+                ahead=self.draws,
+            )
+
+        share = batching.micro_batch_size / self.config.batch_size
+        return accumulate_gradients(self.method, self.step, micro_batches, share=share, random=random)
+
+    def _reduce(self, losses: Losses) -> tuple[float, float, dict[str, float | None]]:
+        """Return a step's loss and operations, and the means of its losses and observations. A collective.
+
+        Call it after the gradient norm: the host waits for each, and on CUDA the norm's kernels would be launched late.
+        """
+        values = {name: float(value) for name, value in losses.sums.items()}
+        total = sum(losses.weights[name] * value for name, value in values.items())
+        # Sum over data-parallel ranks only: the ranks of a cp group hold the same loss.
+        names = sorted(values)
+        flops = float(sum(role.flops for role in self.method.roles.values()))
+        observed = self.method.observations.drain()
+        flat = [total, flops, *(values[name] for name in names), *chain.from_iterable(observed.values())]
+        with phase("metrics"):
+            loss, flops, *rest = all_reduce_scalars(flat, self.mesh.dp)
+        means: dict[str, float | None] = dict(zip(names, rest, strict=False)) if len(names) > 1 else {}
+        pairs = rest[len(names) :]
+        for key, value, count in zip(observed, pairs[::2], pairs[1::2], strict=True):
+            means[key] = value / count if count else None
+        return loss, flops, means
+
+    def _update(self, name: str, norm: float, trained: Sequence[Trained]) -> None:
+        """Clip the gradients and update, or skip the update if the norm is not finite.
+
+        Args:
+            name: the role.
+            norm: gradient norm of all networks that train at this step, the same on all ranks.
+            trained: these networks.
+        """
+        if not math.isfinite(norm):
+            self._skip(name, norm)
+            return
+        self.skipped_in_a_row[name] = 0
+        clip = self.config.optim.clip
+        for network in trained:
+            network.update(clip / norm if clip is not None and norm > clip else None)
+
+    def _skip(self, name: str, norm: float) -> None:
+        """Skip the update of role ``name``, and log which gradient is not finite.
+
+        Raises:
+            UserError: ``optim.max_skipped`` skipped updates in a row. Raised on all ranks, after saving the last good
+                state.
+        """
+        self.skipped_in_a_row[name] += 1
+        where = first_non_finite(self.roles[name].named_parameters(), self.mesh.world)
+        if self.skipped_in_a_row[name] == 1:
+            self.first_skipped[name] = f"step {self.step + 1} in {where}"
+        for network in self.trained_of(name):
+            network.optimizer.clear_gradients()
+        if rank() == 0:
+            log.warning(
+                "step %d: the gradient norm of %s is %s, first in %s; update skipped", self.step + 1, name, norm, where
+            )
+        count = self.skipped_in_a_row[name]
+        if count < self.config.optim.max_skipped:
+            self.skipped[name] += 1
+            return
+        # Skipped updates changed nothing, so this is the last good state. A run that resumes from it repeats this step
+        # and counts it then.
+        self._save()
+        self.checkpoints.wait()
+        raise UserError(
+            f"{count} updates of {name} in a row had a non-finite gradient (optim.max_skipped), the first at"
+            f" {self.first_skipped[name]}; stopped at step {self.step + 1}, and the state after step {self.step}, with"
+            f" the weights from before them, is saved; lower optim.{name}.lr or resume from an earlier checkpoint"
+        )
+
+    def memory(self) -> dict[str, float]:
+        """Return peak memory and, on CUDA, reserved memory in GiB: the maximum over all ranks. A collective."""
+        memory = {"memory/peak_gib": peak_gib(self.device)}
+        if (reserved := reserved_gib(self.device)) is not None:
+            memory["memory/reserved_gib"] = reserved
+        largest = all_reduce_scalars(list(memory.values()), self.mesh.world, dist.ReduceOp.MAX)
+        return dict(zip(memory, largest, strict=True))
+
+    @long_timeout()
+    def _save(self) -> None:
+        """Save the state after this step, if it is not saved already.
+
+        Raises:
+            UserError: weights that are not finite, from which the run would resume. Raised on all ranks.
+        """
+        if self.saved_step == self.step:
+            return
+        started = time.perf_counter()
+        self.checkpoints.wait()  # first: an error below would end the process in the middle of a write
+        for name, role in self.roles.items():
+            broken = sum(not local_shard(weight).isfinite().all() for weight in role.weights().values())
+            if all_reduce_scalars([float(broken)], self.mesh.world)[0]:
+                raise UserError(
+                    f"step {self.step}: weights of the {name} are not finite and are not saved; lower optim.{name}.lr"
+                    " and resume from an earlier checkpoint, or start again with checkpoint.resume=never"
+                )
+        with phase("checkpoint"), announced(f"the checkpoint of step {self.step}"):
+            self.checkpoints.save(self.step, self.saved_tensors(), self._saved_state())
+        self.saved_step = self.step
+        self.unlogged["perf/checkpoint_seconds"] = time.perf_counter() - started
+
+    def _heed(self, stop: StopSignal) -> None:
+        """Save and end if any rank received a signal, or end if the latest checkpoint could not be written.
+
+        Raises:
+            Stopped: a signal. Raised on all ranks.
+            UserError: a checkpoint that could not be written. Raised on all ranks.
+        """
+        flags = [float(stop.received or 0), float(self.checkpoints.has_failed())]
+        number, failed = all_reduce_scalars(flags, self.mesh.world, dist.ReduceOp.MAX)
+        if failed:
+            self.checkpoints.wait()
+        if not number:
+            return
+        self._save()
+        self.checkpoints.wait()
+        raise Stopped(
+            f"stopped by {signal.Signals(int(number)).name} after step {self.step} of {self.config.steps}, which is"
+            f" saved in {self.run_dir / 'checkpoints'}; {same_command(self.config)} resumes from there"
+        )

@@ -1,0 +1,439 @@
+"""Local attention kernels for CUDA: torch's built-in kernels, FlashAttention 3, Transformer Engine.
+
+In backward, every kernel takes the log-sum-exp and the output of the whole row, even if other ranks hold some of the
+row's keys: it computes ``P = exp(scale q.k - lse)`` and ``delta = rowsum(grad_out * out)`` from them. The kernels also
+take random states, which they read only with dropout.
+
+Each private function of torch and of the other packages is called in one place, with the signature of torch 2.11 to
+2.13, FlashAttention 3 (``hopper``) from August 2025 on, FlashAttention 4 (``flash-attn-4`` 4.0.0b36 on PyPI), and
+Transformer Engine 2.15 to 2.18. Shapes: B batch, Sq and Sk query and key tokens, H query heads, Hk key/value heads, D
+head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import lru_cache
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from fsdp_cp.attention.kernels.kernel import Kernel, fold_query_groups, unfold_query_groups
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return ``x``, or a dense copy if its rows do not start at multiples of 16 bytes, the unit that kernels load.
+
+    Copy broadcast rows (stride 0) too: ``efficient`` computed wrong results for them in torch 2.12 (pytorch issue
+    191937).
+    """
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if 0 not in strides and all(start * x.element_size() % 16 == 0 for start in (x.storage_offset(), *strides)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Return ``x`` dense and aligned, with the strides of a contiguous tensor even for dimensions of size 1."""
+    dense = _aligned(x) if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    return dense.view(-1).view(x.shape)
+
+
+def _padded(x: Tensor, dim: int, multiple: int, value: float = 0.0) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = -x.shape[dim] % multiple
+    return torch.cat((x, x.new_full(shape, value)), dim) if shape[dim] else x
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _bias(mask: Tensor, dtype: torch.dtype, multiple: int) -> Tensor:
+    """Convert a mask ``(B, Sk)`` to a bias of the logits, ``(B, 1, 1, Sk)`` with ``Sk`` padded by masked keys.
+
+    The bias is finite, since rows without keys would be NaN (-inf - -inf), and far from the largest number, since a
+    kernel that works in base 2 would overflow.
+    """
+    hidden = _padded(mask, 1, multiple, False).logical_not()
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill_(hidden, -6e4 if dtype == torch.float16 else -1e30).unsqueeze(1).unsqueeze(1)
+
+
+class _CudaKernel(Kernel):
+    """Limits of a CUDA kernel, and the check against them."""
+
+    dtypes: tuple[torch.dtype, ...] = _HALF
+    max_head_dim: int | None = 256
+    head_dim_multiple: int = 8
+    takes_masks: bool = False
+    min_capability: tuple[int, int] = (8, 0)
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+        if device.type != "cuda":
+            return f"runs on CUDA devices, not on {device.type}"
+        if dtype not in self.dtypes:
+            takes = " and ".join(str(d).removeprefix("torch.") for d in self.dtypes)
+            return f"takes {takes}, not {str(dtype).removeprefix('torch.')}"
+        if head_dim % self.head_dim_multiple or (self.max_head_dim and head_dim > self.max_head_dim):
+            limit = f" up to {self.max_head_dim}" if self.max_head_dim else ""
+            return f"takes head sizes that are multiples of {self.head_dim_multiple}{limit}, not {head_dim}"
+        if masked and not self.takes_masks:
+            return "takes no key mask"
+        capability = _capability(device)
+        if capability is None:
+            return "finds no CUDA device"
+        if capability < self.min_capability:
+            return f"needs compute capability {_dotted(self.min_capability)} or later, not {_dotted(capability)}"
+        return self.unavailable(capability, head_dim)
+
+    def unavailable(self, capability: tuple[int, int], head_dim: int) -> str | None:
+        """Return why the kernel cannot run on this machine for reasons beyond its limits, or ``None`` if it can."""
+        return None
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
+
+
+class Flash(_CudaKernel):
+    """torch's FlashAttention 2 (``aten::_scaled_dot_product_flash_attention``), with grouped-query attention."""
+
+    name = "flash"
+
+    def unavailable(self, capability, head_dim):
+        if head_dim > 192 and (capability in ((8, 6), (8, 9)) or capability[0] == 12):  # too little shared memory
+            return f"takes head sizes up to 192 on compute capability {_dotted(capability)}, not {head_dim}"
+        return None
+
+    def forward(self, q, k, v, mask, scale):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
+            *_heads_first(_aligned(q), _aligned(k), _aligned(v)), 0.0, False, False, scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        # The kernel ignores the strides of the log-sum-exp and assumes that it is dense.
+        tensors = _heads_first(_packed(grad_out), _aligned(q), _aligned(k), _aligned(v), _packed(out))
+        lengths, no_dropout = (None, None, q.shape[1], k.shape[1]), (0.0, False)
+        random = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+            *tensors, lse.contiguous(), *lengths, *no_dropout, *random, scale=scale
+        )
+        return tuple(_heads_first(*grads))
+
+
+class Cudnn(_CudaKernel):
+    """cuDNN through torch (``aten::_scaled_dot_product_cudnn_attention``), with grouped-query attention.
+
+    All tensors are passed packed: torch caches a compiled graph by the layouts of q, k and v, and would reuse it for
+    other layouts of the output, its gradient and the statistics.
+    """
+
+    name = "cudnn"
+    max_head_dim = 128
+    takes_masks = True
+
+    def unavailable(self, capability, head_dim):
+        return _cudnn_unavailable(self.name)
+
+    def forward(self, q, k, v, mask, scale):
+        q, k, v, bias = self._inputs(q, k, v, mask)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            *_heads_first(q, k, v), bias, True, 0.0, False, False, scale=scale
+        )
+        return out.transpose(1, 2), lse.squeeze(-1)  # (B, H, Sq, 1)
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        # cuDNN's backward counts the missing keys of a partly filled last tile of 128 as logits of 0, and dq is NaN if
+        # exp(-lse) overflows (pytorch issue 196678; seen on an H200 with cuDNN 9.19, with a bias and without). Process
+        # these keys separately, padded to a whole tile that a bias masks.
+        whole = k.shape[1] // 128 * 128
+        if mask is not None or whole == k.shape[1]:
+            return self._backward(grad_out, q, k, v, out, lse, mask, scale)
+        (k_whole, k_rest), (v_whole, v_rest) = (x.split([whole, x.shape[1] - whole], dim=1) for x in (k, v))
+        every = torch.ones(k_rest.shape[:2], dtype=torch.bool, device=k.device)
+        last = self._backward(grad_out, q, k_rest, v_rest, out, lse, every, scale)
+        if not whole:
+            return last
+        first = self._backward(grad_out, q, k_whole, v_whole, out, lse, None, scale)
+        return first[0] + last[0], torch.cat((first[1], last[1]), 1), torch.cat((first[2], last[2]), 1)
+
+    def _backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        keys = k.shape[1]
+        q, k, v, bias = self._inputs(q, k, v, mask)
+        # For rows without keys replace +inf by a large number: exp(s - lse) is 0 however the kernel handles inf.
+        stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
+        random = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+        lengths, no_dropout = (None, None, q.shape[1], k.shape[1]), (0.0, False)
+        tensors = _heads_first(_packed(grad_out), q, k, v, _packed(out))
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+            *tensors, stats, *random, bias, *lengths, *no_dropout, scale=scale
+        )
+        dq, dk, dv = _heads_first(*grads)
+        return dq, dk.narrow(1, 0, keys), dv.narrow(1, 0, keys)
+
+    @staticmethod
+    def _inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None):
+        if mask is None and k.shape[1] == 1:  # cuDNN has no kernel for a single key
+            mask = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+        if mask is None:
+            return _packed(q), _packed(k), _packed(v), None
+        # Pad to whole tiles of 128 keys, which the backward needs.
+        return _packed(q), _packed(_padded(k, 1, 128)), _packed(_padded(v, 1, 128)), _bias(mask, q.dtype, 128)
+
+
+def _cudnn_unavailable(name: str) -> str | None:
+    version = torch.backends.cudnn.version()
+    if version is None:
+        return "needs a torch that is built with cuDNN"
+    if version <= 91500:
+        # Earlier versions access memory out of bounds for token counts that are not multiples of 128 (pytorch issue
+        # 169849).
+        return f"needs cuDNN 9.15.1 or later, not {version}"
+    if _deterministic():
+        return "is not deterministic, which torch.use_deterministic_algorithms asks for"
+    if name == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+        return "does not run with TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1, which lays its softmax statistics out differently"
+    return None
+
+
+class Efficient(_CudaKernel):
+    """xFormers' kernel in torch (``aten::_scaled_dot_product_efficient_attention``), the only one that takes fp32.
+
+    It does not support grouped-query attention, so the query heads of a group are folded into the queries.
+    """
+
+    name = "efficient"
+    dtypes = (torch.float32, *_HALF)
+    max_head_dim = None
+    takes_masks = True
+
+    def forward(self, q, k, v, mask, scale):
+        heads, queries = q.shape[2], q.shape[1]
+        q = fold_query_groups(q, k.shape[2])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
+            *_heads_first(_aligned(q), _aligned(k), _aligned(v)), self._bias(mask, q), True, 0.0, False, scale=scale
+        )
+        lse = lse.narrow(2, 0, q.shape[1]).reshape(q.shape[0], heads, queries)  # drop its pads to a multiple of 32
+        return unfold_query_groups(out.transpose(1, 2), heads), lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        heads, kv_heads = q.shape[2], k.shape[2]
+        grad_out, q, out = (fold_query_groups(x, kv_heads) for x in (grad_out, q, out))
+        # Pad as the forward does; an lse of +inf makes P 0 in the padded rows.
+        lse = _padded(lse.reshape(lse.shape[0], kv_heads, -1), 2, 32, torch.inf).contiguous()
+        random = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+        wanted = [True, True, True, False]  # no gradient of the bias
+        tensors = _heads_first(_packed(grad_out), _aligned(q), _aligned(k), _aligned(v))
+        *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
+            *tensors, self._bias(mask, q), *_heads_first(_packed(out)), lse, *random, 0.0, wanted, False, scale=scale
+        )
+        dq, dk, dv = _heads_first(*grads)
+        return unfold_query_groups(dq, heads), dk, dv
+
+    @staticmethod
+    def _bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+        if mask is None:
+            return None
+        batch, queries, heads, _ = q.shape
+        keys = mask.shape[1]
+        # Samples start at multiples of 16 elements: the kernel reads 16 bytes at once. All queries share one row with
+        # stride 0: the offset query * stride would overflow 32 bits from 65536 tokens on (pytorch issue 187227).
+        return _bias(mask, q.dtype, 16).narrow(3, 0, keys).expand(batch, heads, queries, keys)
+
+
+@lru_cache(maxsize=8)
+def _package(module: str, install: str, distribution: str = "", at_least: str = "") -> ModuleType | str:
+    """Import ``module``; return it, or the clause that says why it cannot be used.
+
+    ``distribution`` (``pip``'s name of the package) must have version ``at_least``. Its metadata is read, since
+    FlashAttention 4 gives itself the ``__version__`` "0.0.0".
+    """
+    try:
+        if distribution and (version := TorchVersion(metadata.version(distribution))) < at_least:
+            return f"needs {distribution} {at_least} or later, not {version} ({install})"
+        return importlib.import_module(module)
+    except Exception as error:  # built for another torch or CUDA, it may raise anything; the user reads it
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        return f"is not installed, or does not load: {first_line} ({install})"
+
+
+SM_MARGIN = 4
+"""SMs of a GPU that FlashAttention 3 leaves free for the messages of a ring. Not yet measured on GPUs.
+
+The forward is persistent (``StaticPersistentTileScheduler``): a thread block occupies every SM until the kernel ends,
+and an NCCL kernel launched later would wait for that. NCCL launches more blocks than this for a large message, but
+several fit on one SM: MagiAttention, a similar kernel, reports full overlap with 4 to 8 free SMs. Four costs the
+forward 5 % on the 78 SMs of an H20 and 3 % on an H100. The number must be even: the grid has one block per remaining
+SM, and at head size 128 blocks come in clusters of two.
+"""
+
+
+class FlashAttention3(_CudaKernel):
+    """The ``flash_attn_3`` package from FlashAttention's folder ``hopper`` (Shah et al. 2024). It takes no masks.
+
+    Args:
+        sm_margin: number of SMs that the forward leaves free. The backward ignores it: it launches one block per tile,
+            and each block frees its SM when it ends.
+    """
+
+    name = "flash_attn_3"
+
+    def __init__(self, sm_margin: int = 0):
+        self.sm_margin = sm_margin
+
+    def next_to_messages(self):
+        return FlashAttention3(SM_MARGIN)
+
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the reason why it cannot be used."""
+        install = "python setup.py install in the folder hopper of Dao-AILab/flash-attention"
+        package = _package("flash_attn_interface", install)
+        if isinstance(package, str):  # other versions have the module here
+            package = _package("flash_attn_3.flash_attn_interface", install)
+        return package
+
+    def unavailable(self, capability, head_dim):
+        if capability != (9, 0):
+            return f"runs on compute capability 9.0 (Hopper), not {_dotted(capability)}"
+        package = self.package()
+        return package if isinstance(package, str) else None
+
+    def forward(self, q, k, v, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        flash = self.package()._flash_attn_forward
+        out, lse, *_ = flash(q, k, v, softmax_scale=scale, causal=False, sm_margin=self.sm_margin)
+        return out, lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        # The kernel ignores the strides of the log-sum-exp and assumes that it is dense.
+        self.package()._flash_attn_backward(
+            _packed(grad_out), q, k, v, _packed(out), lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale,
+            is_causal=False, deterministic=_deterministic(), sm_margin=self.sm_margin,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class FlashAttention4(_CudaKernel):
+    """The ``flash-attn-4`` package, FlashAttention's folder ``flash_attn/cute`` (CuTe DSL): no masks.
+
+    Its kernels are compiled at the first call for each head size and dtype. Not yet run on a GPU.
+    """
+
+    # interface.py of 4.0.0b36: the forward returns (out, lse, p, row_max, o_lo), of which the last three are for sparse
+    # multi-head latent attention; it asserts head sizes up to 128 on 10.x and 11.x, so up to 256 on 9.x is not taken.
+    name = "flash_attn_4"
+    max_head_dim = 128
+    min_capability = (9, 0)  # its forward runs on 8.x too, its backward does not
+
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the clause that says why it cannot be used."""
+        install = "pip install 'flash-attn-4[cu13]==4.0.0b36'"
+        return _package("flash_attn.cute.interface", install, "flash-attn-4", "4.0.0b36")
+
+    def unavailable(self, capability, head_dim):
+        if capability[0] > 12:
+            return f"runs on compute capability 9 to 12, not {_dotted(capability)}"
+        if capability[0] == 12 and _deterministic():
+            return "has no deterministic backward on compute capability 12, as torch.use_deterministic_algorithms asks"
+        package = self.package()
+        return package if isinstance(package, str) else None
+
+    def forward(self, q, k, v, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        flash = self.package()._flash_attn_fwd
+        out, lse, _, _, _ = flash(q, k, v, softmax_scale=scale, causal=False, return_lse=True)
+        return out, lse
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        return self.package()._flash_attn_bwd(
+            q, k, v, _packed(out), _packed(grad_out), lse.contiguous(), softmax_scale=scale, causal=False,
+            deterministic=_deterministic(),
+        )  # fmt: skip
+
+
+class TransformerEngine(_CudaKernel):
+    """cuDNN through Transformer Engine's ``fused_attn_fwd`` and ``fused_attn_bwd``. ``auto`` never selects it.
+
+    The first auxiliary tensor is the natural log-sum-exp, ``(B, H, Sq, 1)``. The functions derive strides from the
+    layout's name, so tensors must be packed.
+    """
+
+    name = "transformer_engine"
+    max_head_dim = 128
+
+    @staticmethod
+    def package() -> Any:
+        """Return the module with the kernel's functions, or the reason why it cannot be used."""
+        module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+        return _package(module, "pip install 'fsdp-cp[te]'", "transformer-engine", "2.15")
+
+    def unavailable(self, capability, head_dim):
+        package = self.package()
+        return _cudnn_unavailable(self.name) or (package if isinstance(package, str) else None)
+
+    def forward(self, q, k, v, mask, scale):
+        out, aux, *_ = self.package().fused_attn_fwd(is_training=True, **self._settings(q, k, v, scale))
+        return out, aux[0].squeeze(-1)
+
+    def backward(self, grad_out, q, k, v, out, lse, mask, scale):
+        stats = lse.clamp(max=1e30).contiguous().unsqueeze(-1)
+        aux = [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
+        dq, dk, dv, *_ = self.package().fused_attn_bwd(
+            o=_packed(out), d_o=_packed(grad_out), aux_ctx_tensors=aux, do_format="bshd", dqkv_layout="bshd_bshd_bshd",
+            deterministic=_deterministic(), **self._settings(q, k, v, scale),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _settings(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict:
+        batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+        ends_q, ends_k = (
+            torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=q.device) for n in (queries, keys)
+        )
+        return {
+            **{"q": _packed(q), "k": _packed(k), "v": _packed(v), "fake_dtype": q.dtype},
+            **{"max_seqlen_q": queries, "max_seqlen_kv": keys, "cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_k},
+            "fused_attention_backend": self.package().FusedAttnBackend["F16_arbitrary_seqlen"],
+            **{"attn_scale": scale, "attn_mask_type": "no_mask", "qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"},
+        }
+
+
+CUDA_KERNELS: tuple[Kernel, ...] = (
+    FlashAttention3(),
+    FlashAttention4(),
+    Cudnn(),
+    Flash(),
+    Efficient(),
+    TransformerEngine(),
+)
+
+
+def preferred(device: torch.device) -> tuple[Kernel, ...]:
+    """Return the kernels in the order in which ``auto`` tries them on ``device``, without Transformer Engine."""
+    kernels = {kernel.name: kernel for kernel in CUDA_KERNELS}
+    capability = _capability(device)
+    names = ["flash", "cudnn", "efficient"]
+    if capability is not None and capability[0] in (9, 10):
+        names = ["flash_attn_3", "cudnn", "flash", "efficient"]
+    return tuple(kernels[name] for name in names)

@@ -1,0 +1,203 @@
+"""The ``checkpoints/`` folder of a run: its checkpoints, whole or damaged, and the one to resume from.
+
+A checkpoint is ``step_00000100/`` with torch.distributed.checkpoint's files and ``state.json`` for plain state. A
+folder is renamed to this once all its files are on disk, so a checkpoint that lacks files was damaged later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from fsdp_cp.checkpoint.reader import reader
+from fsdp_cp.errors import UserError, paths_of_the_user
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import barrier, on_all_ranks
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+_PLAIN = (STATE, ".metadata")
+"""Files of a checkpoint. A folder with neither is not one; a folder with one of them is a damaged checkpoint."""
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return ``folder/step_00000100`` for step 100."""
+    return folder / f"step_{step:08d}"
+
+
+@paths_of_the_user()
+def published_steps(folder: Path) -> list[int]:
+    """Return the steps of the published checkpoints under ``folder``, ascending."""
+    if not folder.is_dir():
+        return []
+    matches = [_STEP.fullmatch(p.name) for p in folder.iterdir() if any((p / name).exists() for name in _PLAIN)]
+    return sorted(int(m.group(1)) for m in matches if m)
+
+
+def unfinished_folders(folder: Path) -> list[Path]:
+    """Return the folders that killed saves and removals left under ``folder`` (``step_00000100.tmp``)."""
+    return [path for path in folder.glob("step_*.tmp") if _STEP.fullmatch(path.stem)]
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the saved ``state``. Its ``step`` defaults to the step in the folder's name.
+
+    Raises:
+        UserError: the file cannot be read or does not hold a state.
+    """
+    file = checkpoint / STATE
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{file} is damaged ({reason}); use an earlier checkpoint") from error
+    match = _STEP.fullmatch(checkpoint.name)
+    if isinstance(state, dict) and match:  # callers of save need not write the step
+        state.setdefault("step", int(match.group(1)))
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise UserError(f"{file} is not the state of a checkpoint; use an earlier checkpoint")
+    return state
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Describe the damage of a checkpoint in one line that names the file; return ``None`` if it is whole.
+
+    Reads the plain files and checks the sizes of the others. Does not read tensors.
+    """
+    try:
+        read_state(checkpoint)
+        reader(checkpoint).read_metadata()
+    except (UserError, OSError) as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+def find_checkpoint(folder: str | Path, setting: str) -> Path:
+    """Return ``folder`` if it is a checkpoint, else the newest whole checkpoint of the run folder.
+
+    Args:
+        folder: a run folder or a step folder.
+        setting: name of the setting, for messages.
+
+    Raises:
+        UserError: the folder has no whole checkpoint.
+    """
+    path = Path(folder).expanduser()
+    if _STEP.fullmatch(path.name) and (path / STATE).is_file():
+        if (wrong := damage(path)) is not None:
+            raise UserError(f"{setting}={folder} is damaged: {wrong}; use an earlier checkpoint")
+        return path
+    newest = _newest_whole(path / "checkpoints") if str(folder) else None
+    if newest is None:
+        words = "auto, never, " if setting == "checkpoint.resume" else ""
+        raise UserError(
+            f"{setting}={folder} has no complete checkpoint; use {words}a run folder (with checkpoints/step_*/ in it)"
+            " or one step_* folder"
+        )
+    return newest
+
+
+def _newest_whole(checkpoints: Path) -> Path | None:
+    """Return the newest whole checkpoint; warn about newer ones that are damaged."""
+    for step in reversed(published_steps(checkpoints)):
+        checkpoint = step_folder(checkpoints, step)
+        if (wrong := damage(checkpoint)) is None:
+            return checkpoint
+        log.warning("the checkpoint of step %d is damaged and not used: %s", step, wrong)
+    return None
+
+
+def find_resume(setting: str, checkpoints: Path) -> Path | None:
+    """Return the checkpoint that ``checkpoint.resume`` selects, the same on every rank; ``None`` to start from scratch.
+
+    A folder name starts a run from that folder. When the same command is started again (for example by a scheduler),
+    it resumes from this run's newest whole checkpoint; ``branch_of`` in its state records where the run began.
+
+    Args:
+        setting: ``auto`` (the newest whole checkpoint in ``checkpoints``), ``never``, a run folder or a step folder.
+        checkpoints: checkpoint folder of this run.
+
+    Raises:
+        UserError: the folder has no whole checkpoint; this run has checkpoints but the folder belongs to another run;
+            or all checkpoints of this run are damaged.
+    """
+    if setting == "never":
+        return None
+    # Rank 0 decides: on a network file system ranks may see a rename at different times.
+    return on_all_ranks(lambda: _find_resume(setting, checkpoints) if rank() == 0 else None)[0]
+
+
+@paths_of_the_user()
+def _find_resume(setting: str, checkpoints: Path) -> Path | None:
+    newest = _newest_whole(checkpoints)
+    own = published_steps(checkpoints)
+    if own and newest is None:  # starting from scratch would discard weeks of work
+        raise UserError(
+            f"no checkpoint in {checkpoints} is whole (the newest: step {own[-1]}); use checkpoint.resume=never to"
+            " start from scratch, or another run_dir"
+        )
+    if setting == "auto":
+        return newest
+    # Check this before looking for `setting`: that checkpoint may have been removed since, for example by `keep`.
+    if newest is not None and read_state(newest).get("branch_of") == branch_name(setting):
+        log.info("the run began from %s; resuming from its own newest checkpoint", setting)
+        return newest
+    named = find_checkpoint(setting, "checkpoint.resume")
+    if newest is None or named.parent.resolve() == checkpoints.resolve():
+        return named
+    raise UserError(
+        f"checkpoint.resume={setting} is another run's, but {checkpoints.parent} has checkpoints of its own, the newest"
+        f" of step {own[-1]}; use another run_dir, or checkpoint.resume=auto to resume from them"
+    )
+
+
+def refuse_overtaken(before: list[int], checkpoints: Path) -> None:
+    """Refuse to start if ``checkpoints`` has later steps than ``before``. Called by all ranks, which hold the folder.
+
+    Ranks whose torchrun was killed save before they exit, perhaps after this start has listed ``before``.
+
+    Raises:
+        UserError: a later checkpoint exists.
+    """
+
+    def look() -> None:
+        later = [step for step in published_steps(checkpoints) if step > max(before, default=-1)]
+        if rank() == 0 and later:
+            newest = step_folder(checkpoints, later[-1])
+            raise UserError(f"{newest} was saved while this start looked for checkpoints: start it again")
+
+    on_all_ranks(look)
+
+
+def branch_name(setting: str) -> str | None:
+    """Return the value of ``branch_of`` in the checkpoints of a run that began with this ``checkpoint.resume``."""
+    return None if setting in ("auto", "never") else str(Path(setting).expanduser().resolve())
+
+
+def leave_branch(checkpoint: Path) -> None:
+    """Rename the checkpoints in the same folder that are later than ``checkpoint`` to ``left_step_*``.
+
+    When a run resumes from an earlier step, ``checkpoint.resume=auto`` must not select the later checkpoints, and
+    ``keep`` must not count them. Called by all ranks.
+    """
+    if rank() == 0:
+        for step in published_steps(checkpoint.parent):
+            later = step_folder(checkpoint.parent, step)
+            if later.name > checkpoint.name:
+                leave(later)
+    barrier()
+
+
+def leave(folder: Path) -> None:
+    """Rename a checkpoint of an abandoned branch to an unused ``left_*`` name."""
+    left = folder.with_name(f"left_{folder.name}")
+    number = 2
+    while left.exists():
+        left, number = folder.with_name(f"left_{folder.name}_{number}"), number + 1
+    folder.rename(left)
+    log.warning("%s belongs to a branch that the run leaves; renamed to %s", folder.name, left)

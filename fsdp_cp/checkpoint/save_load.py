@@ -1,0 +1,307 @@
+"""Sharded checkpoints: written during training to a temporary folder, published by a rename, loaded on any mesh.
+
+``checkpoint_folder`` describes the files of a checkpoint and selects the checkpoint from which a run resumes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fsdp_cp.checkpoint.folder import (
+    STATE,
+    branch_name,
+    find_checkpoint,
+    find_resume,
+    leave,
+    leave_branch,
+    published_steps,
+    read_state,
+    refuse_overtaken,
+    step_folder,
+    unfinished_folders,
+)
+from fsdp_cp.checkpoint.reader import readable, reader
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.measure.host_memory import available_host_memory
+from fsdp_cp.reduce import all_gather_objects, local_shard, on_all_ranks
+from fsdp_cp.runtime.progress import announced
+from fsdp_cp.runtime.timeouts import keep_timeout
+
+__all__ = [
+    "Checkpoints",
+    "branch_name",
+    "find_checkpoint",
+    "find_resume",
+    "leave_branch",
+    "load",
+    "published_steps",
+    "read_state",
+    "readable",
+    "reader",
+    "refuse_overtaken",
+    "step_folder",
+]
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(hours=2)
+"""Timeout of the group that saves. It is long since ranks write at their own speed while training continues."""
+_SPARE = 2**30
+"""Bytes of host memory that staging leaves free."""
+
+
+class _Writer(FileSystemWriter):
+    """File writer that calls ``publish`` on rank 0 once every rank's files and ``.metadata`` are written.
+
+    If ``publish`` fails, the save raises on every rank.
+    """
+
+    def __init__(self, folder: Path, publish: Callable[[], None], *, staged: bool):
+        # With copy-ahead, torch waits for a CUDA stream even for host tensors, in a thread whose device is 0.
+        super().__init__(folder, per_thread_copy_ahead=0 if staged else 10_000_000)
+        self.publish = publish
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.publish()
+
+
+class Checkpoints:
+    """Writer of a run's checkpoints, one after another. Created by all ranks.
+
+    Args:
+        folder: folder on a file system that all ranks see. Leftovers of killed saves are removed from it.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_every: never delete checkpoints whose step is a multiple of this; 0 turns this off.
+        asynchronous: copy the tensors to host memory and write from there while training continues. If the copy does
+            not fit, training waits until that checkpoint is written.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, keep_every: int = 0, asynchronous: bool = False):
+        self.folder, self.keep, self.keep_every, self.asynchronous = folder, keep, keep_every, asynchronous
+        self._writing: tuple[int, Future[Any]] | None = None
+        # Saves need a separate group: on the default group their collectives would mix with those of training, in
+        # another order on every rank.
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if distributed else None
+        if self._group is not None:
+            keep_timeout(self._group)
+        if rank() == 0 and folder.is_dir():
+            for unfinished in unfinished_folders(folder):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Wait for the pending checkpoint, then write the state after ``step``. Called by all ranks.
+
+        Args:
+            step: number of the last step that the state includes.
+            tensors: nested dict of tensors and DTensors.
+            state: other values, JSON-serializable, the same on every rank.
+
+        Raises:
+            UserError: on all ranks, if this checkpoint or the previous one cannot be written.
+        """
+        self.wait()
+        unfinished = step_folder(self.folder, step).with_suffix(".tmp")
+
+        def begin() -> None:
+            if rank() == 0:
+                try:
+                    shutil.rmtree(unfinished, ignore_errors=True)  # left by a failed save
+                    unfinished.mkdir(parents=True)
+                except OSError as error:
+                    raise self._failed(step, error) from error
+
+        on_all_ranks(begin)
+        staged = self.asynchronous and self._fits(tensors)
+        writer = _Writer(unfinished, partial(self._publish, step, json.dumps(dict(state), indent=1)), staged=staged)
+        if staged:
+            saving = dcp.async_save(
+                dict(tensors), storage_writer=writer, process_group=self._group, async_stager=BlockingAsyncStager()
+            )
+            assert isinstance(saving, Future), "only stagers that copy in a thread return two"
+            self._writing = step, saving
+            return
+        done: Future[Any] = Future()
+        try:
+            done.set_result(dcp.save(dict(tensors), storage_writer=writer, process_group=self._group))
+        except CheckpointException as error:
+            done.set_exception(error)
+        self._writing = step, done
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is published. Called by all ranks.
+
+        Raises:
+            UserError: on all ranks, if it cannot be written.
+        """
+        if self._writing is None:
+            return
+        (step, future), self._writing = self._writing, None
+        try:
+            with announced(f"the checkpoint of step {step}"):
+                future.result()
+        except CheckpointException as error:
+            if rank() == 0:  # a partial checkpoint would keep the disk full
+                shutil.rmtree(step_folder(self.folder, step).with_suffix(".tmp"), ignore_errors=True)
+            raise self._failed(step, error) from error
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Wait for the pending checkpoint on exit; otherwise it would be lost with the process or its groups.
+
+        After an exception, wait only if it is a ``UserError``, which all ranks raise, or if the world has one rank.
+        After any other error the other ranks may never wait for the checkpoint.
+
+        Raises:
+            UserError: on all ranks, if it cannot be written.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UserError) or self._group is None:
+                with suppress(UserError):  # the first error is what the user must see
+                    self.wait()
+            raise
+        self.wait()
+
+    def is_writing(self) -> bool:
+        """Return whether this rank is still writing."""
+        return self._writing is not None and not self._writing[1].done()
+
+    def has_failed(self) -> bool:
+        """Return whether this rank failed to write; :meth:`wait` raises the error, on all ranks."""
+        return self._writing is not None and not self.is_writing() and self._writing[1].exception() is not None
+
+    def _publish(self, step: int, state: str) -> None:
+        """Write ``state.json``, rename the folder, and delete older checkpoints. Called last, on rank 0."""
+        target = step_folder(self.folder, step)
+        unfinished = target.with_suffix(".tmp")
+        with (unfinished / STATE).open("w") as stream:
+            stream.write(state)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(unfinished)
+        if target.exists():
+            leave(target)
+        unfinished.rename(target)
+        _sync(self.folder)
+        for old in published_steps(self.folder)[: -self.keep] if self.keep else []:
+            if not self.keep_every or old % self.keep_every:
+                _remove(step_folder(self.folder, old))
+
+    def _fits(self, tensors: Mapping[str, Any]) -> bool:
+        """Return whether a copy of its ranks' tensors fits in every host's memory. Called by all ranks."""
+        own = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
+        needed = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        hosts = all_gather_objects((needed, available_host_memory()))
+        full = [(size, room) for size, room in hosts if room is not None and size + _SPARE > room]
+        if full and rank() == 0:
+            size, room = full[0]
+            log.warning(
+                "a copy of the checkpoint takes %.1f GB of a host's memory, but %.1f GB are free: training waits until"
+                " it is written",
+                size / 1e9,
+                room / 1e9,
+            )
+        return not full
+
+    def _failed(self, step: int, error: BaseException) -> UserError:
+        steps = published_steps(self.folder)
+        newest = steps[-1] if steps else "none"
+        # On a full disk torch's writer only raises "unexpected pos", so add the free space.
+        existing = next(parent for parent in (self.folder, *self.folder.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        return UserError(
+            f"the checkpoint of step {step} cannot be written to {self.folder} ({_first_line(error)}; {free / 1e9:.1f}"
+            f" GB are free there); the newest complete checkpoint is of step {newest}: make room and start the same"
+            " command again"
+        )
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete an old checkpoint. A failure is only logged, since the new checkpoint is saved."""
+    try:
+        # Rename first: a deletion that is killed halfway would leave a checkpoint that lacks files.
+        shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".tmp")), ignore_errors=True)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s)", checkpoint, error.strerror)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk, so that a renamed folder keeps its files after a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error; for a failed save or load, that of the first rank that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        failed, (cause, _) = sorted(error.failures.items())[0]
+        return f"rank {failed}: {_first_line(cause)}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def load(checkpoint: Path, tensors: Mapping[str, Any]) -> None:
+    """Load into ``tensors`` in place, from a checkpoint of any mesh. Called by all ranks.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or of another shape, or a file is damaged.
+    """
+    saved = on_all_ranks(lambda: reader(checkpoint).read_metadata().state_dict_metadata if rank() == 0 else None)[0]
+    assert saved is not None, "rank 0 has answered"
+    wanted = _flat(tensors)
+    problems = [f"lacks {name}" for name in sorted(wanted.keys() - saved.keys())]
+    problems += [f"has {name} in addition" for name in sorted(saved.keys() - wanted.keys())]
+    problems += [
+        f"has {name} as {_shape(saved[name])}, not {tuple(wanted[name].shape)}"
+        for name in sorted(wanted.keys() & saved.keys())
+        if _shape(saved[name]) != tuple(wanted[name].shape)
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(
+            f"checkpoint.resume: {checkpoint} {problems[0]}{more}; resume with the settings it was made with"
+        )
+    with readable(checkpoint):
+        dcp.load(dict(tensors), storage_reader=reader(checkpoint))
+
+
+def _shape(about: TensorStorageMetadata | BytesStorageMetadata) -> tuple[int, ...]:
+    assert isinstance(about, TensorStorageMetadata), "a checkpoint holds tensors alone"
+    return tuple(about.size)
+
+
+def _flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the tensors of a nested dict by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tensors.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

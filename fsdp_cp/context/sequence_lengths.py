@@ -1,0 +1,180 @@
+"""Token counts of the sequences that a forward splits. From them, attention knows which positions are pads.
+
+A rank's slice has ``ceil(S / cp)`` positions, which do not determine ``S``. The split knows it: each forward of a
+network of :func:`fsdp_cp.context_parallel.parallelize_context` has a :class:`Lengths` record, which its splits fill and
+its attention reads. A block that is recomputed in backward reads
+
+- the record of its forward, which :mod:`fsdp_cp.sharding.activations` enters again;
+- under any other activation checkpointing, the records of all forwards so far, if they give one answer.
+
+Attention does not guess: if no count or several counts fit, it asks for ``total_tokens``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+
+import torch
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import ContextGroups
+from fsdp_cp.sequence import is_count
+
+
+class Lengths:
+    """Token counts of one forward of one network: the number of tokens split under each name of the plan."""
+
+    def __init__(self, groups: ContextGroups, owner: object):
+        self.groups, self.owner = groups, owner
+        self.totals: dict[str, int] = {}
+        self.padded = False
+        """Whether some rank holds pads. Stored, since a compiled graph that reads the counts recompiles for each."""
+        self.gathered: str | None = None
+        """Name of the first module whose output was gathered."""
+
+    def note(self, name: str, total: int) -> None:
+        """Record that ``total`` tokens were split under ``name``."""
+        self.totals[name] = total
+        self.padded = self.padded or total % self.groups.cp_size != 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} ({total} tokens)" for name, total in self.totals.items()) or "nothing"
+
+
+_entered: list[Lengths] = []
+"""Records of the running forwards, outermost first. Not thread-local: CUDA's backward runs in other threads."""
+_ended: dict[tuple, Lengths] = {}
+"""Records of the forwards that have ended, one for each set of counts."""
+
+
+def enter(record: Lengths) -> None:
+    """Begin the forward of ``record``."""
+    _entered.append(record)
+
+
+def leave(owner: object) -> None:
+    """End the forward of ``owner`` and all forwards inside it that did not end (an interrupt skips hooks)."""
+    for i, record in enumerate(_entered):
+        if record.owner is owner:
+            ended = copy.copy(record)
+            ended.owner = None  # otherwise its mesh would live as long as this process
+            _ended[record.groups.cp_size, record.groups.cp_rank, *sorted(record.totals.items())] = ended
+            del _entered[i:]
+            return
+
+
+def entered() -> tuple[Lengths, ...]:
+    """Return the records of the running forwards, for :func:`within`."""
+    return tuple(_entered)
+
+
+@contextmanager
+def within(records: tuple[Lengths, ...]) -> Iterator[None]:
+    """Within this context, recompute a block in backward as if the forwards of ``records`` were running."""
+    before = list(_entered)
+    _entered[:] = records
+    try:
+        yield
+    finally:
+        _entered[:] = before
+
+
+def in_backward() -> bool:
+    """Return whether a backward runs this code: activation checkpointing recomputes a part of a forward.
+
+    ``torch._C._current_graph_task_id`` is private (torch 2.11 to 2.13).
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def records_of(groups: ContextGroups) -> list[Lengths]:
+    """Return the records that a call may belong to: the innermost running forward's, or in backward all ended ones.
+
+    Only records with the same ``cp`` size and rank count. Group names may differ: a ``DeviceMesh`` has others.
+    """
+
+    def is_alike(record: Lengths) -> bool:
+        return record.groups.cp_size == groups.cp_size and record.groups.cp_rank == groups.cp_rank
+
+    for record in reversed(_entered):
+        if is_alike(record):
+            return [record]
+    return [record for record in _ended.values() if is_alike(record)] if in_backward() else []
+
+
+def segments_of(
+    total_tokens: int | str | Sequence[int | str] | None,
+    local: int,
+    groups: ContextGroups,
+    tensor: str = "q",
+    argument: str = "total_tokens",
+) -> tuple[int, ...]:
+    """Return the true token counts of the joined sequences of which each rank holds ``local`` positions.
+
+    Args:
+        total_tokens: counts, or names from the plan; ``None`` for the only sequence of the plan that fits.
+        local: number of positions on each rank.
+        groups: the ``cp`` axis.
+        tensor, argument: names of the tensor and of the argument that gives the count, for messages.
+
+    Raises:
+        UserError: ``total_tokens`` is neither counts nor names, or does not determine the counts.
+    """
+    names = total_tokens if isinstance(total_tokens, (tuple, list)) else (total_tokens,)
+    if total_tokens is None:
+        names = ()
+    elif not names or not all(isinstance(x, str) or is_count(x) for x in names):
+        raise UserError(
+            f"{argument} must be an integer of at least 1, a name of the plan, or one of these for each joined"
+            f" sequence, got {total_tokens!r}"
+        )
+    if names and not any(isinstance(name, str) for name in names):
+        return tuple(names)
+    cp = groups.cp_size
+    if cp == 1:
+        return (local,)
+    records = records_of(groups)
+    if not names and records and not any(record.padded for record in records):
+        return (local * cp,)
+    answers: set[tuple[int, ...]] = set()
+    for record in records:
+        totals = record.totals
+        if not names:  # detect joined sequences too, to refuse them: their order needs names
+            known = sorted(set(totals.values()))
+            answers.update(some for n in (1, 2, 3) for some in combinations(known, n))
+        elif all(name in totals for name in names if isinstance(name, str)):
+            answers.add(tuple(totals[name] if isinstance(name, str) else name for name in names))
+    fitting = [answer for answer in answers if sum(-(-total // cp) for total in answer) == local]
+    if len(fitting) == 1 and (names or len(fitting[0]) == 1):
+        return fitting[0]
+    known_as = "no forward of a network of parallelize_context is running to tell how many split_tokens has split"
+    if records:
+        known_as = f"the plan has split {'; or '.join(map(str, records))}"
+    raise UserError(
+        f"{argument}={total_tokens!r} does not determine the tokens of {tensor}, which has {local} on each of cp={cp}"
+        f" ranks: {known_as}; set {argument} to the number of tokens, or to names of the plan in the order in which"
+        " sequences are joined"
+    )
+
+
+def refuse_split_keys(queries: int, keys: int) -> None:
+    """Refuse keys whose count equals a rank's slice of a sequence other than the queries' sequence.
+
+    Raises:
+        UserError: the running forward has split such a sequence into slices of ``keys`` tokens.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for record in _entered[-1:]:
+        shares = {total: -(-total // record.groups.cp_size) for total in record.totals.values()}
+        own = [total for total, share in shares.items() if share == queries]
+        for name, total in record.totals.items():
+            if shares[total] == keys and own != [total]:
+                raise UserError(
+                    f"k has {keys} tokens, as many as each rank has of {name!r} ({total} tokens), which the plan"
+                    f" splits; give mesh=mesh to attend to all of them, or total_keys={keys} if every rank holds these"
+                    " keys in full"
+                )

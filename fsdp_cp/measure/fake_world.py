@@ -1,0 +1,122 @@
+"""Fake tensors, which have shapes but no data, and a simulated world in which this process is rank 0.
+
+``FakeTensorMode`` and the ``fake`` backend are torch's test utilities (torch 2.11 to 2.13). Only this module uses them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from math import prod
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+
+_ADAM = import_module("torch.optim.adam")  # torch.optim deletes its attribute adam
+_LAYER_NORM: Callable[..., Tensor] = nn.functional.layer_norm
+
+
+@contextmanager
+def fake_world(size: int, stands_for: str = "cpu") -> Iterator[FakeTensorMode]:
+    """Initialize a process group of ``size`` ranks, of which this process is the first and only one.
+
+    Yields a mode to enter, once or several times: tensors created inside have shapes, dtypes and storage sizes, but no
+    memory. They are on the CPU; attention's derivative uses the tile sizes of the device type ``stands_for``. AdamW
+    reads its step count from a tensor, which has no value here; it gets 1, which changes no shape.
+
+    Raises:
+        RuntimeError: a process group already exists.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already; fake a world before it is made, or after it ends")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    with mock.patch.dict(os.environ, place), mock.patch.object(_ADAM, "_get_value", _one), dual_layer_norms():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        try:
+            mode = fake_tensors()
+            vars(mode)["stands_for"] = stands_for
+            yield mode
+        finally:
+            dist.destroy_process_group()
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Return a mode to enter: tensors created inside have shapes, dtypes and storage sizes, but no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _one(value: object) -> float:
+    return 1.0
+
+
+def is_fake(x: Tensor) -> bool:
+    """Return whether ``x`` is a fake tensor, which has a shape but no data."""
+    return isinstance(x, FakeTensor)
+
+
+def device_type(x: Tensor) -> str:
+    """Return ``cpu`` or ``cuda``; for a tensor of a :func:`fake_world`, the device type that it stands for."""
+    return getattr(x.fake_mode, "stands_for", x.device.type) if isinstance(x, FakeTensor) else x.device.type
+
+
+@contextmanager
+def dual_layer_norms() -> Iterator[None]:
+    """Within this context, keep tangents of ``torch.nn.functional.layer_norm`` of fake tensors on their device.
+
+    torch 2.13 multiplies with the weights' tangent, a zero without memory whose views are not fake tensors. The result
+    is on the meta device, and the next operation raises. Real tensors, and fake tensors without a tangent, use torch's
+    function.
+    """
+    with mock.patch.object(nn.functional, "layer_norm", _layer_norm):
+        yield
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    # fsdp_cp.context.duals explains ``_current_level``.
+    primal, tangent = forward_ad.unpack_dual(input) if forward_ad._current_level >= 0 else (input, None)
+    if tangent is None or weight is None or not is_fake(primal):
+        return _LAYER_NORM(input, normalized_shape, weight, bias, eps)
+    out, mean, scale = torch.native_layer_norm(primal, normalized_shape, weight, bias, eps)
+    return forward_ad.make_dual(out, _tangent(primal, tangent, mean, scale, weight, bias))
+
+
+def _tangent(x: Tensor, t: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the tangent of a layer norm whose weights have no tangent, with the same allocations as torch.
+
+    Operands have names, since C++ keeps them alive to the end of an expression.
+    """
+    dims = list(range(x.ndim - weight.ndim, x.ndim))
+    count = prod(weight.shape)
+
+    def of_scale() -> Tensor:
+        cubed, t_mean = scale.pow(3), t.mean(dims, keepdim=True)
+        x_centred, t_centred = x - mean, t - t_mean
+        product = -cubed * t_centred
+        return (product * x_centred).sum(dims, keepdim=True).div_(count)
+
+    def normalised() -> Tensor:
+        t_scale, t_mean = of_scale(), t.mean(dims, keepdim=True)
+        x_centred, t_centred = x - mean, t - t_mean
+        first, second = t_centred * scale, x_centred * t_scale
+        return first + second
+
+    tangent, x_normalised = normalised(), (x - mean) * scale
+    scaled = tangent * weight
+    del tangent
+    summed = scaled.clone()  # torch adds the term of the weights' tangent here, which is 0
+    del scaled, x_normalised
+    return summed if bias is None else summed.clone()

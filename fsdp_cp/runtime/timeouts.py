@@ -1,0 +1,121 @@
+"""Timeouts of collectives: one for all process groups of this process.
+
+torch gives each group a timeout of its own, and groups of a ``DeviceMesh`` the backend's default (30 minutes for gloo,
+10 for NCCL) whatever the group of all ranks was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return every process group that this rank is in; ``_world.pg_map`` is private (torch 2.11 to 2.13)."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    """Return the backends of ``group``; all four names are private (torch 2.11 to 2.13).
+
+    ``torch.distributed.distributed_c10d._set_pg_timeout`` does the same, but leaves out the backends that
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps.
+    """
+    backends = [group._get_backend(torch.device(kind)) for kind in group._device_types]
+    return [getattr(backend, "wrapped_pg", backend) for backend in backends]
+
+
+def set_timeout(timeout: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
+    """Set the timeout of ``groups`` for the collectives that begin from here on.
+
+    By default all groups but those of :func:`keep_timeout`. ``Backend._set_default_timeout`` is private (torch 2.11 to
+    2.13).
+    """
+    for group in [group for group in process_groups() if group not in _state.kept] if groups is None else groups:
+        for backend in _backends(group):
+            with suppress(RuntimeError):  # a backend without timeouts, as tests use
+                backend._set_default_timeout(timeout)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return a group's timeout; ``None`` for a backend without one. ``options._timeout`` is private."""
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group)]
+    return next((timeout for timeout in timeouts if timeout is not None), None)
+
+
+def world_timeout() -> timedelta | None:
+    world = dist.group.WORLD
+    assert world is not None, "no process group"
+    return timeout_of(world)
+
+
+@contextmanager
+def inherited_timeout() -> Iterator[None]:
+    """Give groups that are made inside the timeout of the group of all ranks; others keep theirs."""
+    before = process_groups()
+    yield
+    timeout = world_timeout()
+    if timeout is not None:
+        set_timeout(timeout, [group for group in process_groups() if group not in before])
+
+
+@dataclass
+class _Shortened:
+    """The two timeouts between which :func:`long_timeout` changes; ``short`` is ``None`` where the long one is set."""
+
+    long: timedelta | None = None
+    short: timedelta | None = None
+    kept: list[dist.ProcessGroup] = field(default_factory=list)
+
+
+_state = _Shortened()
+
+
+def keep_timeout(group: dist.ProcessGroup) -> None:
+    """Exempt ``group`` from :func:`shorten`: its ranks do not work in step with the training."""
+    _state.kept.append(group)
+
+
+def shorten(timeout: timedelta) -> None:
+    """Set ``timeout`` for every group, except inside :func:`long_timeout`. A second call changes nothing.
+
+    All ranks call it at the same place, after a collective that all of them have left.
+    """
+    if _state.short == timeout:
+        return
+    if _state.long is None:
+        _state.long = world_timeout()
+    _state.short = timeout
+    set_timeout(timeout)
+
+
+@contextmanager
+def long_timeout() -> Iterator[None]:
+    """Restore the timeout from before :func:`shorten`, for work of one rank that the others wait for.
+
+    All ranks enter it. It ends with a barrier: a rank that had left before would wait with the short timeout for one
+    that still works. After an exception the long timeout stays.
+    """
+    short, long = _state.short, _state.long
+    if short is None or long is None:  # not shortened, or nested
+        yield
+        return
+    _state.short = None
+    set_timeout(long)
+    yield
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    set_timeout(short)
+    _state.short = short
+
+
+def forget() -> None:
+    """Drop all state: the process groups are gone, and with them what :func:`shorten` has changed."""
+    _state.long = _state.short = None
+    _state.kept.clear()

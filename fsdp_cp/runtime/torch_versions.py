@@ -1,0 +1,92 @@
+"""Wrappers for differences between torch 2.11 and 2.13. Delete a wrapper once no supported torch needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fsdp_cp.errors import UserError
+
+if TYPE_CHECKING:  # FSDP takes half a second to import
+    from torch.distributed.fsdp import FSDPModule
+
+FORWARD_AD_SINCE = (2, 13)
+"""First torch whose FSDP2 hooks pass forward-mode tangents on with gradients enabled (pytorch issue 182641)."""
+
+
+def all_gather_single(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the flat ``x`` of every rank of ``group`` into the flat ``out``, in rank order."""
+    # torch 2.13 renamed the call and warns about the old name.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    gather(out, x, group=group)
+
+
+def compile_options(graphs: int) -> dict[str, Any]:
+    """Return arguments of ``torch.compile`` that allow this many ``graphs``; none before torch 2.13, which allow 8."""
+    return {"recompile_limit": graphs} if "recompile_limit" in signature(torch.compile).parameters else {}
+
+
+def fsdp_setter(model: nn.Module, setter: str, instead: str) -> Callable[..., None]:
+    """Return a setter of ``FSDPModule`` that torch 2.13 has and 2.11 lacks.
+
+    Raises:
+        UserError: this torch lacks the setter; ``instead`` is a setting that does not need it.
+    """
+    if not hasattr(model, setter):
+        raise UserError(f"torch {torch.__version__} has no {setter}; use {instead}, or torch 2.13")
+    return getattr(model, setter)
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """Return the parameter groups (``FSDPParamGroup``) of one unit; empty if the unit has no parameters itself."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11 and 2.12
+
+
+def reset_iter_state(root: FSDPModule, units: list[Any]) -> None:
+    """Call ``root.reset_iter_state()``, or reset ``root`` and its ``units`` the same way if torch lacks the method.
+
+    Before torch 2.13, gathered parameters stay gathered.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    idle = type(state._training_state).IDLE
+    for unit in units:
+        unit._get_fsdp_state()._training_state = idle
+        for group in param_groups(unit):
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = None
+
+
+def refuse_tangents_with_gradients(model: nn.Module) -> None:
+    """Make a sharded ``model`` refuse inputs with tangents if this torch would lose them.
+
+    Without gradients, FSDP2's hooks do not use autograd, so tangents pass through in torch 2.11 too.
+    """
+    if torch.__version__ >= FORWARD_AD_SINCE:  # type: ignore[operator]  # TorchVersion compares with tuples
+        return
+
+    def check(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise RuntimeError(
+                "forward-mode AD through a sharded network with gradients enabled needs torch"
+                f" {'.'.join(map(str, FORWARD_AD_SINCE))} or newer, not {torch.__version__};"
+                " compute it under torch.no_grad()"
+            )
+
+    model.register_forward_pre_hook(check, with_kwargs=True)

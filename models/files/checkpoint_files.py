@@ -1,0 +1,353 @@
+"""Contents of a diffusers transformer folder, read from ``config.json`` and the safetensors headers only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from safetensors import safe_open
+from torch import Tensor
+
+from fsdp_cp.errors import UserError
+from models.files.shipped import find_shipped
+
+ADDITIONS = "additions.safetensors"
+"""File with the tensors of a network's additions (models/additions/), next to its own files. diffusers does not read
+it."""
+EXPERT_FOLDERS = ("transformer", "transformer_2")
+"""Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
+_SAMPLES, _SAMPLE = 64, 4096
+"""Number of samples, and bytes of a sample, in the fingerprint of a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerFolder:
+    """A diffusers transformer folder: its config and the shape of every tensor. No weights are read."""
+
+    path: Path
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    additions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors in ``additions.safetensors``, by name."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """Names in the files, by name in ``shapes``, if a prefix was removed."""
+
+
+class Checkpoint(NamedTuple):
+    """The networks in a folder."""
+
+    folders: tuple[TransformerFolder, ...]
+    """Folder of one network, or folders of two experts with the expert for the noisier times first."""
+    boundaries: tuple[float, ...]
+    """Time in (0, 1) from which the first expert serves; empty for one network."""
+
+
+def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
+    """Find and describe the transformer in ``checkpoint``.
+
+    Args:
+        checkpoint: a diffusers pipeline folder (its ``transformer/`` is read) or a transformer folder.
+        setting: the setting it came from, for messages ("teacher.checkpoint").
+
+    Raises:
+        UserError: the folder or its ``config.json`` is missing, the pipeline has two experts, the safetensors files are
+            missing or broken, or an index names files outside the folder.
+    """
+    found = inspect_checkpoint(checkpoint, setting, alone=True)
+    if found.boundaries:
+        raise UserError(
+            f"{setting}={checkpoint} is a model of two experts, one for high and one for low noise (boundary_ratio"
+            f" {found.boundaries[0]:g}), where one network is wanted; give the folder of one"
+        )
+    return found.folders[0]
+
+
+def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
+    """Find and describe the networks in ``checkpoint``: one, or the two experts of a pipeline such as Wan 2.2's A14B.
+
+    Args:
+        checkpoint: as for :func:`inspect_transformer`. For a pipeline with a ``boundary_ratio``, ``transformer_2/`` is
+            read too.
+        setting: as for :func:`inspect_transformer`.
+        alone: accept the folder of the noisier expert as a network.
+
+    Raises:
+        UserError: as for :func:`inspect_transformer`; an expert or the boundary is missing; or ``checkpoint`` is the
+            folder of the noisier expert, which does not serve all times.
+    """
+    where = f"{setting}={checkpoint}"
+    root = find_shipped(checkpoint)
+    if not str(checkpoint).strip() or not root.is_dir():
+        raise UserError(f"{where} is not a folder; give a diffusers pipeline or transformer folder")
+    path = root / "transformer" if (root / "transformer" / "config.json").is_file() else root
+    boundary = None
+    if path != root:
+        boundary = _boundary(root, where)
+    elif not alone and root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
+        raise UserError(
+            f"{where} is the expert for high noise of a model of two, and no network for other times; give the folder"
+            f" above it, {root.absolute().parent}, for both"
+        )
+    if not (path / "config.json").is_file():
+        inside = ", ".join(sorted(file.parent.name for file in root.glob("*/config.json"))[:5])
+        raise UserError(
+            f"{where} has neither transformer/config.json nor config.json"
+            + (f"; there is one in {inside}" if inside else "")
+        )
+    first = _inspect(path, where)
+    if boundary is None:
+        return Checkpoint((first,), ())
+    return Checkpoint((first, _inspect(root / EXPERT_FOLDERS[1], where)), (boundary,))
+
+
+def _inspect(path: Path, where: str) -> TransformerFolder:
+    """Describe the folder of one network, which has a ``config.json``."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = one_line(error.strerror if isinstance(error, OSError) else error)
+        raise UserError(f"{where}: {path / 'config.json'} cannot be read as a JSON object ({reason})") from error
+    if "quantization_config" in config:
+        raise UserError(
+            f"{where} is quantised ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
+            " weights in bf16 or fp32"
+        )
+    found = [
+        (name, shape, file.name)
+        for file in _weight_files(path, where)
+        for name, shape in _read_shapes(file, where).items()
+    ]
+    shapes: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, str] = {}
+    for name, (in_file, shape, file_name) in zip(_without_prefixes([each[0] for each in found]), found, strict=True):
+        if name in shapes:  # the reader would take either tensor
+            raise UserError(
+                f"{where} holds {name} twice, as {stored[name]} and as {in_file} in {file_name}; remove one"
+            )
+        shapes[name], stored[name] = shape, in_file
+    extra = path / ADDITIONS
+    additions = _read_shapes(extra, where) if extra.is_file() else {}
+    return TransformerFolder(path=path, config=config, shapes=shapes, additions=additions, stored=stored)
+
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(.*)\.safetensors")
+
+
+def _weight_files(path: Path, where: str) -> list[Path]:
+    """Return the files that hold the network's weights: one file, or the parts of one.
+
+    An index (``*.safetensors.index*.json``) or the numbers in their names say which files are parts.
+
+    Raises:
+        UserError: a file or part is missing, or the folder has several sets of weights. The reader takes every file of
+            the folder, so it would mix a variant's tensors into the network.
+    """
+    sets = {tuple(indexed_files(index, where)) for index in path.glob("*.safetensors.index*.json")}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(file.name for file in path.glob("*.safetensors")):
+        if name != ADDITIONS and not any(name in names for names in sets):
+            shard = _SHARD.fullmatch(name)
+            groups.setdefault(shard.group(1, 3, 4) if shard else (name,), []).append(name)
+    sets |= {tuple(names) for names in groups.values()}
+    if not sets:
+        raise UserError(f"{where} has no .safetensors file in {path}")
+    if len(sets) > 1:
+        several = "; ".join(sorted(" ".join([names[0], *([f"to {names[-1]}"] if names[1:] else [])]) for names in sets))
+        raise UserError(
+            f"{where} holds several sets of weights ({several}); link one of them and config.json into a new folder,"
+            " and give that one"
+        )
+    (names,) = sets
+    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))] if groups else []
+    if shards and (missing := set(range(1, int(shards[0][3]) + 1)) - {int(shard[2]) for shard in shards}):
+        raise UserError(
+            f"{where} lacks part {min(missing)} of {int(shards[0][3])} of {shards[0][1]} ({len(missing)} missing); copy"
+            " it into the folder"
+        )
+    return [path / name for name in names]
+
+
+_PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
+"""Prefixes of names that DistributedDataParallel, torch.compile and ComfyUI add."""
+
+
+def _without_prefixes(names: list[str]) -> list[str]:
+    """Remove the prefixes that wrappers add to all names, or to those of compiled blocks."""
+    while names and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in names)), None)):
+        names = [name.removeprefix(prefix) for name in names]
+    return [name.replace("._orig_mod.", ".") for name in names]
+
+
+def defining(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that identifies the network.
+
+    diffusers also lists the values that were left at their defaults, in an order that differs between processes. A
+    checkpoint with that list could not be resumed.
+    """
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in config.items()
+        if not key.startswith("_") or key == "_class_name"
+    }
+
+
+def tensor_reader(folder: TransformerFolder) -> Callable[[str], Tensor]:
+    """Return a function that reads a tensor of ``folder`` by name."""
+    files: dict[str, Path] = {}
+    for path in sorted(folder.path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), path)
+
+    def read(name: str) -> Tensor:
+        stored = folder.stored.get(name, name)
+        with safe_open(files[stored], framework="pt") as opened:
+            return opened.get_tensor(stored)
+
+    return read
+
+
+def fingerprint(folder: TransformerFolder) -> str:
+    """Return the :func:`fingerprint_of` the weight files in ``folder``; it does not depend on the folder's location."""
+    return fingerprint_of(file for file in sorted(folder.path.glob("*.safetensors")) if file.name != ADDITIONS)
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """Hash names, sizes and samples of ``files``, in order. Hashing all bytes of 14B parameters would take minutes."""
+    found = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as data:
+            for i in range(_SAMPLES):
+                data.seek(i * max(0, size - _SAMPLE) // (_SAMPLES - 1))
+                found.update(data.read(_SAMPLE))
+    return found.hexdigest()[:32]
+
+
+def _boundary(pipeline: Path, where: str) -> float | None:
+    """Return the ``boundary_ratio`` of a pipeline of two experts; ``None`` for one network.
+
+    Raises:
+        UserError: the second expert or the boundary is missing, or the boundary is not a number between 0 and 1.
+    """
+    try:
+        index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # a pipeline with one network needs no boundary
+        index = {}
+    ratio = index.get("boundary_ratio") if isinstance(index, dict) else None
+    second = pipeline / EXPERT_FOLDERS[1]
+    if ratio is None and not second.exists():
+        return None
+    between = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0 < ratio < 1
+    if not between or not (second / "config.json").is_file():
+        raise UserError(
+            f"{where} is a model of two experts, which needs transformer_2/config.json, and in model_index.json a"
+            f" boundary_ratio between 0 and 1, got {one_line(ratio)} (Wan 2.2: .875 for T2V, .9 for I2V); copy the"
+            " whole pipeline, or move transformer_2 away"
+        )
+    return float(cast(float, ratio))
+
+
+def indexed_files(index: Path, where: str) -> list[str]:
+    """Return the files that ``index`` (``*.safetensors.index*.json``) names, sorted.
+
+    Args:
+        index: the file.
+        where: setting and folder, for messages.
+
+    Raises:
+        UserError: ``index`` is not an index, or a file is missing or outside the folder of ``index``.
+    """
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted(set(named))
+        fits = bool(names) and all(isinstance(name, str) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fits = False
+    if not fits:
+        raise UserError(f"{where}: {index.name} is not an index of safetensors files; copy it again")
+    for name in names:
+        if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
+            raise UserError(f"{where}: {index.name} names {name[:80]!r}, which is no safetensors file of its folder")
+        if not (index.parent / name).is_file():
+            raise UserError(f"{where} lacks {name}, which {index.name} names")
+    return names
+
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
+            dtypes = {name: str(each.get_dtype()) for name, each in slices.items()}
+            sharded = "DCP_SHARDING_INFO" in (tensors.metadata() or {})
+    except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
+        refuse_pointer(file, where)
+        raise UserError(f"{where}: {file.name} is not a readable safetensors file ({one_line(error)})") from error
+    for name, dtype in dtypes.items():
+        if dtype not in _FLOATS:  # the reader would convert quantized integers to wrong weights
+            raise UserError(f"{where}: {file.name} holds {name} as {dtype}; give weights in F32, BF16 or F16")
+    if sharded:  # the reader would shift tensors by what it says
+        raise UserError(f"{where}: {file.name} is one rank's part of a sharded save; give the whole weights")
+    return shapes
+
+
+def refuse_pointer(file: Path, where: str) -> None:
+    """Refuse a pointer file that ``git clone`` without git-lfs leaves instead of weights.
+
+    Raises:
+        UserError: ``file`` is a git-lfs pointer.
+    """
+    with file.open("rb") as opened:
+        if not opened.read(100).startswith(b"version https://git-lfs"):
+            return
+    raise UserError(
+        f"{where}: {file.name} is a git-lfs pointer of {file.stat().st_size} bytes, not the file itself; run git lfs"
+        " pull in the clone, or download the file"
+    )
+
+
+def one_line(error: object) -> str:
+    """Return an error's message on one line, shortened, since libraries list every key or the whole file."""
+    return " ".join(str(error).split())[:200]
+
+
+def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
+    """Compare the tensors in the files with those that the network needs.
+
+    Args:
+        folder: contents of the files.
+        expected: name and shape of every tensor of the network.
+        setting: the setting it came from, for messages.
+
+    Raises:
+        UserError: tensors are missing, unexpected or of another shape.
+    """
+    found = folder.shapes
+    problems = [
+        f"has {name} of shape {found[name]}, but the network of its config.json needs {expected[name]}"
+        for name in sorted(expected.keys() & found.keys())
+        if expected[name] != found[name]
+    ]
+    for what, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has the unexpected", found.keys() - expected.keys()),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problems.append(f"{what} {', '.join(sorted(names)[:3])}{more}")
+    if problems:
+        raise UserError(
+            f"{setting}={folder.path} {', and '.join(problems[:3])}; is it a checkpoint of another model, or one with"
+            " the names of the model's own code?"
+        )

@@ -1,0 +1,235 @@
+"""Writers of diffusers transformer folders and adapter files.
+
+``python -m models.export RUN OUT`` (models/export.py) uses them for a training checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import SchedulerMixin
+from diffusers import __version__ as diffusers_version
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.reduce import full_tensor, on_all_ranks
+from models.additions.base import added, named_additions, own
+from models.families.base import Family
+from models.files.checkpoint_files import ADDITIONS, EXPERT_FOLDERS
+from models.files.published import published, withdraw
+from models.lora.files import file_tensors, write_file
+from models.lora.merge import Weights, merged
+
+NAME = "diffusion_pytorch_model"
+MAX_BYTES = 5 * 10**9
+"""Maximum size of a file in bytes, and thus of the weights in memory."""
+_NOTE = (
+    "This network was trained with additions ({names}), which are in {file}. diffusers does not know them: a plain"
+    " pipeline loads the network without them, which is not what was trained. python -m distill.sample has them."
+)
+log = logging.getLogger(__name__)
+
+
+def export_weights(
+    folder: Path,
+    networks: Sequence[Mapping[str, Tensor]],
+    config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    boundaries: Sequence[float] = (),
+    max_bytes: int = MAX_BYTES,
+    about: Mapping[str, Any] | None = None,
+    bases: Sequence[Mapping[str, Tensor] | None] | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Write sharded networks as a folder that ``from_pretrained`` loads. All ranks must call it; rank 0 writes.
+
+    Args:
+        folder: path in a run directory. The complete export replaces an earlier one; any other existing folder is
+            renamed.
+        networks: DTensors by diffusers name, one mapping per network.
+        config, dtype, boundaries, max_bytes: as for :func:`write_folder`.
+        about: description of the weights, for the manifest.
+        bases: for adapters, the base of each of ``networks``, into which they are merged.
+        scale: ``alpha / rank`` of the adapters.
+
+    Raises:
+        UserError: a folder that cannot be written; on every rank.
+    """
+    weights = [_sharded(network) for network in networks]
+    for i, base in enumerate(bases or ()):
+        if base is not None:
+            weights[i] = merged(_sharded(base), weights[i], scale)
+    about = {"dtype": str(dtype), **(about or {})}
+    on_all_ranks(
+        lambda: write_folder(
+            folder, weights, config, dtype=dtype, boundaries=boundaries, max_bytes=max_bytes, about=about,
+            writes=rank() == 0, move_aside=True,
+        )
+    )  # fmt: skip
+
+
+def _sharded(tensors: Mapping[str, Tensor]) -> Weights:
+    return Weights({name: tuple(w.shape) for name, w in tensors.items()}, lambda name: full_tensor(tensors[name]))
+
+
+def export_adapters(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    family: Family,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+    about: Mapping[str, Any],
+) -> None:
+    """Write a role's adapters in diffusers' format to a run directory. All ranks must call it; rank 0 writes.
+
+    Args:
+        folder, dtype, about: as for :func:`export_weights`.
+        weights: adapters only, DTensors by public name.
+        family: model family of the base.
+        scale: ``alpha / rank``.
+
+    Raises:
+        UserError: a folder that cannot be written; on every rank.
+    """
+    tensors = file_tensors(
+        "diffusers-lora", weights, lambda name: full_tensor(weights[name]), family=family, scale=scale, dtype=dtype
+    )
+    about = {"dtype": str(dtype), "format": "diffusers-lora", **about}
+    on_all_ranks(lambda: write_file(folder, tensors, about, move_aside=True) if rank() == 0 else None)
+
+
+def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
+    """Write a scheduler folder for ``from_pretrained``; ``None`` removes that of an earlier export. One rank calls
+    it."""
+    if scheduler is None:
+        withdraw(folder)
+        return
+    with published(folder, {"scheduler": type(scheduler).__name__}, move_aside=True) as unfinished:
+        scheduler.save_pretrained(unfinished)
+
+
+def write_folder(
+    folder: Path,
+    networks: Sequence[Weights],
+    config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    boundaries: Sequence[float] = (),
+    max_bytes: int = MAX_BYTES,
+    about: Mapping[str, Any] | None = None,
+    writes: bool = True,
+    move_aside: bool = False,
+) -> None:
+    """Write a diffusers folder, with additions in a separate file.
+
+    One network becomes a transformer folder. Two experts become ``transformer/`` and ``transformer_2/``, with their
+    boundary in ``model_index.json`` as in pipelines.
+
+    Args:
+        folder, about, move_aside: as for :func:`models.files.published.published`.
+        networks: weights of each network; each tensor is read once.
+        config: contents of their ``config.json``.
+        dtype: dtype of the files.
+        boundaries: times between experts (:class:`models.roles.role.Role`).
+        max_bytes: maximum size of a file.
+        writes: whether this rank writes; other ranks only take part in reading.
+
+    Raises:
+        UserError: the folder cannot be written; on the writing rank, after the last tensor is read.
+    """
+    assert len(networks) == len(boundaries) + 1
+    places = EXPERT_FOLDERS if boundaries else ("",)
+    contents = [_contents(weights.shapes, max_bytes // dtype.itemsize) for weights in networks]
+    files = _read_files(places, contents, networks, dtype if writes else None)
+    try:
+        with published(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
+            for file, tensors in files:
+                if unfinished is not None:
+                    (unfinished / file).parent.mkdir(exist_ok=True)
+                    save_file(tensors, unfinished / file, metadata={"format": "pt"})
+            if unfinished is not None:
+                for place, content, weights in zip(places, contents, networks, strict=True):
+                    _write_texts(unfinished / place, folder / place, config, content, weights.shapes, dtype)
+                if boundaries:
+                    index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
+                    index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
+                    (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    except SafetensorError as error:  # includes a full disk
+        raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error
+    finally:
+        for _ in files:  # if this rank left the collectives, the others would block in them
+            pass
+
+
+def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, list[str]]:
+    """Return the names of the tensors in each file of a network; a file has at most ``most`` values."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in own(shapes).items():
+        if filled and filled + math.prod(shape) > most:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += math.prod(shape)
+    contents = {
+        f"{NAME}.safetensors" if len(files) == 1 else f"{NAME}-{i + 1:05d}-of-{len(files):05d}.safetensors": names
+        for i, names in enumerate(files)
+    }
+    if added(shapes):
+        contents[ADDITIONS] = list(added(shapes))
+    return contents
+
+
+def _read_files(
+    places: Sequence[str],
+    contents: Sequence[Mapping[str, list[str]]],
+    networks: Sequence[Weights],
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    """Yield each file and its tensors, without tensors where ``dtype`` is ``None``. Every rank must exhaust it."""
+    for place, files, weights in zip(places, contents, networks, strict=True):
+        for file, names in files.items():
+            tensors: dict[str, Tensor] = {}
+            for name in names:
+                full = weights.read(name)
+                if dtype is not None:
+                    tensors[name] = full.to(device="cpu", dtype=dtype).contiguous()
+            yield Path(place, file), tensors
+
+
+def _write_texts(
+    unfinished: Path,
+    folder: Path,
+    config: dict[str, Any],
+    contents: Mapping[str, list[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> None:
+    """Write ``config.json``, the index of several files, and a note on additions."""
+    if added(shapes):
+        note = _NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS)
+        (unfinished / "README.md").write_text(note + "\n")
+        log.warning("%s: %s", folder, note)
+    weight_map = {name: file for file, names in contents.items() if file != ADDITIONS for name in names}
+    if len(set(weight_map.values())) > 1:
+        total = sum(map(math.prod, own(shapes).values())) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    public = {key: value for key, value in config.items() if not key.startswith("_")}
+    header = {
+        "_class_name": config.get("_class_name", "WanTransformer3DModel"),  # old checkpoints lack it
+        "_diffusers_version": diffusers_version,
+    }
+    (unfinished / "config.json").write_text(json.dumps(header | public, indent=2) + "\n")

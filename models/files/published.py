@@ -1,0 +1,245 @@
+"""Atomic publication of folders, without loss of other files in their place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_cp.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "fsdp_cp_export.json"
+"""File in every published folder that records its maker and its files."""
+
+
+def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
+    """Refuse a folder that :func:`published` could not write without losing other files. Changes nothing.
+
+    Args:
+        folder: the folder to be written.
+        setting: the user's name for it, for messages.
+        about: description of the new export, as in the manifest. Its ``made by`` distinguishes clips from weights, the
+            default.
+
+    Raises:
+        UserError: ``folder`` is a file or the working directory, or contains anything but an unchanged earlier export
+            of the same kind (clips do not replace weights).
+    """
+    try:
+        if (file := file_above(folder / MANIFEST)) is not None:
+            raise UserError(f"{setting} {folder} cannot be written ({file} is a file); give another folder")
+        real = folder.resolve()
+        if real == Path.cwd() or real in Path.cwd().parents:
+            raise UserError(f"{setting} {folder} is the working directory or holds it; give a folder of its own")
+        foreign = _foreign(real, about or {})
+    except OSError as error:  # the name is too long, or the folder is unreadable
+        raise UserError(f"{setting} {folder} cannot be used ({error.strerror}); give another folder") from error
+    if foreign is not None:
+        raise UserError(
+            f"{setting} {folder} is not empty, and {foreign}; nothing was changed, give an empty or a new folder"
+        )
+
+
+def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None:
+    """Refuse to write over an input: an earlier export, which would be replaced, can be an input.
+
+    Args:
+        folder: the folder to be written.
+        setting: the user's name for it, for messages.
+        inputs: the folders that are read, by the user's name for them.
+
+    Raises:
+        UserError: ``folder`` is an input, or contains an input or the target of a link in an input.
+    """
+    real = folder.resolve()
+    for name, each in inputs.items():
+        # Follow links: in a folder of links, such as a snapshot in a hub's cache, the files lie elsewhere.
+        links = [path for path in each.iterdir() if path.is_symlink()] if each.is_dir() else []
+        read = [path.resolve() for path in (each, *links)]
+        if any(real in (path, *path.parents) for path in read):
+            raise UserError(f"{setting} {folder} would replace {name} ({each}); give another folder")
+
+
+def file_above(folder: Path) -> Path | None:
+    """Return the parent of ``folder`` that is a file and prevents creating it; ``None`` if all are folders."""
+    return next((parent for parent in folder.parents if parent.exists() and not parent.is_dir()), None)
+
+
+def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None:
+    """Describe content of ``folder`` that an earlier export did not write, or that changed since; else ``None``.
+
+    With ``about``, the description of the new export, an export of another kind is foreign too.
+    """
+    if not folder.is_dir():
+        return None
+    found = list(_entries(folder))
+    if not found:
+        return None
+    try:
+        own, maker = _read_manifest(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"no earlier export: it holds {found[0]} and no readable {MANIFEST}"
+    if not all(map(_is_inside, own)):  # the files that it names would be deleted
+        return f"its {MANIFEST} names files of other folders"
+    if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
+        return f"it holds what {maker} wrote"
+    for name in found:
+        if name != MANIFEST and name not in own:
+            return f"{name} is not of the earlier export in it"
+        if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != own[name]):
+            return f"{name} has changed since it was exported"
+    return None
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
+    """Return the files that the manifest in ``folder`` names, each with its state, and their maker."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    own = {str(name): (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
+    return own, _maker(manifest.get("about") or {})
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Yield the names of files in ``folder`` and its direct subfolders, and of empty subfolders.
+
+    A link to a folder counts as a file: the files in its target are not ours.
+    """
+    for path in sorted(folder.iterdir()):
+        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+        yield from [f"{path.name}/{each.name}" for each in inside] or [path.name]
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether ``name`` is a name that :func:`_entries` can yield."""
+    parts = name.split("/")
+    return len(parts) <= 2 and not {"", ".", ".."} & set(parts)
+
+
+def _maker(about: Mapping[str, Any]) -> str:
+    """Return the module that made an export described by ``about``."""
+    return str(about.get("made by", "models.export"))
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """Return size in bytes and modification time in ns, which distinguish our file from another in its place."""
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+@contextmanager
+def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
+    """Yield a new folder to write into. On success rename it to ``folder``; on failure change nothing.
+
+    An earlier export stays until the new one is complete. One process writes.
+
+    Args:
+        folder: path of the published folder.
+        about: JSON-serializable description for the manifest.
+        move_aside: only for folders in a run directory that this process has locked. Renames an existing folder that is
+            not an export to ``NAME_kept_1`` instead of refusing it, so that a long run does not fail at its end.
+            Removes unfinished exports, since those of a run that is killed repeatedly would fill the disk.
+
+    Raises:
+        UserError: as for :func:`refuse_occupied`; or the folder cannot be written.
+    """
+    if not move_aside:
+        refuse_occupied(folder, "the folder", about)
+    folder = folder.resolve()
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _bring_back(folder)
+        if move_aside:
+            _sweep(folder)
+        for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
+            log.warning("%s is of an export that was killed, or is still being written; remove it if not", left)
+        # Use a unique name: OUT.tmp could be a folder of the user or of another running export.
+        unfinished = folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
+        unfinished.mkdir()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); give another folder") from error
+    try:
+        yield unfinished
+        for name in _entries(unfinished):  # safetensors (0.8) writes files that the group cannot read
+            (unfinished / name).chmod(unfinished.stat().st_mode & 0o666)
+        files = {name: _state(unfinished / name) for name in _entries(unfinished)}
+        (unfinished / MANIFEST).write_text(json.dumps({"about": dict(about), "files": files}, indent=1) + "\n")
+        _put_in_place(unfinished, folder, about, move_aside)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in missing:  # nearest first; keep a folder that is no longer empty
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"{folder} cannot be written ({error.strerror}); nothing in it has changed") from error
+        raise
+
+
+def withdraw(folder: Path) -> None:
+    """Remove an earlier export. Keep and log anything else in its place."""
+    if not folder.is_dir():
+        return
+    foreign = _foreign(folder)
+    if foreign is not None:
+        log.warning("%s is out of date and stays, since %s", folder, foreign)
+    elif any(folder.iterdir()):
+        _remove_export(folder)
+
+
+def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move_aside: bool) -> None:
+    if move_aside and (foreign := _foreign(folder, about)) is not None:
+        number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}_kept_{n}").exists())
+        kept = folder.with_name(f"{folder.name}_kept_{number}")
+        folder.rename(kept)
+        log.warning("%s was not empty, and %s; it is kept as %s", folder, foreign, kept)
+    refuse_occupied(folder, "the folder", about)  # files may have been added since
+    if not folder.exists() or not any(folder.iterdir()):
+        unfinished.rename(folder)  # replaces an empty folder
+        return
+    earlier = folder.with_name(unfinished.name.replace(".unfinished_", ".replaced_"))
+    folder.rename(earlier)
+    unfinished.rename(folder)
+    _remove_export(earlier)
+
+
+def _bring_back(folder: Path) -> None:
+    """Undo the first of the two renames that replace an export, if the process was killed between them."""
+    if not folder.exists():
+        for earlier in sorted(folder.parent.glob(f".{folder.name}.replaced_*"))[-1:]:
+            earlier.rename(folder)
+            log.warning("%s was left half replaced by a killed export; the earlier one is back", folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files of exports that were killed while writing, or while removing an earlier export.
+
+    No other process writes there: the folder is in a run directory, which the run has locked.
+    """
+    for unfinished in folder.parent.glob(f".{folder.name}.unfinished_*"):
+        shutil.rmtree(unfinished)
+    for earlier in folder.parent.glob(f".{folder.name}.replaced_*"):
+        if (earlier / MANIFEST).is_file():  # otherwise the remaining files are not ours
+            _remove_export(earlier)
+
+
+def _remove_export(folder: Path) -> None:
+    """Delete the files that the manifest names, and the folder if it is then empty."""
+    own = [name for name in _read_manifest(folder)[0] if _is_inside(name)]
+    folders = {folder / name.split("/")[0] for name in own if "/" in name}
+    links = {path for path in folders if path.is_symlink()}
+    for name in [*own, MANIFEST]:
+        if (folder / name).parent not in links:
+            (folder / name).unlink(missing_ok=True)
+    for path in folders - links:
+        with suppress(OSError):
+            path.rmdir()
+    try:
+        folder.rmdir()
+    except OSError:
+        log.warning("%s holds files that appeared while it was being replaced; they are kept there", folder)

@@ -1,0 +1,79 @@
+"""Diffusers scheduler that lets a standard pipeline sample a few-step student at its trained times.
+
+A student that denoises and re-noises at the times ``t_1 = 1 > ... > t_n``, ``x <- (1 - t_{k+1}) x0 + t_{k+1} e'``, is
+``FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)`` in diffusers; otherwise the same scheduler takes Euler
+steps ``x <- x + (t_{k+1} - t_k) v``. A saved scheduler does not store a list of times. It stores a ``shift`` and a
+``shift_terminal``, from which it computes the times for ``n`` steps: evenly spaced from 1, shifted, then stretched to
+end at ``shift_terminal``. It represents every shifted evenly spaced list exactly, and other lists approximately or not
+at all.
+
+Some pipelines pass their own times to the scheduler, which shifts and stretches them too. LTX passes 1, 1 - 1/n, ...,
+1/n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fsdp_cp.errors import UserError
+
+if TYPE_CHECKING:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+TOLERANCE = 1e-3
+"""Maximum difference from a trained time: one of the 1000 steps into which diffusers divides time."""
+
+_SHIFTS = (0.01, 30.0)
+"""Range in which each time grows with the shift. Far above it, diffusers' minimum time of 1/1000 is shifted up too."""
+
+
+def few_step_scheduler(
+    times: list[float], *, stochastic: bool, given: Callable[[int], list[float] | None] | None = None
+) -> FlowMatchEulerDiscreteScheduler:
+    """Return the scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
+
+    Args:
+        times: rectified-flow times of the student, descending, above 0.
+        stochastic: re-noise between the steps; Euler steps otherwise.
+        given: function from a number of steps to the times that the pipeline passes to the scheduler; ``None`` if it
+        passes none.
+
+    Raises:
+        UserError: no scheduler of diffusers has these times.
+    """
+
+    def distance(log_shift: float) -> float:
+        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times, given)
+
+    shift = 1.0
+    if len(times) > 2:  # with two, the shift changes nothing
+        from scipy.optimize import minimize_scalar
+
+        # Each time grows with the shift, so the greatest distance has one minimum.
+        bounds = tuple(map(math.log, _SHIFTS))
+        shift = math.exp(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x)
+    scheduler = _scheduler(round(shift, 6), times, stochastic)
+    off = _distance(scheduler, times, given)
+    if off > TOLERANCE:
+        raise UserError(
+            f"diffusers has no scheduler for a student with the times {', '.join(f'{t:.6g}' for t in times)}"
+            f" (the nearest is off by {off:.2g}); pass them as sigmas= to a plain one, as docs/getting_started.md shows"
+        )
+    return scheduler
+
+
+def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchEulerDiscreteScheduler:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    # Do not stretch a list of one time: the factor would be 0/0.
+    terminal = times[-1] if len(times) > 1 else None
+    return FlowMatchEulerDiscreteScheduler(shift=shift, shift_terminal=terminal, stochastic_sampling=stochastic)
+
+
+def _distance(
+    scheduler: FlowMatchEulerDiscreteScheduler, times: list[float], given: Callable[[int], list[float] | None] | None
+) -> float:
+    scheduler.set_timesteps(len(times), sigmas=given(len(times)) if given else None)
+    return max(abs(a - b) for a, b in zip(scheduler.sigmas.tolist(), times, strict=False))

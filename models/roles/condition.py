@@ -1,0 +1,129 @@
+"""Conditioning inputs of a network, in addition to latents and time: caption embeddings, a first image, and whatever
+else a model family needs.
+
+Methods pass a condition on without reading its tensors. They can concatenate, select, repeat and move samples. They can
+get the condition that guidance subtracts (:attr:`Condition.null`) and the one that replaces a dropped caption
+(:attr:`Condition.empty`); the two differ if a negative prompt is set. Families read the tensors by name.
+
+Tensor names:
+
+- ``text`` ``(B, L, D)``: embeddings of the caption.
+- ``text_mask`` ``(B, L)`` bool: true for the text tokens that count.
+- ``glyphs`` ``(B, L, D)`` and ``glyph_mask``: the same for quoted text that the video should show.
+- ``image_latents`` ``(B, C, T, H, W)``: encoded clip of the first image followed by grey frames.
+- ``image_mask`` ``(B, F, T, H, W)``: 1 for a given frame, for each of the F frames of a latent frame.
+- ``image_embeds`` ``(B, N, D)``: features of an image encoder.
+- ``first_frame`` ``(B, C, 1, H, W)``: encoded first frame. It replaces the noisy frame or has separate channels.
+- ``latent_spacing`` ``(B, 4)`` fp32: distances between latents in seconds and pixels (``models/families/ltx.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+FIRST_FRAME = "first_frame"
+EXACT = ("latent_spacing",)
+"""Names of tensors that stay fp32: bf16 would round a frame of 1/24 s to .0417 s."""
+
+
+def has_image(names: Collection[str]) -> bool:
+    """Return whether a condition with tensors of these names has an image for each sample."""
+    return "image_latents" in names or FIRST_FRAME in names
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Conditioning inputs of B samples."""
+
+    tensors: Mapping[str, Tensor]
+    """Tensors ``(B, ...)``, by name."""
+    null_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors ``(...)`` of one sample, by name, that replace those of each sample in :attr:`null`."""
+    empty_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors ``(...)`` of one sample, by name, that replace those of each sample in :attr:`empty`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples, B."""
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, samples: slice | Tensor) -> Condition:
+        """Select samples by a slice or an index ``(n,)``."""
+        return self._of({name: value[samples] for name, value in self.tensors.items()})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the floating-point tensors."""
+        return next(value.dtype for value in self.tensors.values() if value.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next(iter(self.tensors.values())).device
+
+    @property
+    def null(self) -> Condition:
+        """Condition that guidance subtracts, for the same samples: the negative prompt's text and the same image."""
+        return self._replaced(self.null_values)
+
+    @property
+    def empty(self) -> Condition:
+        """Condition of the same samples without a caption."""
+        return self._replaced(self.empty_values)
+
+    def repeat(self, times: int) -> Condition:
+        """Repeat the whole batch ``times`` times."""
+        return Condition.cat([self] * times)
+
+    def to(self, device: torch.device | torch.dtype, *, non_blocking: bool = False) -> Condition:
+        """Move to a device or floating-point dtype. Masks, indices and :data:`EXACT` keep their dtype."""
+
+        def moved(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: value
+                if isinstance(device, torch.dtype) and (not value.is_floating_point() or name in EXACT)
+                else value.to(device, non_blocking=non_blocking)
+                for name, value in values.items()
+            }
+
+        return Condition(moved(self.tensors), moved(self.null_values), moved(self.empty_values))
+
+    @staticmethod
+    def cat(conditions: Sequence[Condition]) -> Condition:
+        """Concatenate conditions with tensors of the same names. ``null`` and ``empty`` come from the first."""
+        first = conditions[0]
+        return first._of({name: torch.cat([each.tensors[name] for each in conditions]) for name in first.tensors})
+
+    @staticmethod
+    def where(choice: Tensor, first: Condition, second: Condition) -> Condition:
+        """Select each sample from ``first`` if ``choice`` ``(B,)`` is true, otherwise from ``second``."""
+        chosen = {
+            name: torch.where(choice.view(-1, *[1] * (value.ndim - 1)), value, second.tensors[name])
+            for name, value in first.tensors.items()
+        }
+        return second._of(chosen)
+
+    def _replaced(self, values: Mapping[str, Tensor]) -> Condition:
+        missing = values.keys() - self.tensors.keys()
+        assert not missing, f"the condition has no {sorted(missing)}"
+        replaced = {name: value.expand(len(self), *value.shape) for name, value in values.items()}
+        return self._of({**self.tensors, **replaced})
+
+    def _of(self, tensors: Mapping[str, Tensor]) -> Condition:
+        return Condition(tensors, self.null_values, self.empty_values)
+
+
+def text_condition(text: Tensor, null_text: Tensor | None = None, empty_text: Tensor | None = None) -> Condition:
+    """Return a condition with only caption embeddings.
+
+    Args:
+        text: ``(B, L, D)``.
+        null_text: embeddings of the negative prompt, ``(L, D)``.
+        empty_text: embeddings of the empty caption, ``(L, D)``.
+    """
+    null = {} if null_text is None else {"text": null_text}
+    empty = {} if empty_text is None else {"text": empty_text}
+    return Condition({"text": text}, null, empty)

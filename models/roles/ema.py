@@ -1,0 +1,73 @@
+"""Exponential moving average (EMA) of a role's fp32 masters, with the same sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fsdp_cp.reduce import local_shard
+from fsdp_cp.sharding.tensor_lists import lerp_, local_shards
+from models.roles.role import Role
+
+
+def ema_decay(update: int, *, decay: float | None, gamma: float) -> float:
+    """Return the factor of the old average at the ``update``-th update (0-based).
+
+    Args:
+        update: number of earlier updates.
+        decay: constant factor ``b``; ``None`` for the power schedule.
+        gamma: exponent of the power schedule ``b = (1 - 1/(i + 1)) ** (gamma + 1)`` (Karras et al. 2024, eq. 121).
+    """
+    return decay if decay is not None else (1 - 1 / (update + 1)) ** (gamma + 1)
+
+
+class Ema:
+    """EMA of ``role``'s weights: DTensors with the masters' dtype and sharding.
+
+    Args:
+        role: the trained role.
+        decay: constant factor, or ``None`` for the power schedule.
+        gamma: exponent of the power schedule.
+        start: first update that averages; before it the EMA copies the weights.
+
+    Raises:
+        ValueError: the masters are bf16. EMA updates are smaller than bf16 can represent.
+    """
+
+    def __init__(self, role: Role, *, decay: float | None, gamma: float, start: int):
+        self.role, self.decay, self.gamma, self.start = role, decay, gamma, start
+        weights = role.weights()
+        for name, weight in weights.items():
+            if weight.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"{name} is held in {weight.dtype}, in which an average stands still; use fp32 masters"
+                )
+        self.weights: dict[str, Tensor] = {name: w.clone() for name, w in weights.items()}
+
+    @torch.no_grad()
+    def update(self, update: int) -> None:
+        """Update the EMA after the role's ``update``-th optimizer step (0-based)."""
+        b = 0.0 if update < self.start else ema_decay(update - self.start, decay=self.decay, gamma=self.gamma)
+        current = self.role.weights()
+        lerp_(local_shards(self.weights.values()), local_shards(current[name] for name in self.weights), 1 - b)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Run the role with the EMA weights within this context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        current = self.role.weights()
+        for name, average in self.weights.items():
+            mine, its = local_shard(average), local_shard(current[name])
+            kept = its.clone()
+            its.copy_(mine)
+            mine.copy_(kept)

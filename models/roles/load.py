@@ -1,0 +1,247 @@
+"""Construction of roles: build on the meta device, split, shard, then fill from a diffusers folder or a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.reduce import local_shard, on_all_ranks
+from fsdp_cp.rng import stream_seed
+from fsdp_cp.sharding.initialise import initialise
+from fsdp_cp.sharding.settings import Precision
+from fsdp_cp.sharding.shard import materialise, settings_of
+from models.additions.base import attach_additions
+from models.families.base import LatentShape, Shape
+from models.files.checkpoint_files import one_line
+from models.lora.serving import Serving
+from models.roles.names import owner
+from models.roles.network import Network
+from models.roles.parallelize import parallelize
+from models.roles.role import Role
+from models.roles.role_plan import RolePlan, sharing
+
+
+def build_role(
+    plan: RolePlan,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    trainable: bool,
+    precision: Precision | None = None,
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
+    seed: int = 0,
+) -> Role:
+    """Build ``plan`` on ``mesh``. Each rank reads or draws only its own shards.
+
+    Args:
+        plan: plan from :func:`plan_role`.
+        mesh: mesh of all ranks.
+        device: this rank's device.
+        trainable: ``False`` stores the role in its compute dtype, without gradients or masters.
+        precision: replaces the plan's precision; the only way to use ``"fp64"``.
+        latent_shape: ``(C, T, H, W)`` of a sample.
+        condition_shapes: shape of each tensor of a sample's condition, by name.
+        seed: seed of random weights if there is no checkpoint; weights do not depend on the mesh.
+
+    Raises:
+        UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
+            has weights that are not finite.
+    """
+    roles = build_roles(
+        [plan],
+        trained=(plan.name,) if trainable else (),
+        mesh=mesh,
+        device=device,
+        precision=precision,
+        latent_shape=latent_shape,
+        condition_shapes=condition_shapes,
+        seed=seed,
+    )
+    return roles[plan.name]
+
+
+def build_roles(
+    plans: Sequence[RolePlan],
+    *,
+    trained: Collection[str],
+    mesh: Mesh,
+    device: torch.device,
+    precision: Precision | None = None,
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
+    seed: int = 0,
+) -> dict[str, Role]:
+    """Build each of ``plans`` as :func:`build_role` does, by name; roles not in ``trained`` are frozen.
+
+    Roles that can share a network do (:func:`sharing`).
+    """
+    built: dict[str, Role] = {}
+    for group in sharing(plans, trained):
+        networks = []
+        for i in range(group[0].experts):
+            of_expert = [plan.expert(i) for plan in group]
+            network = build_network(
+                of_expert,
+                trained=trained_with(group, i, trained),
+                mesh=mesh,
+                device=device,
+                precision=precision,
+                latent_shape=latent_shape,
+                condition_shapes=condition_shapes,
+            )
+            set_first_values(network, of_expert, seed_of_expert(seed, i))
+            networks.append(network)
+        for plan in group:
+            built[plan.name] = Role(
+                name=plan.name,
+                networks=tuple(networks),
+                boundaries=plan.boundaries,
+                trainable=plan.name in trained,
+                trained_experts=plan.trained_experts,
+                adapters=plan.adapters,
+            )
+    return {plan.name: built[plan.name] for plan in plans}
+
+
+def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
+    """Return the ``trained`` roles that train the network at position ``expert``."""
+    return {plan.name for plan in plans if plan.name in trained and expert in plan.trained_experts}
+
+
+def seed_of_expert(seed: int, expert: int) -> int:
+    """Return the seed of an expert's random weights; experts must differ."""
+    return stream_seed(seed, "expert", expert) if expert else seed
+
+
+def build_network(
+    plans: Sequence[RolePlan],
+    *,
+    trained: Collection[str],
+    mesh: Mesh,
+    device: torch.device,
+    precision: Precision | None = None,
+    latent_shape: LatentShape,
+    condition_shapes: Mapping[str, Shape],
+    allocate: bool = True,
+) -> Network:
+    """Build the network of one group of :func:`sharing`, with uninitialized memory for its weights.
+
+    Args:
+        plans: plans of the group; for experts, those of one expert.
+        trained: names of the roles that train.
+        mesh, device, precision, latent_shape, condition_shapes: as for :func:`build_role`.
+        allocate: ``False`` leaves the network on the meta device.
+
+    Raises:
+        UserError: the network cannot take data of these shapes.
+    """
+    plan, family = plans[0], plans[0].family
+    adapted = {role.name: role.lora for role in plans if role.lora is not None}
+    (tokens,) = {role.tokens(latent_shape, condition_shapes) for role in plans}  # the roles share one base
+    network = deepcopy(plan.network)
+    for name, adapters in adapted.items():
+        adapters.inject(network, name)
+    for role in plans:
+        if role.additions:
+            attach_additions(network, role.name, deepcopy(role.added), family, mesh, shared=len(plans) > 1)
+    serving = Serving(network, family.blocks(network)) if adapted else None
+    parallelize(network, plans, trained=trained, mesh=mesh, precision=precision)
+    settings = settings_of(network)
+    if settings.precision != "bf16" and device.type == "cuda":
+        # cuDNN would round fp32 convolutions (the patch embedding) to TF32: losses were .6 % off on an H200.
+        torch.backends.cudnn.allow_tf32 = False
+    # Offloaded parameters live in CPU memory, but buffers on the compute device.
+    if allocate:
+        materialise(network, "cpu" if settings.offload == "cpu" else device)
+        family.restore_buffers(network, device)
+    return Network(
+        family=family,
+        config=plan.config,
+        module=network,
+        precision=settings.precision,
+        tokens=tokens,
+        forward_flops=family.forward_flops(plan.config, tokens, condition_shapes),
+        tangent_flops=family.tangent_flops(plan.config, tokens, condition_shapes),
+        attention_flops=family.attention_flops(plan.config, tokens, condition_shapes),
+        adapters=tuple(adapted),
+        serving=serving,
+    )
+
+
+def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> None:
+    """Initialize a network from diffusers folders or from a seed. A collective.
+
+    Args:
+        network: network with allocated weights.
+        plans: plans of its roles; for experts, those of this expert.
+        seed: seed of random weights, and of additions and adapters that the folders do not hold.
+
+    Raises:
+        UserError: on every rank, if a file is unreadable or a weight is not finite.
+    """
+    family, module = network.family, network.module
+    if not plans[0].folders:
+        # Draw by public names, so that a base with adapters equals the network of the same seed without them.
+        initialise(
+            module,
+            seed=seed,
+            special=family.fill_special,
+            stream=lambda name: None if ".lora_" in name else owner(name)[1],
+        )
+    else:
+        base = {} if network.adapters else network.base_parameters()
+        _load(network.base_parameters(), plans[0])
+        for plan in plans:
+            if plan.additions:
+                initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
+            if plan.additions or plan.lora is not None:  # saved additions, and copies of modules trained whole
+                own = network.named_parameters(plan.name)
+                _load({name: weight for name, weight in own.items() if name not in base}, plan)
+    for plan in plans:
+        if plan.lora is not None:
+            plan.lora.fill(module, plan.name, seed)
+            if plan.lora.saved is not None:
+                own = network.named_parameters(plan.name)
+                _require_finite(own, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
+
+
+def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
+    """Load those of ``weights`` that the plan's folder holds. A collective.
+
+    Raises:
+        UserError: on every rank, if a file is unreadable or a weight is not finite.
+    """
+    (folder,) = plan.folders
+    saved = folder.shapes.keys() | folder.additions.keys()
+    wanted = {folder.stored.get(name, name): weight.detach() for name, weight in weights.items() if name in saved}
+    where = f"{plan.name}.checkpoint={folder.path}"
+    if not wanted:
+        return
+    try:
+        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder.path)))
+    except CheckpointException as error:  # raised on all ranks if any rank cannot read
+        reason = one_line(next(iter(error.failures.values()))[0])
+        raise UserError(f"{where} cannot be read ({reason}); copy it again") from error
+    _require_finite(wanted, where)
+
+
+def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights with NaN or infinity, which training would spread. All ranks must call it; each checks its shards.
+
+    Raises:
+        UserError: the same on every rank, for the first such tensor.
+    """
+    mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
+    broken = sorted({name for part in on_all_ranks(lambda: mine) for name in part})
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise UserError(f"{where}: {broken[0]}{more} holds numbers that are not finite; copy the checkpoint again")

@@ -1,0 +1,113 @@
+"""Steps that parallelize a network, in execution order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fsdp_cp.mesh import Mesh
+from fsdp_cp.sharding.activations import apply_activation_offload, apply_checkpointing, apply_compile
+from fsdp_cp.sharding.fp8 import apply_fp8
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE, Precision, ShardSettings
+from fsdp_cp.sharding.shard import checked_settings, shard
+from models.additions.base import additions_of
+from models.families.base import Family
+from models.roles.names import owner
+from models.roles.role_plan import RolePlan
+
+
+def parallelize(
+    network: nn.Module,
+    roles: Sequence[RolePlan],
+    *,
+    trained: Collection[str],
+    mesh: Mesh,
+    precision: Precision | None = None,
+) -> None:
+    """Split the tokens of ``network`` over ``mesh.cp`` and shard its parameters, in place.
+
+    The blocks are FSDP units; under bf16, modules that compute in fp32 are separate units.
+
+    Args:
+        network: network on the meta device, with the adapters and additions of its roles.
+        roles: roles that share the network; for experts, of this expert.
+        trained: names of the roles that train it.
+        mesh: mesh of all ranks.
+        precision: replaces the roles' precision.
+
+    Raises:
+        UserError: settings that exclude each other.
+    """
+    family, settings = roles[0].family, checked_settings(_shard_settings(roles, trained, precision), mesh.device_type)
+    if settings.precision == "fp64":
+        nn.Module.to(network, torch.float64)  # diffusers' own `to` warns about modules that it keeps in fp32
+    _mark_trainable(network, roles, trained)
+
+    # Split tokens, and exchange them in attention
+    family.parallelize(network, mesh, roles[0].attention_backend, roles[0].head_groups)
+
+    blocks = list(family.blocks(network))
+    full_precision = _full_precision_units(network, roles) if settings.precision == "bf16" else []
+    if settings.precision == "bf16" and _has_adapters(roles):
+        _store_base_in_compute_dtype(network, full_precision, COMPUTE_DTYPE[settings.precision])
+
+    # Convert linear layers first: the wrappers of a block capture its forward with its current layers.
+    fp8_layers = apply_fp8(network, blocks, settings, mesh.device_type, _fp8_excluded(network, family, full_precision))
+    for block in blocks:
+        apply_checkpointing(block, settings)
+        apply_compile(block, settings)
+        apply_activation_offload(block, settings)
+
+    shard(network, mesh, blocks, settings, full_precision_units=full_precision, fp8_layers=fp8_layers)
+
+
+def _has_adapters(roles: Sequence[RolePlan]) -> bool:
+    return any(role.lora is not None for role in roles)
+
+
+def _shard_settings(roles: Sequence[RolePlan], trained: Collection[str], precision: Precision | None) -> ShardSettings:
+    """Return the sharding settings of a network of ``roles``. The roles' settings agree
+    (:func:`distill.run.setup.plan_run`)."""
+    adapted = [role for role in roles if role.lora is not None]
+    role = (adapted or roles)[0]
+    settings = replace(role.sharding, precision=precision or role.sharding.precision)
+    if adapted:  # adapters keep fp32 masters; the base is stored in its compute dtype
+        early = any(role.sharding.gather_early for role in roles)
+        return replace(settings, master_dtype="keep", gather_early=early)
+    if role.as_it_is:
+        return replace(settings.frozen(), master_dtype="keep")
+    return settings if role.name in trained else settings.frozen()
+
+
+def _mark_trainable(network: nn.Module, roles: Sequence[RolePlan], trained: Collection[str]) -> None:
+    """Set ``requires_grad`` of every parameter. The base trains only with a role that has no adapters on it."""
+    never = set(roles[0].family.never_trained(roles[0].network))
+    base_role = None if _has_adapters(roles) else roles[0].name
+    for name, parameter in network.named_parameters():
+        role, public = owner(name)
+        parameter.requires_grad_((role or base_role) in trained and public not in never)
+
+
+def _full_precision_units(network: nn.Module, roles: Sequence[RolePlan]) -> list[nn.Module]:
+    additions = (addition for role in roles for addition in additions_of(network, role.name).values())
+    return [
+        *roles[0].family.full_precision_units(network),
+        *(addition for addition in additions if addition.full_precision),
+    ]
+
+
+def _store_base_in_compute_dtype(network: nn.Module, full_precision: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Store the frozen base in 2 bytes a parameter; it needs no fp32 masters."""
+    kept = {parameter for unit in full_precision for parameter in unit.parameters()}
+    for name, parameter in network.named_parameters():
+        if owner(name)[0] is None and parameter not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _fp8_excluded(network: nn.Module, family: Family, full_precision: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that stay out of fp8. Adapters and trained copies are small and stay exact."""
+    added = {name.rpartition(".")[0] for name, _ in network.named_parameters() if owner(name)[0] is not None}
+    return [*family.fp8_excluded(network), *map(network.get_submodule, added), *full_precision]

@@ -1,0 +1,286 @@
+"""A role: a purpose (teacher, student, fake score) with the sharded networks that serve it, called on full latents."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fsdp_cp.context.duals import may_be_dual
+from fsdp_cp.sharding.settings import COMPUTE_DTYPE
+from fsdp_cp.sharding.shard import gather_first_block_early, settings_of
+from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
+from models.additions.base import additions_of
+from models.additions.gan_head import gan_head_of
+from models.additions.time_conditioning import second_time
+from models.families.base import Family
+from models.roles.condition import Condition
+from models.roles.network import Network
+
+EXPERTS = ("high", "low")
+"""Names of two experts, by the noise level of their times."""
+ROUNDING = 1e-7
+"""Distance below a boundary at which a time still counts as the boundary: fp32 rounds .9 down."""
+
+
+def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
+    """Return the names of a role's networks that train, in logs and checkpoints: the role's, or its experts'."""
+    return [f"{role}.{EXPERTS[i]}" for i in experts] if boundaries else [role]
+
+
+@dataclass(kw_only=True)
+class Role:
+    """A purpose on the mesh. Sharding and token splitting are invisible to callers.
+
+    A role has one network, or several experts of one configuration that each serve a range of times. Roles can share
+    networks. All ranks must select the same expert for a forward; otherwise their collectives would not match.
+    """
+
+    name: str
+    """``teacher``, ``student`` or ``fake``."""
+    networks: tuple[Network, ...]
+    """Networks of the role. The first serves the noisiest times."""
+    boundaries: tuple[float, ...] = ()
+    """Decreasing times in (0, 1) between successive networks. A boundary belongs to the earlier network."""
+    trainable: bool
+    trained_experts: tuple[int, ...] = ()
+    """Positions of the experts that train; all of them by default."""
+    adapters: dict[str, Any] | None = None
+    """Description of the role's adapters (:attr:`models.roles.role_plan.RolePlan.adapters`)."""
+    network: nn.Module = field(init=False)
+    """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
+    beyond: float = field(default=0.0, init=False)
+    """Distance by which a time may lie outside its expert's range, within :meth:`differences`."""
+    flops: int = 0
+    """Operations since the trainer last set it to 0, for all samples of this rank, including backward."""
+
+    def __post_init__(self) -> None:
+        ends = (1.0, *self.boundaries, 0.0)
+        if len(self.boundaries) != len(self.networks) - 1 or any(low >= high for high, low in pairwise(ends)):
+            raise ValueError(
+                f"{self.name}: {len(self.networks)} networks with boundaries {self.boundaries}; give one boundary fewer"
+                " than networks, falling, between 1 and 0"
+            )
+        if any(network.config != self.config for network in self.networks):
+            raise ValueError(f"{self.name}: its networks are not of one configuration")
+        if not self.trained_experts:
+            self.trained_experts = tuple(range(len(self.networks)))
+        modules = [network.module for network in self.networks]
+        self.network = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+
+    @property
+    def family(self) -> Family:
+        """Model family of the networks."""
+        return self.networks[0].family
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Diffusers configuration that all networks of this role share."""
+        return self.networks[0].config
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of one sample."""
+        return self.networks[0].tokens
+
+    def expert_at(self, time: float) -> int:
+        """Return the position of the network that serves ``time``.
+
+        A boundary belongs to the network before it, as in diffusers' pipelines.
+        """
+        return sum(time + ROUNDING < boundary for boundary in self.boundaries)
+
+    def trains_at(self, time: float) -> bool:
+        """Return whether the network that serves ``time`` is one of those that train."""
+        return self.expert_at(time) in self.trained_experts
+
+    def network_at(self, t: Tensor, at: float | None) -> Network:
+        """Return the network that serves the times ``t``.
+
+        Args:
+            t: ``(B,)`` or ``(B, T)`` in [0, 1].
+            at: for experts, a time in the same range as all of ``t``, known to the host and equal on all ranks.
+
+        Raises:
+            ValueError: ``at`` is missing for experts, or ``t`` spans several experts. CUDA times are not checked, which
+                would synchronize the device.
+        """
+        if not self.boundaries:
+            return self.networks[0]
+        if at is None:
+            raise ValueError(f"{self.name}: which of its {len(self.networks)} networks is wanted must be said by at=")
+        expert = self.expert_at(at)
+        if t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
+            wrong = [
+                time
+                for time in t.detach().flatten().tolist()
+                if not self.expert_at(time + self.beyond) <= expert <= self.expert_at(time - self.beyond)
+            ]
+            if wrong:
+                raise ValueError(
+                    f"{self.name}: a time of {wrong[0]:g} where at={at:g} asks for the network of another range"
+                    f" (boundaries {', '.join(f'{b:g}' for b in self.boundaries)}); draw a batch's times in one range"
+                )
+        return self.networks[expert]
+
+    def single(self, index: int) -> Role:
+        """Return the role with one of its networks alone."""
+        if not self.boundaries:
+            return self
+        return replace(self, networks=(self.networks[index],), boundaries=(), trained_experts=())
+
+    @property
+    def trained_networks(self) -> dict[str, int]:
+        """Positions of the networks that train, by their names in logs and checkpoints."""
+        names = trained_names(self.name, self.boundaries, self.trained_experts)
+        return dict(zip(names, self.trained_experts, strict=True))
+
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
+    ) -> Tensor:
+        """Return the rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
+
+        Args:
+            x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
+            t: ``(B,)`` in [0, 1], fp32 or better; never rounded to the compute dtype. ``(B, T)``, a time per latent
+                frame, if the family supports it.
+            condition: condition of the B samples.
+            r: ``(B,)`` in [0, 1], required by the additions ``second_time`` (mean velocity from r to t) and
+                ``last_step`` (samples whose last step was at r), and refused without them.
+            at: as for :meth:`network_at`.
+
+        Returns:
+            ``(B, C, T, H, W)`` in the dtype of ``x``.
+
+        Raises:
+            ValueError: times have another shape or span several experts.
+        """
+        network = self.network_at(t, at)
+        with second_time(additions_of(network.module, self.name), t, r):
+            v = self._outputs(network, x, t, condition)[0]
+        if v.dtype == x.dtype:
+            return v
+        return network.family.hold(v.to(x.dtype), x, t, condition)
+
+    def logits(
+        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
+    ) -> Tensor:
+        """Return ``D(x_t, t, condition)`` of this role's GAN head (models/additions/gan_head.py); positive means real.
+
+        Args:
+            x, t, condition, r, at: as for :meth:`velocity`.
+
+        Returns:
+            Logits ``(B, K)`` of its K blocks, in the dtype of ``x``.
+        """
+        network = self.network_at(t, at)
+        head = gan_head_of(network.module, self.name)
+        with head.wanted(self.tokens), second_time(additions_of(network.module, self.name), t, r):
+            return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
+
+    def _outputs(
+        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
+    ) -> tuple[Tensor, ...]:
+        """Call ``network`` and return its outputs; ``depth`` is the share of the network that a backward passes."""
+        dtype = COMPUTE_DTYPE[network.precision]
+        of_frames = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
+        if t.shape != x.shape[:1] and not of_frames:
+            # A broadcasting network would read (B, T) as times of tokens, and split them if T equals cp.
+            raise ValueError(f"times of shape {tuple(t.shape)} for {len(x)} samples; give one a sample, ({len(x)},)")
+        assert t.dtype in (torch.float32, torch.float64), "times lose their meaning below fp32"
+        # A backward costs one forward for input gradients and one for weight gradients. A frozen base has only the
+        # former.
+        backward = (1 if network.adapters else 2) if self.trainable else int(x.requires_grad)
+        flops = (1 + depth * backward * torch.is_grad_enabled()) * network.forward_flops
+        if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
+            flops += network.tangent_flops
+        self.flops += int(flops * x.shape[0])
+        recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
+        with network.serves(self.name), recorded:
+            return network.family.outputs(network.module, x.to(dtype), t, condition.to(dtype))
+
+    @contextmanager
+    def differences(self, step: float) -> Iterator[None]:
+        """Within this context, allow times up to ``step`` outside the range of the selected expert.
+
+        A finite difference then uses one network on both sides.
+        """
+        self.beyond = step
+        try:
+            yield
+        finally:
+            self.beyond = 0.0
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Freeze the role within this context: gradients reach only the inputs, and the role allocates none.
+
+        Use it for whole steps between two updates; a backward must end inside too. On exit the same parameters are
+        trainable as before. Nests. Other roles of the network keep training.
+        """
+        before, self.trainable = self.trainable, False
+        try:
+            with ExitStack() as stack:
+                for network in self.networks:
+                    names = network.owned_names(self.name)
+                    stack.enter_context(frozen(network.module, names if network.adapters else None))
+                yield
+        finally:
+            self.trainable = before
+
+    @contextmanager
+    def training(self, experts: Container[int]) -> Iterator[None]:
+        """Freeze other roles' adapters on shared networks within this context.
+
+        Otherwise FSDP would wait for their gradients: a unit's sum over its replicas would lack them. Adapters of this
+        role in experts that the step does not train are frozen too, since another role's backward through such an
+        expert would leave gradients there. Use it for whole steps, as :meth:`frozen`.
+
+        Args:
+            experts: positions of the role's networks that the step trains.
+        """
+        with ExitStack() as stack:
+            for i, network in enumerate(self.networks):
+                if len(network.adapters) > 1:
+                    names = network.trained_elsewhere(self.name)
+                    if i not in experts:
+                        names |= network.owned_names(self.name)
+                    stack.enter_context(frozen(network.module, names))
+            yield
+
+    def gather_early(self) -> None:
+        """Begin to gather the parameters that this role's next forward needs first, if its settings enable it.
+
+        Networks that two roles adapt are skipped: their frozen parameters change at the start of a step, which frees an
+        early gather.
+        """
+        if len(self.networks) > 1 or len(self.networks[0].adapters) > 1:  # the next expert is not known yet
+            return
+        if settings_of(self.network).gather_early:
+            gather_first_block_early(self.network, self.family.blocks(self.network)[0])
+
+    def rest(self) -> None:
+        """Free gathered parameters. Gathered copies would hide later updates of the shards."""
+        reshard(self.network)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this role's sharded parameters by public name (:meth:`Network.named_parameters`), in a fixed order."""
+        self.rest()
+        named = [network.named_parameters(self.name) for network in self.networks]
+        if len(named) == 1:
+            return named[0]
+        return {f"{i}.{name}": weight for i, network in enumerate(named) for name, weight in network.items()}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the values of :meth:`named_parameters`."""
+        return list(self.named_parameters().values())
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the sharded masters of :meth:`named_parameters` (DTensors that share their storage), by name."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters().items()}

@@ -1,0 +1,288 @@
+"""Plans of roles, checked against their files before anything is built."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_cp.errors import UserError
+from fsdp_cp.launch import rank
+from fsdp_cp.sharding.settings import ShardSettings
+from models.additions.base import PREFIX, Addition, Chosen, named_additions
+from models.additions.gan_head import GanHead
+from models.additions.time_conditioning import LastStep, SecondTime
+from models.families.base import Family, LatentShape, Shape, config_of
+from models.families.registry import family_of
+from models.files.checkpoint_files import (
+    Checkpoint,
+    TransformerFolder,
+    check_tensors,
+    defining,
+    fingerprint,
+    inspect_checkpoint,
+)
+from models.lora.plan import LoraPlan, plan_lora
+from models.lora.settings import LoraSettings
+from models.roles.role import EXPERTS
+
+log = logging.getLogger(__name__)
+
+ADDITIONS: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": SecondTime, "last_step": LastStep}
+
+
+def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -> nn.ModuleDict:
+    """Build the additions ``chosen`` for a network of ``config``, on the current default device."""
+    arguments = chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, {})
+    return nn.ModuleDict({name: ADDITIONS[name](family, config, **given) for name, given in arguments.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """Plan of a role, checked against its files before anything is built."""
+
+    name: str
+    family: Family
+    config: dict[str, Any]
+    """Configuration of the network as loaded from JSON, with the family's defaults and without diffusers' own keys."""
+    folders: tuple[TransformerFolder, ...]
+    """Folder of each network's weights; empty for random weights."""
+    boundaries: tuple[float, ...] = ()
+    """Times between experts (:class:`models.roles.role.Role`)."""
+    trained_experts: tuple[int, ...] = (0,)
+    """Positions of the networks that train, if the role trains."""
+    as_it_is: bool = False
+    """Whether this is a frozen expert that is exported with a trained one, so that it keeps its checkpoint's
+    precision."""
+    sharding: ShardSettings
+    attention_backend: str = "auto"
+    head_groups: int = 1
+    additions: Chosen = ()
+    """Additions of each network; see models/additions/."""
+    base: tuple[str, str]
+    """Identity of the weights, from family and folder or configuration. Roles with an equal ``base`` can share
+    networks."""
+    added: nn.ModuleDict
+    """The additions as modules on the meta device; never changed."""
+    lora: LoraPlan | None = None
+    """Adapters of the role; ``None`` for a role that owns the whole network."""
+    network: nn.Module
+    """One of its networks, on the meta device, without adapters and additions; never changed."""
+
+    @property
+    def experts(self) -> int:
+        """Number of networks."""
+        return len(self.boundaries) + 1
+
+    def expert(self, index: int) -> RolePlan:
+        """Return the plan with one of its networks only; without adapters if that network does not train."""
+        lora = self.lora if index in self.trained_experts else None
+        beside = index not in self.trained_experts
+        folders = self.folders[index : index + 1]
+        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=beside)
+
+    @property
+    def setting(self) -> str:
+        """Setting that determines the networks, as users write it."""
+        return f"{self.name}.{'checkpoint' if self.folders else 'architecture'}"
+
+    def tokens(self, latent_shape: LatentShape, condition_shapes: Mapping[str, Shape]) -> int:
+        """Return the number of tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
+
+        Raises:
+            UserError: the network cannot take these shapes.
+        """
+        self.family.check_sample(self.config, latent_shape, condition_shapes, self.setting)
+        return self.family.tokens(self.config, latent_shape)
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """Description of the adapters and their base, as JSON; ``None`` without adapters. The run's seed determines a
+        random base."""
+        if self.lora is None:
+            return None
+        base: dict[str, str | None] = {"path": None, "fingerprint": None}
+        if self.folders:
+            above = self.folders[0].path.parent if self.boundaries else self.folders[0].path
+            base = {"path": str(above.resolve()), "fingerprint": " ".join(map(fingerprint, self.folders))}
+        return self.lora.described | {"base": base}
+
+    @property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the role's parameters in each network, by public name: adapters or the network, and
+        additions."""
+        if self.lora is not None:
+            own = self.lora.shapes(self.network)
+        else:
+            own = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
+
+    def of(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
+        """Return the plan for another network of its family, on the meta device, with weights in ``folders``. Roles
+        that share this plan's network share the new one."""
+        config = {"_class_name": self.family.class_name} | defining(config_of(network))
+        with torch.device("meta"):
+            added = build_additions(self.additions, self.family, config_of(network))
+        lora = None if self.lora is None else self.lora.of(network)
+        return replace(self, config=config, folders=folders, network=network, added=added, lora=lora)
+
+
+def plan_role(
+    name: str,
+    *,
+    checkpoint: str | None,
+    architecture: dict[str, Any] | None = None,
+    boundary: float | None = None,
+    family: str = "wan",
+    sharding: ShardSettings | None = None,
+    attention_backend: str = "auto",
+    head_groups: int = 1,
+    additions: Chosen = (),
+    lora: LoraSettings | None = None,
+    saved: Path | None = None,
+    experts: str = "both",
+) -> RolePlan:
+    """Check a role's settings. Reads headers and builds a network on the meta device only.
+
+    Args:
+        name: the role.
+        checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
+        architecture: the network's configuration if there is no checkpoint.
+        boundary: time from which the first of two experts serves, if there is no checkpoint; a checkpoint has its own.
+        family: the model family.
+        sharding: sharding settings; plain fp32 by default.
+        attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
+        additions: additions of the network.
+        lora: settings of the adapters that the role trains on a frozen network.
+        saved: file with the adapters' first values.
+        experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
+
+    Raises:
+        UserError: a folder is missing, files do not fit the network, checkpoint and architecture are both missing, or
+            the network cannot have these adapters.
+    """
+    chosen = family_of(family, name)
+    setting = f"{name}.checkpoint"
+    if (checkpoint is None) == (architecture is None):
+        raise UserError(
+            f"{setting} must name a diffusers folder"
+            + (
+                f", or set {name}.architecture for random weights, not both"
+                if architecture is not None
+                else f" (or set {name}.architecture for random weights)"
+            )
+        )
+    found = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
+    boundaries = found.boundaries
+    if boundary is not None:
+        if checkpoint is not None:
+            raise UserError(
+                f"{name}.boundary={boundary:g} is for {name}.architecture; a checkpoint of two experts has its boundary"
+                " in model_index.json (boundary_ratio)"
+            )
+        if not 0 < boundary < 1:
+            raise UserError(f"{name}.boundary={boundary:g} must be between 0 and 1")
+        boundaries = (boundary,)
+    if architecture is not None:
+        chosen.check_keys(architecture, f"{name}.architecture")
+    with torch.device("meta"):
+        if found.folders:
+            network, *others = (chosen.build(folder.config, setting) for folder in found.folders)
+        else:
+            network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
+        extra = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
+    _check_experts([network, *others], f"{setting}={checkpoint}")
+    shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
+    for folder in found.folders:
+        check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
+        _check_additions(folder, shapes, setting)
+    if saved is not None and boundaries and experts == "both":
+        raise UserError(
+            f"{name}.checkpoint={saved.parent} holds adapters of one network, and its base is two experts; give"
+            f" {name}.experts=high or low, whose they are"
+        )
+    adapters = None
+    if lora is not None and (lora.enabled or saved is not None):
+        adapters = plan_lora(network, chosen, lora, name, saved)
+    config = {"_class_name": chosen.class_name} | defining(config_of(network))
+    weights = "\n".join(str(folder.path.resolve()) for folder in found.folders)
+    if not found.folders:
+        weights = json.dumps([config, *boundaries], sort_keys=True)
+    return RolePlan(
+        name=name,
+        family=chosen,
+        config=config,
+        base=(chosen.name, weights),
+        folders=found.folders,
+        boundaries=boundaries,
+        trained_experts=_trained_experts(name, boundaries, experts),
+        sharding=sharding or ShardSettings(),
+        attention_backend=attention_backend,
+        head_groups=head_groups,
+        additions=additions,
+        added=extra,
+        lora=adapters,
+        network=network,
+    )
+
+
+def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
+    """Return the positions of the experts that train.
+
+    Raises:
+        UserError: one of two experts is chosen, but the role has one network.
+    """
+    if chosen == "both":
+        return tuple(range(len(boundaries) + 1))
+    if not boundaries:
+        raise UserError(f"{name}.experts={chosen} is for a model of two experts, and the {name} is one; leave it out")
+    return (EXPERTS.index(chosen),)
+
+
+def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
+    """Check that all experts have the same configuration.
+
+    Raises:
+        UserError: a key differs.
+    """
+    first, *others = (defining(config_of(network)) for network in networks)
+    for other in others:
+        if other != first:
+            keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
+            raise UserError(
+                f"{where}: its two experts differ in {', '.join(keys)}; experts must be alike but in weights"
+            )
+
+
+def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
+    """Check the additions that ``folder`` holds. A seed initializes chosen additions that it does not hold."""
+    saved, chosen = named_additions(folder.additions), named_additions(expected)
+    found = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
+    wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
+    check_tensors(replace(folder, shapes=found), wanted, setting)
+    if saved - chosen and rank() == 0:
+        log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
+
+
+def sharing(plans: Sequence[RolePlan], trained: Collection[str]) -> list[list[RolePlan]]:
+    """Group ``plans`` by the network that they use, in the order of each group's first plan.
+
+    Roles with adapters on one base share it. So does a frozen role whose network is this base: a teacher is the base
+    without adapters. A role that trains its whole network does not share it.
+
+    Args:
+        plans: plans of the roles.
+        trained: names of the roles that train.
+    """
+    adapted = {plan.base for plan in plans if plan.lora is not None}
+    groups: dict[object, list[RolePlan]] = {}
+    for plan in plans:
+        shares = plan.lora is not None or (plan.name not in trained and not plan.additions and plan.base in adapted)
+        groups.setdefault(plan.base if shares else plan.name, []).append(plan)
+    return list(groups.values())
