@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.data.encoders.words import COLOURS, MOTIONS, SHAPES, PixelCodec, WordTable
 from distill.data.videos.decode import MAX_SIZE, ClipFormat
-from distill.data.word_table import COLOURS, MOTIONS, SHAPES, WordTable
 from fsdp_cp.errors import UserError
 from models.roles.condition import Condition
 
@@ -214,6 +214,10 @@ class MovingShapes:
             "caption": self._captions[index % len(self._captions)],
         }
 
+    def caption(self, index: int) -> str:
+        """Return the caption of an item."""
+        return self._captions[index % len(self._captions)]
+
     def captions(self) -> list[str]:
         """The 64 captions, colour varying slowest; the 8 without a colour, with ``colour_shares``."""
         return list(self._captions)
@@ -222,10 +226,13 @@ class MovingShapes:
         """Of captions made of the table's words, the empty one included: ``text`` (n, L, D). UserError for others."""
         return Condition({"text": self._table.embed(captions, CAPTION_WORDS)}, self.null, self.empty)
 
+    def embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return ``text`` fp32 (L, D) of a caption made of the table's words, as encoded sets store it."""
+        return {"text": self._table.embed([caption], CAPTION_WORDS)[0]}
+
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (n, 3, T, H, W) -> uint8 (n, T, H, W, 3); values outside [-1, 1] are clipped."""
-        pixels = (latents.float().clamp(-1, 1) + 1) * 127.5
-        return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+        return PixelCodec().decode(latents)
 
     def release(self) -> None:
         """Nothing to free: there is no VAE."""

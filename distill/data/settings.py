@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -19,6 +19,10 @@ from distill.data.base import ClipDataset
 from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
 from fsdp_cp.words import counted
+
+if TYPE_CHECKING:
+    from distill.data.sets.encode import EncodeSettings
+    from distill.data.sets.encoded_set import EncodedSet
 
 Shape = tuple[int, ...]
 VAE_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -69,6 +73,14 @@ class DataSettings:
 
         Raises:
             UserError: settings that do not fit, a folder without a usable clip, captions that cannot be embedded.
+        """
+        raise NotImplementedError
+
+    def encode_settings(self) -> EncodeSettings:
+        """Return the settings with which the data set encodes clips and captions.
+
+        Raises:
+            UserError: folders that are not there.
         """
         raise NotImplementedError
 
@@ -123,7 +135,7 @@ class MovingShapesSettings(DataSettings):
         return data
 
     def fingerprints(self) -> dict[str, str]:
-        from distill.data.word_table import table_file
+        from distill.data.encoders.words import table_file
         from models.files.checkpoint_files import fingerprint_of
 
         return {"data.encoders": fingerprint_of([table_file(self.encoders)])}
@@ -137,6 +149,20 @@ class MovingShapesSettings(DataSettings):
                 raise UserError(
                     f"sample.captions: {caption!r} is not a caption of moving_shapes; use for example {known[0]!r}"
                 )
+
+    def encode_settings(self) -> EncodeSettings:
+        from distill.data.moving_shapes import CAPTION_WORDS
+        from distill.data.sets.encode import EncodeSettings
+
+        return EncodeSettings(
+            encoders=self.encoders,
+            num_frames=self.num_frames,
+            height=self.height,
+            width=self.width,
+            fps=self.fps,
+            negative_prompt=self.negative_prompt,
+            max_text_tokens=CAPTION_WORDS,
+        )
 
     def table_in_words(self) -> str:
         return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
@@ -182,22 +208,13 @@ class VideoFolderSettings(DataSettings):
     and LTX-Video have it in the noisy frame's place); null for none."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
-        from distill.data.encoders.choose import choose_encoders
-        from distill.data.encoders.wan import check_text_tokens
-        from distill.data.videos.decode import ClipFormat
-
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
             if getattr(self, key) is None:
                 raise UserError(f"data.{key} is not set; data={self.name} needs a {what} there")
         check_choices(self, "data.")
-        check_text_tokens(self.max_text_tokens)
-        clip = ClipFormat(num_frames=self.num_frames, height=self.height, width=self.width, fps=self.fps)
-        folder, image = choose_encoders(self.encoders), None
-        if self.image is not None:
-            if not self.has_clips:
-                raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
-            image = folder.inspect_image(f"data.encoders={self.encoders}")
-        return folder.latent_shape(clip), folder.condition_shapes(clip, self.max_text_tokens, image)
+        if self.image is not None and not self.has_clips:
+            raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
+        return self.encode_settings().shapes()
 
     def build(
         self,
@@ -211,24 +228,21 @@ class VideoFolderSettings(DataSettings):
         from distill.data.sets.dataset import encode_source
 
         return encode_source(
+            **asdict(self.encode_settings()),
             path=self.path,
             has_clips=self.has_clips,
-            encoders=self.encoders,
-            num_frames=self.num_frames,
-            height=self.height,
-            width=self.width,
-            fps=self.fps,
-            negative_prompt=self.negative_prompt,
-            cache=self.cache or str(run_dir / "cache"),
-            max_text_tokens=self.max_text_tokens,
-            device=device,
-            vae_precision=self.vae_precision,
-            vae_tiling=self.vae_tiling,
-            captions=captions,
-            image=self.image,
-            images=images,
             columns=self.columns,
+            cache=self.cache or str(run_dir / "cache"),
+            captions=captions,
+            images=images,
+            device=device,
         )
+
+    def encode_settings(self) -> EncodeSettings:
+        from distill.data.sets.encode import EncodeSettings
+
+        names = EncodeSettings.__dataclass_fields__.keys() & self.__dataclass_fields__.keys()
+        return EncodeSettings(**{name: getattr(self, name) for name in names})
 
     def fingerprints(self) -> dict[str, str]:
         from distill.data.encoders.choose import choose_encoders
@@ -295,7 +309,7 @@ class EncodedSettings(DataSettings):
     free_on_resume: ClassVar[tuple[str, ...]] = ("cache", "encoders", "vae_precision", "vae_tiling")
     name: str = "encoded"
     path: str | None = None
-    """Folder that ``python -m distill.encode`` wrote. It decides frames, sizes and frame rate."""
+    """Set of ``python -m distill.encode`` or ``python -m distill.teacher_clips``. It decides frames, sizes and rate."""
     encoders: str | None = None
     """Diffusers pipeline folder of the set, which decodes samples; null: the folder that the set names."""
     cache: str | None = None
@@ -314,22 +328,14 @@ class EncodedSettings(DataSettings):
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         check_choices(self, "data.")
-        settings = self.settings()
-        folder, image = settings.inspect()
-        shapes = folder.condition_shapes(settings.clip, settings.max_text_tokens, image)
-        return folder.latent_shape(settings.clip), shapes
+        return self.encode_settings().shapes()
 
-    def settings(self) -> Any:
-        """Return the :class:`distill.data.sets.encode.EncodeSettings` of the set.
-
-        Raises:
-            UserError: a path that is not a set, or encoders that are not those of the set.
-        """
+    def encode_settings(self) -> EncodeSettings:
         from distill.data.sets.dataset import settings_of
 
         return settings_of(self.open(), self.encoders, vae_precision=self.vae_precision, vae_tiling=self.vae_tiling)
 
-    def open(self) -> Any:
+    def open(self) -> EncodedSet:
         """Open the set, without reading a clip.
 
         Raises:
@@ -338,7 +344,7 @@ class EncodedSettings(DataSettings):
         from distill.data.sets.encoded_set import EncodedSet
 
         if self.path is None:
-            raise UserError("data.path is not set; give a folder that python -m distill.encode wrote")
+            raise UserError("data.path is not set; give a set of python -m distill.encode or distill.teacher_clips")
         return EncodedSet(Path(self.path).expanduser(), f"data.path={self.path}")
 
     def build(

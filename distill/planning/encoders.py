@@ -16,6 +16,7 @@ from distill.config import Config
 from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, TEMPLATE_TOKENS, HunyuanTextEncoder
 from distill.data.encoders.image import SIGLIP
 from distill.data.encoders.ltx import LTX_VAE_CLASS
+from distill.data.encoders.words import table_file
 from distill.data.settings import VAE_PRECISIONS, EncodedSettings, VideoFolderSettings
 from distill.planning.roles import Shapes
 from fsdp_cp.measure.attributed import AttributedStorages, Peak
@@ -40,7 +41,9 @@ def encoder_peaks(config: Config, shapes: Shapes) -> dict[str, Peak]:
     latent_shape, _ = shapes
     data = config.data
     if isinstance(data, EncodedSettings):
-        data = data.settings()
+        data = data.encode_settings()
+        if table_file(data.encoders).is_file():
+            return {}
     elif not isinstance(data, VideoFolderSettings):
         return {}
     text, vae, image = encoder_settings(config, shapes)
@@ -95,7 +98,7 @@ def encoder_settings(config: Config, shapes: Shapes) -> tuple[dict[str, Any], di
     """
     (channels, *_), condition_shapes = shapes
     parts = ["text_encoder", "vae", "image_encoder"][: 3 if "image_embeds" in condition_shapes else 2]
-    path = config.data.settings().encoders if config.data.name == "encoded" else config.data.encoders
+    path = config.data.encode_settings().encoders if config.data.name == "encoded" else config.data.encoders
     if path is None:
         released = family_of(config.student.family, "student").planning.encoders(channels)
         found = [dict(settings) for settings in released.values()]

@@ -1,4 +1,4 @@
-"""Damaged clips, latents, embeddings and trajectories: refused or written again, never used."""
+"""Damaged clips, latents and embeddings: refused or written again, never used."""
 
 import io
 import os
@@ -8,12 +8,9 @@ from contextlib import redirect_stderr
 import av
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from distill.data import MovingShapesSettings, VideoFolderSettings
 from distill.data.sets.dataset import encode_source
-from distill.data.trajectories import TrajectoryFolder
 from distill.data.videos.decode import ClipError, ClipFormat, read_clip
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import render_clips, write_metadata
@@ -118,40 +115,3 @@ def test_a_full_disk_is_one_line_and_loses_nothing(make, root, size):
     assert str(error.value).startswith(f"data.cache={root / 'cache'}") and "\n" not in str(error.value)
     assert not list((root / "cache").rglob("*.safetensors"))
     assert len(make()) == 2
-
-
-# Trajectories
-
-
-@pytest.fixture
-def trajectories(tmp_path):
-    folder = TrajectoryFolder(str(tmp_path / "trajectories"))
-    folder.begin({"seed": 0})
-    for i in range(2):
-        folder.write(i, torch.randn(3, 2, 1, 4, 4), torch.randn(2, 1, 4, 4), f"caption {i}")
-    return folder
-
-
-@pytest.mark.parametrize("damage", ["cut", "nan", "dtype", "shape", "names", "caption"])
-def test_damaged_trajectories_are_named_and_made_again(trajectories, caplog, damage):
-    file, shape = trajectories.file(1), (3, 2, 1, 4, 4)
-    assert trajectories.missing(2, shape) == []
-    states, latents, _ = trajectories.read(1)
-    tensors, notes = {"states": states, "latents": latents}, {"caption": "caption 1"}
-    if damage == "nan":
-        states[0, 0, 0, 0, 0] = torch.nan
-    if damage == "dtype":
-        tensors["states"] = states.half()
-    if damage == "shape":
-        tensors["latents"] = latents[:1].contiguous()
-    if damage == "names":
-        tensors = {"other": states}
-    if damage == "caption":
-        notes = None
-    save_file(tensors, file, metadata=notes)
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError) as error:
-        trajectories.read(1)
-    assert str(file) in str(error.value) and "\n" not in str(error.value)
-    assert trajectories.missing(2, shape) == [1] and str(file) in caplog.text

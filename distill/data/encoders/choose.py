@@ -1,4 +1,4 @@
-"""The encoders of a pipeline folder, whatever its family: the class of its VAE decides whose they are."""
+"""Encoders of a folder. The class of its VAE decides the family; a folder with a word table has that."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
 from distill.data.encoders.ltx import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
 from distill.data.encoders.wan import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
+from distill.data.encoders.words import inspect_words, table_file
 
 _ENCODERS = {
     VAE_CLASS: (TEXT_CLASS, inspect_wan),
@@ -22,5 +23,7 @@ def choose_encoders(path: str | Path) -> EncoderFolder:
     Raises: ``UserError`` as :func:`distill.data.encoders.wan.read_encoders`, and for settings that no such VAE
     has.
     """
+    if table_file(path).is_file():
+        return inspect_words(path)
     folder, where, vae, text = read_encoders(path, {name: text for name, (text, _) in _ENCODERS.items()})
     return _ENCODERS[vae["_class_name"]][1](folder, where, vae, text)

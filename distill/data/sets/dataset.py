@@ -5,10 +5,11 @@ Shape legend: C t h w latents, L tokens, D width of an embedding.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,15 @@ from distill.data.sets.encode import EncodeSettings, Source, describe, encode, l
 from distill.data.sets.encoded_set import COMMAND, EncodedSet, refuse_earlier
 from distill.data.videos.decode import first_frame
 from distill.data.videos.video_folder import ListedClip, unlisted_videos
-from fsdp_cp.errors import UserError
+from fsdp_cp.errors import UserError, shown
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
 from models.roles.condition import Condition
 
 logger = logging.getLogger(__name__)
+
+STATES = "states"
+"""Part of a clip: states of the teacher that sampled it, and an item's tensor with them."""
 
 
 class EncodedData:
@@ -51,7 +55,8 @@ class EncodedData:
         device: str | torch.device = "cpu",
         damaged: Literal["refuse", "skip"] = "refuse",
     ) -> None:
-        self.set, self._settings, self._further, self.device = encoded, settings, further, torch.device(device)
+        self.set, self.settings, self._further, self.device = encoded, settings, further, torch.device(device)
+        self._states: list[int] = []
         self.encoders, self._image = settings.inspect()
         self.fps = float(settings.fps)
         clip = settings.clip
@@ -99,7 +104,34 @@ class EncodedData:
         row = self._row(index)
         clip, text = self.set.clip_of(row), self.set.text_of(row)
         item = {"caption": self.set.caption(text), **self._text_tensors(self.set, text), **self.clip_tensors}
-        return item | (self._clip_tensors(self.set, clip) if clip >= 0 else {})
+        if clip >= 0:
+            item |= self._clip_tensors(self.set, clip, leave=() if self._states else (STATES,))
+        if self._states:
+            item[STATES] = item[STATES][self._states]
+        return item
+
+    def with_states(self, times: Sequence[float]) -> EncodedData:
+        """Return these data with ``states`` (K, C, t, h, w) in each item: the teacher's at these K times.
+
+        Raises:
+            UserError: a time without states.
+        """
+        data = copy.copy(self)
+        data._states = states_at(self.set, times)
+        return data
+
+    def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
+        """Return the embeddings of a caption as the set stores them: fp32 (tokens, D), not filled up.
+
+        Raises:
+            UserError: a caption that was not known when the data set was made.
+        """
+        where, text = self._find(caption)
+        return where.text(text)
+
+    def caption(self, index: int) -> str:
+        """Return the caption of an item, without its tensors."""
+        return self.set.caption(self.set.text_of(self._row(index)))
 
     def captions(self) -> Sequence[str]:
         """Return the distinct captions, in the order of their first items."""
@@ -120,7 +152,7 @@ class EncodedData:
             tensors = self._text_tensors(where, text) | self.clip_tensors
             if self._image is not None:
                 image = self._image_of(caption) if clips is None else (self.set, self.set.clip_of(self._row(clips[i])))
-                tensors |= {n: t for n, t in self._clip_tensors(*image).items() if n != "latents"}
+                tensors |= self._clip_tensors(*image, leave=("latents", STATES))
             rows.append(tensors)
         return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]}, self.null, self.empty)
 
@@ -157,9 +189,9 @@ class EncodedData:
     def _text_tensors(self, where: EncodedSet, text: int) -> dict[str, torch.Tensor]:
         return self.encoders.text_tensors(where.text(text), self.condition_shapes["text"][0])
 
-    def _clip_tensors(self, where: EncodedSet, clip: int) -> dict[str, torch.Tensor]:
+    def _clip_tensors(self, where: EncodedSet, clip: int, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return latents and image tensors; image latents come with the mask of the frames that are given."""
-        tensors = where.clip(clip)
+        tensors = where.clip(clip, leave=leave)
         if "image_latents" in tensors:
             mask = torch.zeros(self.condition_shapes["image_mask"])
             mask[:, 0] = 1  # all frames of the first latent frame count as given, as in WanImageToVideoPipeline
@@ -169,7 +201,7 @@ class EncodedData:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode (n, C, t, h, w) on any device to uint8 (n, T, H, W, 3) on the CPU. The first call loads the VAE."""
         if self._codec is None:
-            self._codec = load_codec(self.encoders, self._settings, self.device)
+            self._codec = load_codec(self.encoders, self.settings, self.device)
         return self._codec.decode(latents)
 
     def release(self) -> None:
@@ -288,6 +320,23 @@ def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
             f" again with {COMMAND}"
         )
     return replace(settings, **{name: value for name, value in changes.items() if value is not None})
+
+
+def states_at(encoded: EncodedSet, times: Sequence[float]) -> list[int]:
+    """Return the positions of ``times`` among the states of a set.
+
+    Raises:
+        UserError: a set without states at one of the times.
+    """
+    stored = encoded.about["settings"].get("teacher", {}).get(STATES, [])
+    missing = [time for time in times if time not in stored]
+    if missing:
+        raise UserError(
+            f"{encoded.where} has states at {shown(stored)}, not at {missing[0]} of method.step_list={shown(times)};"
+            " use times that it has, or make a set with python -m distill.teacher_clips --states"
+            f" {','.join(map(str, times))}"
+        )
+    return [stored.index(time) for time in times]
 
 
 def encode_further(

@@ -9,7 +9,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +21,12 @@ from distill.data.encoders.choose import choose_encoders
 from distill.data.encoders.first_frame import ImageInput
 from distill.data.encoders.image import ImageEncoder
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, check_text_tokens
-from distill.data.sets.write_set import SHARD_BYTES, Made, SetWriter
+from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, texts_of
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.captions import read_captions
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
 from distill.data.videos.video_folder import ListedClip, read_metadata
+from fsdp_cp.choices import check_choices
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import on_all_ranks
@@ -36,6 +37,7 @@ from models.roles.condition import FIRST_FRAME
 logger = logging.getLogger(__name__)
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
 
 
@@ -68,6 +70,9 @@ class EncodeSettings:
     image: str | None = None
     """``first_frame``, or ``None``."""
 
+    def __post_init__(self) -> None:
+        check_choices(self, "data.")
+
     @property
     def clip(self) -> ClipFormat:
         """Length, size and rate of clips."""
@@ -84,11 +89,22 @@ class EncodeSettings:
         folder.check(self.clip)
         return folder, None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
 
+    def shapes(self) -> tuple[tuple[int, int, int, int], dict[str, tuple[int, ...]]]:
+        """Return the shapes of latents and of the tensors of a condition, as :meth:`inspect`."""
+        folder, image = self.inspect()
+        return folder.latent_shape(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
+
     def fingerprint(self, folder: EncoderFolder, image: ImageInput | None) -> str:
         """Return a hash of the encoders' files."""
         parts = ["vae", *folder.text_parts()]
         parts += image.encoder.parts if image is not None and image.encoder is not None else []
         return fingerprint_of(folder.files(*parts))
+
+    def described(self) -> dict[str, Any]:
+        """Return everything that an encoding depends on, apart from the source, wherever the encoders are."""
+        folder, image = self.inspect()
+        values = asdict(self) | {"fps": float(self.fps), "text": folder.text_key()}
+        return values | {"encoders": self.fingerprint(folder, image)}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -145,26 +161,11 @@ def describe(settings: EncodeSettings, source: Source) -> dict[str, Any]:
         UserError: settings or files that do not fit, or that differ between ranks.
     """
 
-    def check() -> tuple[Any, ...]:
-        folder, image = settings.inspect()
-        latents = settings.latents
-        if latents not in PRECISIONS:
-            raise UserError(f"--latents must be fp32 or bf16, got {latents}")
-        return settings.fingerprint(folder, image), source.rows
-
-    checked = on_all_ranks(check)
-    if any(found != checked[0] for found in checked):
+    described = on_all_ranks(lambda: (settings.described(), source.rows))
+    if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
-    values = {name: value for name, value in asdict(settings).items() if name != "encoders"}
-    return {
-        **values,
-        "fps": float(settings.fps),
-        "encoders": checked[0][0],
-        "text": choose_encoders(settings.encoders).text_key(),
-        "decoder": DECODER_VERSION,
-        "clips": source.has_latents,
-        "rows": source.fingerprint(),
-    }
+    made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
+    return described[0][0] | made
 
 
 def encode(
@@ -204,6 +205,7 @@ class _Job:
                 logger.warning("%s", remark)
             logger.info("%s", self.estimate())
         self._codec: VideoCodec | None = None
+        self._texts: list[str] = []
         self._image_encoder: ImageEncoder | None = None
         self._text_encoder: TextEncoder | None = None
 
@@ -232,19 +234,15 @@ class _Job:
 
     def run(self) -> None:
         """Write clips, texts and index."""
-        writer, source = self.writer, self.source
+        writer, source, negative = self.writer, self.source, self.settings.negative_prompt
         per_shard = max(1, SHARD_BYTES // max(1, self._clip_bytes()))
-        writer.write("clips", len(self.files), per_shard, Shares.all(), self._make_clips, "clip")
+        writer.write("clips", len(self.files), per_shard, "clip", self._make_clips)
         self._codec = self._image_encoder = None
         release_memory(self.device)
-        failed = writer.notes("clips", "left_out")
-        reasons = {self.files[number]: reason for number, reason in failed.items()}
-        good = [file for file in self.files if file not in reasons]
-        numbers = {file: number for number, file in enumerate(good)}
-        left_out, kept = [], []
-        for row in source.rows:
-            reason = row.problem or reasons.get(row.file)
-            (left_out if reason else kept).append((row.file, reason) if reason else row)
+        reasons = {self.files[number]: reason for number, reason in writer.notes("clips", "left_out").items()}
+        numbers = {file: number for number, file in enumerate(file for file in self.files if file not in reasons)}
+        left_out = [(row.file, why) for row in source.rows if (why := row.problem or reasons.get(row.file))]
+        kept = [row for row in source.rows if not (row.problem or reasons.get(row.file))]
         if rank() == 0:
             for name, reason in left_out:
                 logger.warning("clip left out: %s %s", name, reason)
@@ -256,57 +254,46 @@ class _Job:
                 f"{source.name} has no usable clip ({len(left_out)} left out, first: {name} {reason}); give longer"
                 " videos, or set data.num_frames lower or data.fps higher"
             )
-        own = dict.fromkeys(row.caption for row in kept)
-        texts = list(own | dict.fromkeys((self.settings.negative_prompt, "")))
-        known = {text: number for number, text in enumerate(texts)}
+        rows = [(numbers.get(row.file, -1), row.caption) for row in kept]
+        self._texts = texts_of(rows, negative)
         per_shard = max(1, SHARD_BYTES * _TEXT_FILL // self._text_bytes())
-        self._texts = texts
-        writer.write("texts", len(texts), per_shard, Shares.one_per_node(), self._make_texts, "caption")
+        writer.write("texts", len(self._texts), per_shard, "caption", self._make_texts)
         self._text_encoder = None
         release_memory(self.device)
         cut = writer.notes("texts", "cut")
         if cut and rank() == 0:
             logger.warning("%s cut; see left_out.csv", counted(len(cut), "caption"))
-        writer.finish(
-            rows=[(numbers.get(row.file, -1), known[row.caption]) for row in kept],
-            texts=texts,
-            captions=len(own),
-            negative=known[self.settings.negative_prompt],
-            empty=known[""],
-            left_out=[*left_out, *((texts[number], reason) for number, reason in cut.items())],
-            about={"encoders": str(Path(self.settings.encoders).expanduser().absolute())},
-        )
+        left_out += [(self._texts[number], reason) for number, reason in cut.items()]
+        writer.finish(rows, negative, encoders=self.settings.encoders, left_out=left_out)
         if rank() == 0:
-            logger.info(
-                "encoded %s of %s into %s",
-                counted(len(kept), "clip" if self.files else "caption"),
-                source.name,
-                writer.path,
-            )
+            what = counted(len(kept), "clip" if self.files else "caption")
+            logger.info("encoded %s of %s into %s", what, source.name, writer.path)
 
-    def _make_clips(self, numbers: Sequence[int]) -> Iterator[Made]:
-        """Yield the tensors of this rank's clips; threads decode the next ones meanwhile."""
-        image, stored = self.image, PRECISIONS[self.settings.latents]
-        with closing(read_ahead(self._read, numbers)) as ahead:
-            for number, video in zip(numbers, ahead, strict=True):
-                if isinstance(video, str):
-                    yield {}, {"left_out": video}
-                    continue
-                if self._codec is None:
-                    self._codec = load_codec(self.folder, self.settings, self.device)
-                    if image is not None and image.encoder is not None:
-                        self._image_encoder = ImageEncoder(image.encoder, device=self.device, dtype=self.dtype)
-                codec = self._codec
-                made = {"latents": codec.encode(video)} if self.source.has_latents else {}
-                if image is not None:
-                    made |= self._image_tensors(video[:, :1], codec, self._image_encoder)
-                for part, tensor in made.items():
-                    if not tensor.isfinite().all():
-                        raise UserError(
-                            f"{self.files[number]}: its {part} are not finite in {codec.dtype}; set"
-                            " data.vae_precision=fp32"
-                        )
-                yield {part: tensor.to(stored) for part, tensor in made.items()}, {}
+    def _make_clips(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
+        """Encode clips; threads decode the next ones meanwhile."""
+        shares = Shares.all()
+        with closing(read_ahead(self._read, [numbers[i] for i in shares.own(len(numbers))])) as ahead:
+            shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
+
+    def _encode_clip(self, number: int, video: torch.Tensor | str) -> Made:
+        """Return tensors and notes of a clip (3, T, H, W), or of the reason to leave it out."""
+        if isinstance(video, str):
+            return {}, {"left_out": video}
+        image = self.image
+        if self._codec is None:
+            self._codec = load_codec(self.folder, self.settings, self.device)
+            if image is not None and image.encoder is not None:
+                self._image_encoder = ImageEncoder(image.encoder, device=self.device, dtype=self.dtype)
+        made = {"latents": self._codec.encode(video)} if self.source.has_latents else {}
+        if image is not None:
+            made |= self._image_tensors(video[:, :1], self._codec, self._image_encoder)
+        for part, tensor in made.items():
+            if not tensor.isfinite().all():
+                raise UserError(
+                    f"{self.files[number]}: its {part} are not finite in {self._codec.dtype}; set"
+                    " data.vae_precision=fp32"
+                )
+        return {part: tensor.to(PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
 
     def _image_tensors(
         self, frame: torch.Tensor, codec: VideoCodec, encoder: ImageEncoder | None
@@ -339,18 +326,21 @@ class _Job:
         except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
             return f"cannot be read ({getattr(error, 'strerror', None) or 'a link to itself'})"
 
-    def _make_texts(self, numbers: Sequence[int]) -> Iterator[Made]:
-        """Yield the embeddings of this rank's captions."""
-        for number in numbers:
-            if self._text_encoder is None:
-                self._text_encoder = self.folder.text_encoder(
-                    max_tokens=self.settings.max_text_tokens, device=self.device, dtype=self.dtype
-                )
-            encoder = self._text_encoder
-            made = encoder.embeddings(self._texts[number])
-            if not all(text.isfinite().all() for text in made.values()):
-                raise UserError(f"the text encoder's output is not finite in {self.dtype}; encode in float32")
-            yield made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
+    def _make_texts(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
+        """Encode captions, on one rank of each node."""
+        Shares.one_per_node().run(len(numbers), lambda i: save(numbers[i], *self._encode_text(numbers[i])), advance)
+
+    def _encode_text(self, number: int) -> Made:
+        """Return embeddings and notes of a caption."""
+        if self._text_encoder is None:
+            self._text_encoder = self.folder.text_encoder(
+                max_tokens=self.settings.max_text_tokens, device=self.device, dtype=self.dtype
+            )
+        encoder = self._text_encoder
+        made = encoder.embeddings(self._texts[number])
+        if not all(text.isfinite().all() for text in made.values()):
+            raise UserError(f"the text encoder's output is not finite in {self.dtype}; encode in float32")
+        return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
 
 
 def load_codec(folder: EncoderFolder, settings: EncodeSettings, device: torch.device) -> VideoCodec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class EncodedSet:
             raise UserError(f"{where}: {SET} or {INDEX} is damaged ({error}); encode the set again") from error
         self.negative, self.empty = self.about["negative"], self.about["empty"]
         self.parts: dict[str, tuple[str, list[int]]] = {name: tuple(part) for name, part in self.about["parts"].items()}
-        self.text_parts: list[str] = self.about["text_parts"]
+        self.text_widths: dict[str, int] = self.about["text_widths"]
 
     def __len__(self) -> int:
         return self.about["counts"]["rows"]
@@ -127,14 +127,17 @@ class EncodedSet:
         rows = np.flatnonzero(self._columns.column("row.text") == text)
         return int(rows[0]) if len(rows) else None
 
-    def clip(self, clip: int) -> dict[str, torch.Tensor]:
-        """Return the tensors of a clip by part, fp32.
+    def clip(self, clip: int, *, leave: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return the tensors of a clip by part, fp32, except the parts to ``leave``.
 
         Raises:
             UserError: a damaged shard.
         """
-        return {part: self._tensor("clip", clip, part, dtype, tuple(shape)).float()
-                for part, (dtype, shape) in self.parts.items()}  # fmt: skip
+        return {
+            part: self._tensor("clip", clip, part, dtype, tuple(shape)).float()
+            for part, (dtype, shape) in self.parts.items()
+            if part not in leave
+        }
 
     def text(self, text: int) -> dict[str, torch.Tensor]:
         """Return the embeddings ``(tokens, D)`` of a text by part, fp32, without the zeros that fill them up.
@@ -142,10 +145,8 @@ class EncodedSet:
         Raises:
             UserError: a damaged shard.
         """
-        shapes = {
-            part: (self._columns.get(f"text.{part}.tokens", text), self.about["text_widths"][part])
-            for part in self.text_parts
-        }
+        get = self._columns.get
+        shapes = {part: (get(f"text.{part}.tokens", text), width) for part, width in self.text_widths.items()}
         return {part: self._tensor("text", text, part, "F32", shape) for part, shape in shapes.items()}
 
     def _tensor(self, kind: str, number: int, part: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -221,15 +222,20 @@ class EncodedSet:
 
 
 def refuse_earlier(path: Path, where: str) -> None:
-    """Refuse the cache of an earlier version by name. Nothing is deleted.
+    """Refuse a folder of an earlier version by name. Nothing is deleted.
 
     Raises:
-        UserError: a cache with one file for each clip.
+        UserError: a cache with one file for each clip, or a folder of trajectories.
     """
     if any(any((path / part).glob("?" * 32 + ".safetensors")) for part in ("latents", "text")):
         raise UserError(
             f"{where} is a cache of an earlier version, with one file for each clip; use another folder, or make a set"
             f" with {COMMAND} SOURCE OUT --encoders PIPELINE"
+        )
+    if (path / "settings.json").is_file() and any(path.glob("[0-9]" * 8 + ".safetensors")):
+        raise UserError(
+            f"{where} is a folder of trajectories of an earlier version; use another folder, and make a set with"
+            " python -m distill.teacher_clips experiment=NAME OUT --states 1.0,..."
         )
 
 

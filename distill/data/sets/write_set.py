@@ -15,12 +15,12 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 
 from distill.data.sets.encoded_set import (
     DAMAGED,
@@ -38,17 +38,18 @@ from distill.data.sets.encoded_set import (
 from distill.data.sets.files import (
     Damaged,
     Place,
+    packed,
     publish,
     read_json,
     read_tensors,
     write_json,
-    write_tensors,
 )
 from distill.data.shares import Shares
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
+from fsdp_cp.launch import rank, world_size
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import progress
+from models.files.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,10 @@ SHARD_BYTES = 256 << 20
 """Bytes of a shard, about."""
 _BEGUN, _UNFINISHED, _LOCK = "encoding.json", "unfinished", ".lock"
 
-Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
-"""Tensors of a clip or a caption, and notes: ``left_out`` (the reason; then no tensors) or ``cut``."""
+Save = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, Any]], None]
+"""Stores number, tensors by part and notes of a clip or text: ``left_out`` (a reason; then no tensors) or ``cut``."""
+Maker = Callable[[Sequence[int], Save, Callable[[int], object]], None]
+"""Collective: makes and saves each of the numbers on one rank, and reports how many were done since the last report."""
 
 
 class SetWriter:
@@ -84,7 +87,7 @@ class SetWriter:
         """
         from distill.run.folder import held_run_dir
 
-        on_all_ranks(lambda: self._refuse_foreign() if rank() == 0 else None)
+        on_all_ranks(lambda: refuse_foreign(self.path, self.where, self.settings) if rank() == 0 else None)
         if on_all_ranks(lambda: self._is_whole() if rank() == 0 else None)[0]:
             yield True
             return
@@ -93,33 +96,6 @@ class SetWriter:
                 stack.enter_context(held_run_dir(self.path, self.where.split("=")[0]))
             on_all_ranks(lambda: self._begin() if rank() == 0 else None)
             yield False
-
-    def _refuse_foreign(self) -> None:
-        refuse_earlier(self.path, self.where)
-        own = {SET, INDEX, DAMAGED, LEFT_OUT, _BEGUN, _UNFINISHED, _LOCK}
-        try:
-            names = sorted(file.name for file in self.path.iterdir())
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise UserError(f"{self.where} cannot be used ({error.strerror}); give an empty or a new folder") from error
-        foreign = [n for n in names if n not in own and not n.startswith(KINDS) and not n.endswith(".tmp")]
-        if foreign:
-            raise UserError(f"{self.where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
-        for name, part in ((SET, lambda found: found.get("settings")), (_BEGUN, lambda found: found)):
-            try:
-                found = part(read_json(self.path / name))
-            except FileNotFoundError:
-                continue
-            except (Damaged, OSError) as error:
-                raise UserError(f"{self.where}: {name} cannot be read ({error}); give another folder") from error
-            for key, value in self.settings.items():
-                if found is None or found.get(key) != value:
-                    shown = " ".join(str(None if found is None else found.get(key)).split())[:100]
-                    raise UserError(
-                        f"{self.where} was made with {key}={shown}, not {' '.join(str(value).split())[:100]}; use that,"
-                        " or another folder"
-                    )
 
     def _is_whole(self) -> bool:
         return (self.path / SET).is_file() and not any(EncodedSet(self.path, self.where).damaged())
@@ -137,130 +113,117 @@ class SetWriter:
             for name in (SET, DAMAGED):
                 (self.path / name).unlink(missing_ok=True)
 
-    def write(
-        self,
-        kind: str,
-        count: int,
-        per_shard: int,
-        shares: Shares,
-        make: Callable[[Sequence[int]], Iterator[Made]],
-        unit: str,
-    ) -> None:
+    def write(self, kind: str, count: int, per_shard: int, unit: str, make: Maker) -> None:
         """Write all shards of a kind that are not there yet.
 
         Args:
             kind: ``clips`` or ``texts``.
             count: number of clips or texts.
             per_shard: number of them in a shard.
-            shares: ranks that encode.
-            make: yields the tensors and the notes for each of some numbers, which are this rank's.
             unit: singular noun for the progress bar.
+            make: makes some of them on all ranks.
         """
+        shards = [members(n, count, per_shard) for n in range(-(-count // per_shard))]
+        missing = on_all_ranks(lambda: self._missing_shards(kind, len(shards)) if rank() == 0 else [])[0]
+        with progress(sum(len(shards[n]) for n in missing), f"making {kind}", unit) as advance:
+            size = world_size()
+            for group in (missing[first : first + size] for first in range(0, len(missing), size)):
+                numbers = [number for shard in group for number in shards[shard]]
+                done = self._finished(kind, numbers)
+                advance(len(done))
+                make([number for number in numbers if number not in done], partial(self._save, kind), advance)
+                Shares.all().run(len(group), lambda i, group=group: self._join(kind, group[i], shards[group[i]]))
 
-        def missing() -> list[int]:
-            return [n for n in range(-(-count // per_shard)) if read_notes(self.path / shard_name(kind, n)) is None]
+    def _missing_shards(self, kind: str, count: int) -> list[int]:
+        return [n for n in range(count) if read_notes(self.path / shard_name(kind, n)) is None]
 
-        shards = on_all_ranks(lambda: missing() if rank() == 0 else [])[0]
+    def _finished(self, kind: str, numbers: Sequence[int]) -> set[int]:
+        """Return the numbers whose files an earlier start wrote, on every rank."""
+        # Listed, not looked up: a network file system may remember for a while that a file was missing.
+        names = on_all_ranks(lambda: {file.name for file in (self.path / _UNFINISHED).iterdir()} if rank() == 0 else ())
+        there = [number for number in numbers if self._entry(kind, number).name in names[0]]
 
-        def members(shard: int) -> range:
-            return range(shard * per_shard, min(count, (shard + 1) * per_shard))
+        def is_whole(i: int) -> bool:
+            try:
+                read_tensors(self._entry(kind, there[i]))
+            except (OSError, Damaged):
+                return False
+            return True
 
-        def join(shard: int) -> None:
-            tensors, notes = {}, {"left_out": {}, "cut": {}}
-            for number in members(shard):
-                made, noted = read_tensors(self._entry(kind, number))
-                tensors |= {tensor_name(number, part): tensor for part, tensor in made.items()}
-                for key in notes:
-                    if key in noted:
-                        notes[key][str(number)] = noted[key]
-            with written(self.where):
-                write_tensors(self.path / shard_name(kind, shard), tensors, notes)
-                for number in members(shard):
-                    self._entry(kind, number).unlink()
+        whole = Shares.all().run(len(there), is_whole)
+        return {number for number, good in zip(there, whole, strict=True) if good}
 
-        left = sum(len(members(shard)) for shard in shards)
-        with progress(left, f"encoding {kind}", unit) as advance:
-            step = len(shares.ranks)
-            for group in (shards[first : first + step] for first in range(0, len(shards), step)):
-                numbers = [number for shard in group for number in members(shard)]
-                mine = [numbers[i] for i in shares.own(len(numbers))]
-                todo = [number for number in mine if not self._is_there(kind, number)]
-                made = make(todo)
-                waiting = set(todo)
+    def _save(self, kind: str, number: int, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> None:
+        with written(self.where):
+            publish(self._entry(kind, number), packed(tensors, notes))
 
-                def work(i: int, numbers: list[int] = numbers, waiting: set[int] = waiting, made: Any = made) -> None:
-                    if numbers[i] in waiting:
-                        tensors, notes = next(made)
-                        with written(self.where):
-                            write_tensors(self._entry(kind, numbers[i]), tensors, notes)
-
-                try:
-                    shares.run(len(numbers), work, advance)
-                finally:
-                    made.close()
-                shares.run(len(group), lambda i, group=group: join(group[i]))
+    def _join(self, kind: str, shard: int, numbers: Sequence[int]) -> None:
+        """Write a shard of the files of its members, and remove these."""
+        tensors, notes = {}, {"left_out": {}, "cut": {}}
+        for number in numbers:
+            made, noted = read_tensors(self._entry(kind, number))
+            tensors |= {tensor_name(number, part): tensor for part, tensor in made.items()}
+            for key in notes.keys() & noted.keys():
+                notes[key][str(number)] = noted[key]
+        with written(self.where):
+            publish(self.path / shard_name(kind, shard), packed(tensors, notes))
+            for number in numbers:
+                self._entry(kind, number).unlink()
 
     def _entry(self, kind: str, number: int) -> Path:
         return self.path / _UNFINISHED / f"{kind}-{number:08d}.safetensors"
 
-    def _is_there(self, kind: str, number: int) -> bool:
-        try:
-            read_tensors(self._entry(kind, number))
-        except (OSError, Damaged):
-            return False
-        return True
+    def _headers(self, kind: str) -> list[tuple[dict[str, Place], dict[str, Any]]]:
+        """Return places and notes of all finished shards of a kind."""
+        headers = []
+        for file in sorted(self.path.glob(f"{kind}-*.safetensors")):
+            header = read_notes(file)
+            if header is None:
+                raise UserError(f"{self.where}: {file} was damaged while the set was being made; start again")
+            headers.append(header)
+        return headers
 
     def notes(self, kind: str, note: str) -> dict[int, str]:
         """Return ``left_out`` or ``cut`` of all finished shards of a kind, by number, on every rank."""
 
         def collect() -> dict[int, str]:
-            found: dict[int, str] = {}
-            for file in sorted(self.path.glob(f"{kind}-*.safetensors")):
-                header = read_notes(file)
-                if header is None:
-                    raise UserError(f"{self.where}: {file} was damaged while the set was being made; start again")
-                found |= {int(number): text for number, text in header[1][note].items()}
-            return found
+            return {int(number): text for _, notes in self._headers(kind) for number, text in notes[note].items()}
 
         return on_all_ranks(lambda: collect() if rank() == 0 else {})[0]
 
     def finish(
         self,
+        rows: Sequence[tuple[int, str]],
+        negative: str,
         *,
-        rows: Sequence[tuple[int, int]],
-        texts: Sequence[str],
-        captions: int,
-        negative: int,
-        empty: int,
-        left_out: Sequence[tuple[str, str]],
-        about: Mapping[str, Any],
+        encoders: str | Path,
+        left_out: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Write the index, ``left_out.csv`` and ``set.json``, and remove what only an unfinished set needs.
 
         Args:
-            rows: clip (-1: none) and text of each row.
-            texts: every text; the first ``captions`` are those of rows.
-            captions: number of distinct captions.
-            negative, empty: texts of the negative and of the empty caption.
+            rows: clip (-1: none) and caption of each row; the texts are those of :func:`texts_of`.
+            negative: the negative caption.
+            encoders: folder of the encoders.
             left_out: name and reason of each clip or caption.
-            about: further entries of ``set.json``.
         """
+        texts = texts_of(rows, negative)
+        known = {text: number for number, text in enumerate(texts)}
 
         def work() -> None:
-            columns, parts, widths = self._columns(rows, texts)
-            content = save(columns, metadata={"set": "{}"})
+            columns, shapes = self._columns([(clip, known[caption]) for clip, caption in rows], texts)
+            content = packed(columns, {})
             table = io.StringIO(newline="")
             csv.writer(table, lineterminator="\n").writerows([("name", "reason"), *left_out])
-            counts = {"rows": len(rows), "captions": captions, "left_out": len(left_out)}
+            counts = {"rows": len(rows), "captions": len({caption for _, caption in rows}), "left_out": len(left_out)}
             counts |= {kind: columns[f"{kind[:-1]}.shard"].numel() for kind in KINDS}
             description = {
-                **about,
+                "encoders": str(find_shipped(encoders).absolute()),
                 "format": FORMAT,
-                "parts": parts,
-                "text_parts": sorted(widths),
-                "text_widths": widths,
-                "negative": negative,
-                "empty": empty,
+                "parts": {part: (place.dtype, list(place.shape)) for part, place in shapes["clip"].items()},
+                "text_widths": {part: place.shape[1] for part, place in shapes["text"].items()},
+                "negative": known[negative],
+                "empty": known[""],
                 "counts": counts,
                 "index": hashlib.sha256(content).hexdigest(),
                 "settings": self.settings,
@@ -277,8 +240,8 @@ class SetWriter:
 
     def _columns(
         self, rows: Sequence[tuple[int, int]], texts: Sequence[str]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, int]]:
-        """Return the columns of the index, dtype and shape of each part of a clip, and the width of each of a text."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Place]]]:
+        """Return the columns of the index, and the first place of each part of ``clip`` and of ``text``."""
         encoded = [text.encode() for text in texts]
         columns: dict[str, Any] = {
             "row.clip": [clip for clip, _ in rows],
@@ -286,37 +249,72 @@ class SetWriter:
             "caption.end": np.cumsum([len(text) for text in encoded]),
             "caption.order": sorted(range(len(encoded)), key=encoded.__getitem__),
         }
-        parts: dict[str, Any] = {}
-        widths: dict[str, int] = {}
-        for kind, one in zip(KINDS, ("clip", "text"), strict=True):
-            sizes, shards, places = [], [], {}
-            for number, file in enumerate(sorted(self.path.glob(f"{kind}-*.safetensors"))):
-                header = read_notes(file)
-                if header is None:
-                    raise UserError(f"{self.where}: {file} was damaged while the set was being made; start again")
-                sizes.append(file.stat().st_size)
-                members: dict[int, dict[str, tuple[Place, int]]] = {}
-                for name, place in header[0].items():
-                    at, part = name.split(".")
-                    members.setdefault(int(at), {})[part] = place, header[1]["crc32"][name]
-                for _, found in sorted(members.items()):
-                    shards.append(number)
-                    for part, (place, crc32) in found.items():
-                        entry = places.setdefault(part, {"offset": [], "crc32": [], "tokens": []})
-                        entry["offset"].append(place.offset)
-                        entry["crc32"].append(crc32)
-                        if one == "clip":
-                            parts[part] = (place.dtype, list(place.shape))
-                        else:
-                            entry["tokens"].append(place.shape[0])
-                            widths[part] = place.shape[1]
-            columns |= {f"{kind}.size": sizes, f"{one}.shard": shards}
-            for part, entry in places.items():
-                columns |= {f"{one}.{part}.{name}": value for name, value in entry.items() if value}
+        shapes: dict[str, dict[str, Place]] = {"clip": {}, "text": {}}
+        for kind, one in zip(KINDS, shapes, strict=True):
+            headers = self._headers(kind)
+            columns[f"{kind}.size"] = [
+                (self.path / shard_name(kind, shard)).stat().st_size for shard in range(len(headers))
+            ]
+            shard_of: dict[int, int] = {}
+            places: dict[str, list[tuple[int, Place, int]]] = {}
+            for shard, (header, notes) in enumerate(headers):
+                for name, place in header.items():
+                    number, part = name.split(".")
+                    shard_of[int(number)] = shard
+                    places.setdefault(part, []).append((int(number), place, notes["crc32"][name]))
+            columns[f"{one}.shard"] = [shard for _, shard in sorted(shard_of.items())]
+            for part, entries in places.items():
+                entries.sort()
+                shapes[one][part] = entries[0][1]
+                columns[f"{one}.{part}.offset"] = [place.offset for _, place, _ in entries]
+                columns[f"{one}.{part}.crc32"] = [crc32 for _, _, crc32 in entries]
+                if one == "text":
+                    columns[f"{one}.{part}.tokens"] = [place.shape[0] for _, place, _ in entries]
         tensors = {name: torch.tensor(np.asarray(value, np.int64)) for name, value in columns.items()}
         blob = b"".join(encoded)
         tensors["caption"] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.zeros(0).byte()
-        return tensors, parts, widths
+        return tensors, shapes
+
+
+def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = None) -> None:
+    """Refuse a folder that holds something else than a set, finished or not, of these settings (any, if ``None``).
+
+    Raises:
+        UserError: by name.
+    """
+    refuse_earlier(path, where)
+    known = {SET, INDEX, DAMAGED, LEFT_OUT, _BEGUN, _UNFINISHED, _LOCK}
+    try:
+        names = sorted(file.name for file in path.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{where} cannot be used ({error.strerror}); give an empty or a new folder") from error
+    foreign = [n for n in names if n not in known and not n.startswith(KINDS) and not n.endswith(".tmp")]
+    if foreign:
+        raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
+    for name in (SET, _BEGUN):
+        try:
+            found = read_json(path / name)
+        except FileNotFoundError:
+            continue
+        except (Damaged, OSError) as error:
+            raise UserError(f"{where}: {name} cannot be read ({error}); give another folder") from error
+        found = found.get("settings", {}) if name == SET else found
+        for key, value in (settings or {}).items():
+            if found.get(key) != value:
+                was, now = (" ".join(str(v).split())[:100] for v in (found.get(key), value))
+                raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
+
+
+def texts_of(rows: Sequence[tuple[int, str]], negative: str) -> list[str]:
+    """Return the distinct texts of a set: captions in the order of their first rows, the negative, the empty one."""
+    return list(dict.fromkeys([*(caption for _, caption in rows), negative, ""]))
+
+
+def members(shard: int, count: int, per_shard: int) -> range:
+    """Return the numbers that a shard holds."""
+    return range(shard * per_shard, min(count, (shard + 1) * per_shard))
 
 
 @contextmanager
