@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
+from distill.config.usage import field_docs
+from distill.data.sets.dataset import check_local
 from distill.data.sets.encode import EncodeSettings, Source, describe, encode
 from distill.data.sets.write_set import verify
+from fsdp_cp.choices import words
 from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import choose_device, end_process, exit_code, process_group, rank, refuse_separate_worlds
-from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.progress import log_to_console
 from fsdp_cp.words import counted
 
@@ -30,18 +34,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", nargs="?", help="folder of videos with metadata.csv or .txt files, or file of captions")
     add("out", nargs="?", help="folder of the set: new, empty, or of the same command")
-    add("--encoders", help="diffusers pipeline folder with vae/, text_encoder/ and tokenizer/")
-    add("--num-frames", type=int, default=17, help="frames of a clip")
-    add("--height", type=int, default=64, help="pixels")
-    add("--width", type=int, default=112, help="pixels")
-    add("--fps", type=float, default=8.0, help="frames per second at which clips are sampled")
-    add("--negative-prompt", default="", help="caption of the unconditional branch of guidance")
-    add("--max-text-tokens", type=int, default=512, help="longer captions are cut and named")
-    add("--image", choices=["first_frame"], help="encode first frames too, as conditions")
+    docs, hints = field_docs(EncodeSettings), get_type_hints(EncodeSettings)
+    for item in fields(EncodeSettings):
+        kind: dict[str, Any] = {"type": str if item.default is None else type(item.default), "default": item.default}
+        if choices := words(hints[item.name]):
+            kind = {"choices": choices, "default": item.default}
+        elif item.default is False:
+            kind = {"action": "store_true"}
+        add(f"--{item.name.replace('_', '-')}", help=docs[item.name], **kind)
     add("--columns", default="", help="names of the table's columns: file_name=video,caption=prompt")
-    add("--latents", choices=["fp32", "bf16"], default="fp32", help="stored type of latents")
-    add("--vae-precision", choices=["fp32", "bf16"], default="fp32", help="precision of the VAE")
-    add("--vae-tiling", action="store_true", help="frames through the VAE in tiles")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of the encoders")
     add("--verify", metavar="SET", help="read the whole set and note what is damaged")
     return parser
@@ -75,29 +76,15 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("source", "out", "encoders"):
         if getattr(arguments, name) is None:
             raise UserError(f"{name.upper() if name != 'encoders' else '--encoders'} is missing; see --help")
-    settings = EncodeSettings(
-        encoders=arguments.encoders,
-        num_frames=arguments.num_frames,
-        height=arguments.height,
-        width=arguments.width,
-        fps=arguments.fps,
-        negative_prompt=arguments.negative_prompt,
-        max_text_tokens=arguments.max_text_tokens,
-        image=arguments.image,
-        latents=arguments.latents,
-        vae_precision=arguments.vae_precision,
-        vae_tiling=arguments.vae_tiling,
-    )
+    settings = EncodeSettings(**{item.name: getattr(arguments, item.name) for item in fields(EncodeSettings)})
     path = Path(arguments.source).expanduser()
     out = Path(arguments.out).expanduser().absolute()
     if path.is_file() and arguments.image is not None:
         raise UserError(f"--image={arguments.image}: {path} holds captions without clips; give a folder of videos")
     with process_group(device):
-        sources: list[Source] = []
-        on_all_ranks(
-            lambda: sources.append(Source.read(path, _columns(arguments.columns), has_clips=not path.is_file()))
-        )
-        encode(out, f"OUT={out}", sources[0], settings, device, describe(settings, sources[0]))
+        columns = _columns(arguments.columns)
+        source = check_local(lambda: Source.read(path, columns, has_clips=not path.is_file()))
+        encode(out, f"OUT={out}", source, settings, device, describe(settings, source))
     if rank() == 0:
         log.info("%s is complete; train with data=encoded data.path=%s", out, out)
 

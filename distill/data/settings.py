@@ -152,17 +152,8 @@ class MovingShapesSettings(DataSettings):
 
     def encode_settings(self) -> EncodeSettings:
         from distill.data.moving_shapes import CAPTION_WORDS
-        from distill.data.sets.encode import EncodeSettings
 
-        return EncodeSettings(
-            encoders=self.encoders,
-            num_frames=self.num_frames,
-            height=self.height,
-            width=self.width,
-            fps=self.fps,
-            negative_prompt=self.negative_prompt,
-            max_text_tokens=CAPTION_WORDS,
-        )
+        return _encode_settings(self, max_text_tokens=CAPTION_WORDS)
 
     def table_in_words(self) -> str:
         return f"{counted(self.num_clips, 'clip')}, rendered on the fly"
@@ -174,19 +165,11 @@ class MovingShapesSettings(DataSettings):
 
 
 @dataclass(kw_only=True)
-class VideoFolderSettings(DataSettings):
-    """``data=video_folder``."""
+class EncodingFields:
+    """Settings that decide what a clip and a caption become."""
 
-    name: str = "video_folder"
-    path: str | None = None
-    """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
-    ``caption``, or a ``.txt`` file next to each video."""
-    columns: dict[str, str] | None = None
-    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
     encoders: str | None = None
     """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
-    cache: str | None = None
-    """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
     num_frames: int = 17
     """Frames of a clip; 4k + 1 for Wan's VAE."""
     height: int = 64
@@ -206,6 +189,20 @@ class VideoFolderSettings(DataSettings):
     image: Literal["first_frame"] | None = None
     """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
     and LTX-Video have it in the noisy frame's place); null for none."""
+
+
+@dataclass(kw_only=True)
+class VideoFolderSettings(DataSettings, EncodingFields):
+    """``data=video_folder``."""
+
+    name: str = "video_folder"
+    path: str | None = None
+    """Folder with videos and their captions: ``metadata.csv`` or ``metadata.jsonl`` with the columns ``file_name`` and
+    ``caption``, or a ``.txt`` file next to each video."""
+    columns: dict[str, str] | None = None
+    """Names that the table has for these columns, as ``{file_name: video, caption: prompt}``; null for their own."""
+    cache: str | None = None
+    """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
 
     def sample_shapes(self) -> tuple[tuple[int, int, int, int], dict[str, Shape]]:
         for key, what in (("path", "folder" if self.has_clips else "file"), ("encoders", "folder")):
@@ -239,22 +236,12 @@ class VideoFolderSettings(DataSettings):
         )
 
     def encode_settings(self) -> EncodeSettings:
-        from distill.data.sets.encode import EncodeSettings
-
-        names = EncodeSettings.__dataclass_fields__.keys() & self.__dataclass_fields__.keys()
-        return EncodeSettings(**{name: getattr(self, name) for name in names})
+        return _encode_settings(self)
 
     def fingerprints(self) -> dict[str, str]:
-        from distill.data.encoders.choose import choose_encoders
-        from models.files.checkpoint_files import fingerprint_of
-
-        folder = choose_encoders(self.encoders)
-        parts = [*(["vae"] if self.has_clips else []), *folder.text_parts()]
-        if self.image is not None:
-            encoder = folder.inspect_image(f"data.encoders={self.encoders}").encoder
-            parts += encoder.parts if encoder is not None else []
         table = hashlib.sha256(json.dumps(self._table()).encode()).hexdigest()[:32]
-        return {"data.path": table, "data.encoders": fingerprint_of(folder.files(*parts))}
+        encoders = self.encode_settings().fingerprint(has_clips=self.has_clips)
+        return {"data.path": table, "data.encoders": encoders}
 
     def _table(self) -> list[Any]:
         """Return the table's rows, with the size of each clip in bytes (None for a missing one)."""
@@ -285,10 +272,6 @@ class CaptionsSettings(VideoFolderSettings):
     name: str = "captions"
     path: str | None = None
     """Text file with a caption per line, or ``.csv`` or ``.jsonl`` file with a column ``caption``."""
-    cache: str | None = None
-    """Folder of encoded sets; ``RUN_DIR/cache`` when not set. Another setting or another source makes another set."""
-    fps: float = 8.0
-    """Frames per second of the sample videos."""
 
     def _table(self) -> list[Any]:
         from distill.data.videos.captions import read_captions
@@ -376,6 +359,13 @@ class EncodedSettings(DataSettings):
     def table_in_words(self) -> str:
         encoded = self.open()
         return f"{counted(len(encoded), 'clip')} of the encoded set {self.path}"
+
+
+def _encode_settings(settings: DataSettings, **others: Any) -> EncodeSettings:
+    from distill.data.sets.encode import EncodeSettings
+
+    names = {field.name for field in fields(EncodeSettings)} & {field.name for field in fields(settings)}
+    return EncodeSettings(**{name: getattr(settings, name) for name in names}, **others)
 
 
 DATA: dict[str, type[DataSettings]] = {

@@ -206,20 +206,10 @@ class HunyuanVideoCodec(VideoCodec):
     """HunyuanVideo 1.5's VAE between pixels and the latents that the transformer sees: the mode of its posterior times
     ``scaling_factor``, which ``HunyuanVideo15Pipeline.__call__`` undoes before it decodes."""
 
-    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False):
-        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+    vae_class = HUNYUAN_VAE_CLASS
 
-        With ``tiling`` frames larger than 256 pixels go through it in tiles of that size, of which diffusers blends
-        the edges.
-        """
-        from diffusers import AutoencoderKLHunyuanVideo15
-
-        self.device, self.dtype = device, dtype
-        self.vae = load_part(AutoencoderKLHunyuanVideo15, folder.path, "vae", torch_dtype=dtype).to(device)
-        if tiling:
-            self.vae.enable_tiling()
-        self.mean = torch.zeros(1, 1, 1, 1, 1, device=device)
-        self.std = torch.full_like(self.mean, 1 / self.vae.config["scaling_factor"])
+    def _statistics(self) -> tuple[Any, Any]:
+        return [0.0], [1 / self.vae.config["scaling_factor"]]
 
 
 class HunyuanTextEncoder(TextEncoder):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from distill.data.encoders.first_frame import ImageInput
-from distill.data.encoders.folder import class_defaults, load_part, part_settings, shown, whole_numbers
+from distill.data.encoders.folder import class_defaults, part_settings, shown, whole_numbers
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
 from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
@@ -156,25 +156,10 @@ class LtxVideoCodec(VideoCodec):
     in the latents, the pipeline's ``decode_timestep`` and ``decode_noise_scale`` by default.
     """
 
-    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False):
-        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+    vae_class = LTX_VAE_CLASS
 
-        With ``tiling`` frames larger than 512 pixels go through it in tiles of that size, 64 of them shared with the
-        next, where diffusers blends the two.
-        """
-        from diffusers import AutoencoderKLLTXVideo
-
-        self.device, self.dtype = device, dtype
-        # In fp32 first: the statistics are among the weights, and bf16 would round them.
-        self.vae = load_part(AutoencoderKLLTXVideo, folder.path, "vae", torch_dtype=torch.float32)
-        mean, std = self.vae.latents_mean.float(), self.vae.latents_std.float()
-        if not (std > 0).all():
-            raise UserError(f"data.encoders={folder.path}: vae/ has latents_std of 0 or less; copy it again")
-        std = std / self.vae.config["scaling_factor"]
-        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in (mean, std))
-        torch.nn.Module.to(self.vae, device=device, dtype=dtype)  # diffusers' own warns of modules that it has none of
-        if tiling:
-            self.vae.enable_tiling()
+    def _statistics(self) -> tuple[Any, Any]:
+        return self.vae.latents_mean, self.vae.latents_std.float() / self.vae.config["scaling_factor"]
 
     def _pixels(self, z: torch.Tensor) -> torch.Tensor:
         times = [z.new_zeros(1, dtype=self.dtype)] if self.vae.config["timestep_conditioning"] else []
@@ -186,14 +171,10 @@ class LtxVideoCodec(VideoCodec):
 
 
 class LtxTextEncoder(TextEncoder):
-    """T5 with its tokenizer, as ``_get_t5_prompt_embeds`` of the pipelines uses them: the encoder of an ``LTXPipeline``
-    sees what fills a caption up, the transformer does not."""
+    """T5 with its tokenizer. Of an ``LTXPipeline``, it sees what fills a caption up; the transformer does not."""
 
     class_name = "T5EncoderModel"
 
     def __init__(self, folder: LtxEncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
-        self.masked = folder.later
-
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.model(ids, mask if self.masked else None).last_hidden_state
+        self.pipeline = CONDITION_PIPELINE if folder.later else PIPELINE

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -264,22 +265,32 @@ class VideoCodec:
     ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it.
     """
 
+    vae_class = VAE_CLASS
+
     def __init__(
         self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False
     ) -> None:
         """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
 
-        With ``tiling`` frames larger than 256 pixels go through it in tiles of that size, 64 of them shared with the
-        next, where diffusers blends the two: less memory, and what a pixel sees ends at its tile.
+        With ``tiling``, larger frames than a tile (256 pixels; LTX's 512) go through the VAE in tiles, whose edges
+        diffusers blends: less memory, and a pixel sees only its tile.
         """
-        from diffusers import AutoencoderKLWan
+        import diffusers
 
         self.device, self.dtype = device, dtype
-        self.vae = load_part(AutoencoderKLWan, folder.path, "vae", torch_dtype=dtype).to(device)
+        # In fp32 first: LTX's statistics are among the weights, and bf16 would round them.
+        self.vae = load_part(getattr(diffusers, self.vae_class), folder.path, "vae", torch_dtype=torch.float32)
+        mean, std = (torch.as_tensor(values).float() for values in self._statistics())
+        if not (std > 0).all():
+            raise UserError(f"data.encoders={folder.path}: vae/ has latents_std of 0 or less; copy it again")
+        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in (mean, std))
+        torch.nn.Module.to(self.vae, device=device, dtype=dtype)  # diffusers' own warns of modules that it has none of
         if tiling:
             self.vae.enable_tiling()
-        statistics = (torch.tensor(self.vae.config[name]).float() for name in ("latents_mean", "latents_std"))
-        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in statistics)
+
+    def _statistics(self) -> tuple[Any, Any]:
+        """Return mean and standard deviation of the VAE's output, by channel, on the CPU."""
+        return self.vae.config["latents_mean"], self.vae.config["latents_std"]
 
     @torch.no_grad()
     def encode(self, video: torch.Tensor) -> torch.Tensor:
@@ -304,9 +315,10 @@ class VideoCodec:
 
 
 class TextEncoder:
-    """umT5 with its tokenizer, as ``WanPipeline._get_t5_prompt_embeds`` uses them."""
+    """A T5 with its tokenizer, as ``encode_prompt`` of the pipelines uses them."""
 
     class_name = TEXT_CLASS
+    pipeline = "WanPipeline"
 
     def __init__(self, folder: EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         """Load ``text_encoder/`` and ``tokenizer/``. Raises ``UserError`` if the weights do not fit the settings."""
@@ -330,42 +342,36 @@ class TextEncoder:
         self.cuts.append(what)
         logger.warning("%s: %.60s", what, caption)
 
+    @cached_property
+    def _pipeline(self) -> Any:
+        """The pipeline with the text encoder alone."""
+        import diffusers
+
+        kind = getattr(diffusers, self.pipeline)
+        parts = dict.fromkeys(("scheduler", "vae", "transformer"))
+        return kind(**parts, text_encoder=self.model, tokenizer=self.tokenizer)
+
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
-        """One caption -> fp32 (tokens, D) on the CPU, without the zeros that fill it up to ``max_tokens``.
+        """Encode one caption as the pipeline does: fp32 (tokens, D) on the CPU, without what fills it up.
 
-        One at a time, filled up to ``max_tokens`` under a mask as WanPipeline does: batches would change the last bits
-        of an embedding with whatever else is in the batch.
+        Captions go through the encoder one at a time: in a batch, the last bits would depend on the other captions.
         """
-        text = self.cleaned(caption)
-        length = len(self.tokenizer(text, add_special_tokens=True).input_ids)
-        if length > self.max_tokens:
-            self.report_cut(caption, f"caption cut from {length} to data.max_text_tokens={self.max_tokens} tokens")
-        tokens = self.tokenizer(
-            text,
-            padding="max_length",
-            max_length=self.max_tokens,
-            truncation=True,
-            add_special_tokens=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        ids = self.tokenizer(self.cleaned(caption), add_special_tokens=True).input_ids
         words = self.model.get_input_embeddings().num_embeddings
-        if int(tokens.input_ids.max()) >= words:  # on a GPU an assertion of the device, which names nothing
+        if max(ids, default=0) >= words:  # on a GPU an assertion of the device, which names nothing
             raise UserError(
                 f"data.encoders: the tokenizer has words that the text encoder of {words} words does not know; give"
                 " the tokenizer/ that belongs to text_encoder/"
             )
-        if not tokens.attention_mask.any():
+        if not ids:
             raise UserError(f"data.encoders: the tokenizer makes no token of the caption {caption[:60]!r}; use T5's")
-        mask = tokens.attention_mask.to(self.device)
-        hidden = self._hidden(tokens.input_ids.to(self.device), mask)
-        # The filled-up positions hold garbage that the transformer, which has no text mask, would attend to.
-        return hidden[0, : int(mask.gt(0).sum())].float().cpu()
-
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """(1, L) tokens and their mask -> (1, L, D)."""
-        return self.model(ids, mask).last_hidden_state
+        if len(ids) > self.max_tokens:
+            self.report_cut(caption, f"caption cut from {len(ids)} to data.max_text_tokens={self.max_tokens} tokens")
+        found = self._pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
+        )
+        return found[0][0, : len(ids)].float().cpu()
 
 
 def load_tokenizer(folder: Path, part: str) -> Any:

@@ -313,8 +313,7 @@ def settings_of(encoded: EncodedSet, encoders: str | None, **changes: Any) -> En
     names = EncodeSettings.__dataclass_fields__.keys() & made_with.keys()
     values = {name: made_with[name] for name in names} | {"encoders": encoders or encoded.about["encoders"]}
     settings = EncodeSettings(**values)
-    folder, image = settings.inspect()
-    if settings.fingerprint(folder, image) != made_with["encoders"]:
+    if settings.fingerprint() != made_with["encoders"]:
         raise UserError(
             f"data.encoders={settings.encoders} are not the encoders of {encoded.where}; give those, or encode the set"
             f" again with {COMMAND}"

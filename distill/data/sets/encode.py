@@ -22,6 +22,7 @@ from distill.data.encoders.first_frame import ImageInput
 from distill.data.encoders.image import ImageEncoder
 from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, check_text_tokens
 from distill.data.sets.write_set import SHARD_BYTES, Save, SetWriter, texts_of
+from distill.data.settings import VAE_PRECISIONS, EncodingFields
 from distill.data.shares import Shares, read_ahead
 from distill.data.videos.captions import read_captions
 from distill.data.videos.decode import DECODER_VERSION, ClipError, ClipFormat, read_clip
@@ -36,39 +37,16 @@ from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Made = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _TEXT_FILL = 4  # captions are a quarter as long as the longest, about
 
 
-@dataclass(kw_only=True, frozen=True)
-class EncodeSettings:
+@dataclass(kw_only=True)
+class EncodeSettings(EncodingFields):
     """Everything that decides what the encoders make of a source, apart from the source."""
 
-    encoders: str
-    """Diffusers pipeline folder with ``vae/``, ``text_encoder/`` and ``tokenizer/``."""
-    num_frames: int
-    """Frames of a clip."""
-    height: int
-    """Pixels."""
-    width: int
-    """Pixels."""
-    fps: float
-    """Frames per second at which clips are sampled."""
-    negative_prompt: str = ""
-    """Caption of the unconditional branch of guidance."""
-    max_text_tokens: int = 512
-    """L. Longer captions are cut."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the text and the image encoder."""
-    vae_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the VAE."""
-    vae_tiling: bool = False
-    """Whether the VAE sees frames in tiles."""
     latents: Literal["fp32", "bf16"] = "fp32"
     """Stored type of latents. Embeddings are stored in fp32."""
-    image: str | None = None
-    """``first_frame``, or ``None``."""
 
     def __post_init__(self) -> None:
         check_choices(self, "data.")
@@ -94,17 +72,19 @@ class EncodeSettings:
         folder, image = self.inspect()
         return folder.latent_shape(self.clip), folder.condition_shapes(self.clip, self.max_text_tokens, image)
 
-    def fingerprint(self, folder: EncoderFolder, image: ImageInput | None) -> str:
-        """Return a hash of the encoders' files."""
-        parts = ["vae", *folder.text_parts()]
+    def fingerprint(self, *, has_clips: bool = True) -> str:
+        """Return a hash of the encoders' files; without those of the VAE, if there are no clips."""
+        folder = choose_encoders(self.encoders)
+        image = None if self.image is None else folder.inspect_image(f"data.encoders={self.encoders}")
+        parts = [*(["vae"] if has_clips else []), *folder.text_parts()]
         parts += image.encoder.parts if image is not None and image.encoder is not None else []
         return fingerprint_of(folder.files(*parts))
 
     def described(self) -> dict[str, Any]:
         """Return everything that an encoding depends on, apart from the source, wherever the encoders are."""
-        folder, image = self.inspect()
+        folder, _ = self.inspect()
         values = asdict(self) | {"fps": float(self.fps), "text": folder.text_key()}
-        return values | {"encoders": self.fingerprint(folder, image)}
+        return values | {"encoders": self.fingerprint()}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -150,8 +130,12 @@ class Source:
                 return f"unreadable {type(error).__name__}"
 
         hashes = Shares.all().run(len(files), look)
+        return hashlib.sha256(json.dumps([self.table_hash(), hashes]).encode()).hexdigest()[:32]
+
+    def table_hash(self) -> str:
+        """Return a hash of the rows."""
         rows = [(row.file, row.caption, row.problem) for row in self.rows]
-        return hashlib.sha256(json.dumps([rows, hashes]).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
 def describe(settings: EncodeSettings, source: Source) -> dict[str, Any]:
@@ -161,7 +145,7 @@ def describe(settings: EncodeSettings, source: Source) -> dict[str, Any]:
         UserError: settings or files that do not fit, or that differ between ranks.
     """
 
-    described = on_all_ranks(lambda: (settings.described(), source.rows))
+    described = on_all_ranks(lambda: (settings.described(), source.table_hash()))
     if any(other != described[0] for other in described):
         raise UserError(f"{source.name} or data.encoders={settings.encoders} differs between ranks; give the same")
     made = {"decoder": DECODER_VERSION, "clips": source.has_latents, "rows": source.fingerprint()}
@@ -198,7 +182,7 @@ class _Job:
     def __init__(self, writer: SetWriter, source: Source, settings: EncodeSettings, device: torch.device) -> None:
         self.writer, self.source, self.settings, self.device = writer, source, settings, device
         self.folder, self.image = settings.inspect()
-        self.clip, self.dtype = settings.clip, PRECISIONS[settings.precision]
+        self.clip = settings.clip
         self.files = source.files if source.has_latents or self.image is not None else []
         if rank() == 0:
             for remark in self.folder.remarks(self.clip, settings.max_text_tokens, self.image):
@@ -283,7 +267,7 @@ class _Job:
         if self._codec is None:
             self._codec = load_codec(self.folder, self.settings, self.device)
             if image is not None and image.encoder is not None:
-                self._image_encoder = ImageEncoder(image.encoder, device=self.device, dtype=self.dtype)
+                self._image_encoder = ImageEncoder(image.encoder, device=self.device, dtype=torch.float32)
         made = {"latents": self._codec.encode(video)} if self.source.has_latents else {}
         if image is not None:
             made |= self._image_tensors(video[:, :1], self._codec, self._image_encoder)
@@ -293,7 +277,7 @@ class _Job:
                     f"{self.files[number]}: its {part} are not finite in {self._codec.dtype}; set"
                     " data.vae_precision=fp32"
                 )
-        return {part: tensor.to(PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
+        return {part: tensor.to(VAE_PRECISIONS[self.settings.latents]) for part, tensor in made.items()}, {}
 
     def _image_tensors(
         self, frame: torch.Tensor, codec: VideoCodec, encoder: ImageEncoder | None
@@ -334,18 +318,18 @@ class _Job:
         """Return embeddings and notes of a caption."""
         if self._text_encoder is None:
             self._text_encoder = self.folder.text_encoder(
-                max_tokens=self.settings.max_text_tokens, device=self.device, dtype=self.dtype
+                max_tokens=self.settings.max_text_tokens, device=self.device, dtype=torch.float32
             )
         encoder = self._text_encoder
         made = encoder.embeddings(self._texts[number])
         if not all(text.isfinite().all() for text in made.values()):
-            raise UserError(f"the text encoder's output is not finite in {self.dtype}; encode in float32")
+            raise UserError("the text encoder's output is not finite; give weights in fp32")
         return made, {"cut": "; ".join(encoder.cuts)} if encoder.cuts else {}
 
 
 def load_codec(folder: EncoderFolder, settings: EncodeSettings, device: torch.device) -> VideoCodec:
     """Return the VAE, newly loaded."""
-    return folder.codec(device=device, dtype=PRECISIONS[settings.vae_precision], tiling=settings.vae_tiling)
+    return folder.codec(device=device, dtype=VAE_PRECISIONS[settings.vae_precision], tiling=settings.vae_tiling)
 
 
 def release_memory(device: torch.device) -> None:

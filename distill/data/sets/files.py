@@ -78,7 +78,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def packed(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any]) -> bytes:
     """Return the content of a file with ``tensors``, their checksums and ``notes``."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    crc32 = {name: zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()) for name, tensor in tensors.items()}
+    # Empty tensors have strides that no view as bytes takes.
+    data = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items() if tensor.numel()}
+    crc32 = {name: zlib.crc32(data.get(name, b"")) for name in tensors}
     return save(tensors, metadata={_ENTRY: json.dumps({"crc32": crc32, **notes}, sort_keys=True, ensure_ascii=False)})
 
 
