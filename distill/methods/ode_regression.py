@@ -67,13 +67,13 @@ class OdeRegression(FewStepMethod):
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         times = self.settings.student_times()
         # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
-        which = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
-        t = torch.tensor(times, dtype=batch.dtype, device=which.device)[which]
-        x = batch.states[torch.arange(len(which), device=which.device), which]
+        index = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
+        t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
+        x = batch.states[torch.arange(len(index), device=index.device), index]
         prediction = denoise(x, self.roles["student"].velocity(x, t, batch.condition), t)
         errors = per_sample_mean((prediction - batch.latents).square())
         for i, time in enumerate(times):
-            self.observations.add(f"loss/t{time:.4f}", errors, where=which == i)
+            self.observations.add(f"loss/t{time:.4f}", errors, where=index == i)
         observe_latents(self.observations, "prediction", prediction)
         observe_latents(self.observations, "data", batch.latents)
         return errors.mean()
