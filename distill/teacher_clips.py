@@ -162,14 +162,14 @@ class _Sampling:
         else:
             made = {"latents": guided_sample(teacher, noise, condition, sampler=method.teacher_sampler, **how)}
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.latents]
-        found = {}
+        stored = {}
         for k, (number, item) in enumerate(zip(numbers, items, strict=True)):
             parts = {name: tensor[k] for name, tensor in made.items()}
             if not all(tensor.isfinite().all() for tensor in parts.values()):
                 raise UserError(f"the teacher's clip {number} is not finite; set teacher.precision=fp32")
             parts |= {name: item[name] for name in _IMAGE_PARTS if name in item}
-            found[number] = {name: tensor.to("cpu", dtype) for name, tensor in parts.items()}
-        return found
+            stored[number] = {name: tensor.to("cpu", dtype) for name, tensor in parts.items()}
+        return stored
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -213,15 +213,7 @@ class VideoFolderSettings(DataSettings, EncodingFields):
             raise UserError(f"data.image={self.image}: data={self.name} has no clips; use data=video_folder")
         return self.encode_settings().shapes()
 
-    def build(
-        self,
-        *,
-        seed: int,
-        device: torch.device,
-        run_dir: Path,
-        captions: Sequence[str] = (),
-        images: Sequence[str] = (),
-    ) -> ClipDataset:
+    def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import encode_source
 
         return encode_source(
@@ -230,9 +222,7 @@ class VideoFolderSettings(DataSettings, EncodingFields):
             has_clips=self.has_clips,
             columns=self.columns,
             cache=self.cache or str(run_dir / "cache"),
-            captions=captions,
-            images=images,
-            device=device,
+            **runtime,
         )
 
     def encode_settings(self) -> EncodeSettings:
@@ -330,15 +320,7 @@ class EncodedSettings(DataSettings):
             raise UserError("data.path is not set; give a set of python -m distill.encode or distill.teacher_clips")
         return EncodedSet(Path(self.path).expanduser(), f"data.path={self.path}")
 
-    def build(
-        self,
-        *,
-        seed: int,
-        device: torch.device,
-        run_dir: Path,
-        captions: Sequence[str] = (),
-        images: Sequence[str] = (),
-    ) -> ClipDataset:
+    def build(self, *, seed: int, run_dir: Path, **runtime: Any) -> ClipDataset:
         from distill.data.sets.dataset import open_set
 
         return open_set(
@@ -348,9 +330,7 @@ class EncodedSettings(DataSettings):
             damaged=self.damaged,
             vae_precision=self.vae_precision,
             vae_tiling=self.vae_tiling,
-            captions=captions,
-            images=images,
-            device=device,
+            **runtime,
         )
 
     def fingerprints(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ class Shares:
 
     ranks: tuple[int, ...]
 
-    def own(self, count: int) -> range:
+    def assigned(self, count: int) -> range:
         """Return this rank's items of ``count``."""
         size = len(self.ranks)
         return range(self.ranks.index(rank()), count, size) if rank() in self.ranks else range(0)
@@ -47,9 +47,9 @@ class Shares:
         another's whole share, which would exceed the group's timeout. ``advance`` counts the finished items.
         """
         results: list[T] = []
-        own, size = self.own(count), len(self.ranks) * _ROUND
+        assigned, size = self.assigned(count), len(self.ranks) * _ROUND
         for first in range(0, count, size):
-            mine = [i for i in own if first <= i < first + size]
+            mine = [i for i in assigned if first <= i < first + size]
             parts = on_all_ranks(lambda mine=mine: {i: work(i) for i in mine})
             merged = {i: result for part in parts for i, result in part.items()}
             results += [merged[i] for i in sorted(merged)]

@@ -75,9 +75,9 @@ class EncodedData:
 
     def _whole_rows(self, policy: str) -> Any:
         """Return the rows of the items, or ``None`` for all. All ranks decide alike."""
-        found = on_all_ranks(self.set.damaged)
-        clips = sorted({number for part, _ in found for number in part})
-        texts = sorted({number for _, part in found for number in part})
+        damaged = on_all_ranks(self.set.damaged)
+        clips = sorted({number for part, _ in damaged for number in part})
+        texts = sorted({number for _, part in damaged for number in part})
         if not clips and not texts:
             return None
         shards = [*self.set.shards_of("clips", clips), *self.set.shards_of("texts", texts)]

@@ -256,7 +256,7 @@ class _Job:
     def _make_clips(self, numbers: Sequence[int], save: Save, advance: Callable[[int], object]) -> None:
         """Encode clips; threads decode the next ones meanwhile."""
         shares = Shares.all()
-        with closing(read_ahead(self._read, [numbers[i] for i in shares.own(len(numbers))])) as ahead:
+        with closing(read_ahead(self._read, [numbers[i] for i in shares.assigned(len(numbers))])) as ahead:
             shares.run(len(numbers), lambda i: save(numbers[i], *self._encode_clip(numbers[i], next(ahead))), advance)
 
     def _encode_clip(self, number: int, video: torch.Tensor | str) -> Made:

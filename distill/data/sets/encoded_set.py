@@ -108,10 +108,10 @@ class EncodedSet:
         while low < high:
             middle = (low + high) // 2
             text = self._columns.get("caption.order", middle)
-            found = self.caption(text).encode()
-            if found == wanted:
+            candidate = self.caption(text).encode()
+            if candidate == wanted:
                 return text
-            low, high = (middle + 1, high) if found < wanted else (low, middle)
+            low, high = (middle + 1, high) if candidate < wanted else (low, middle)
         return None
 
     def clip_of(self, row: int) -> int:
@@ -167,12 +167,12 @@ class EncodedSet:
     def damaged(self) -> tuple[list[int], list[int]]:
         """Return the clips and the texts in shards that are missing or have another size, or that a verification
         found to be damaged."""
-        found: dict[str, set[int]] = {kind: set() for kind in KINDS}
+        damaged: dict[str, set[int]] = {kind: set() for kind in KINDS}
         try:
             noted = read_json(self.path / DAMAGED)
             if noted.get("index") == self.about["index"]:
                 for kind in KINDS:
-                    found[kind] |= set(noted[kind])
+                    damaged[kind] |= set(noted[kind])
         except (OSError, Damaged, KeyError, TypeError):
             pass
         for kind in KINDS:
@@ -180,8 +180,8 @@ class EncodedSet:
             wrong = [number for number, size in enumerate(sizes) if self._size(kind, number) != size]
             if wrong:
                 shards = self._columns.column(f"{kind[:-1]}.shard")
-                found[kind] |= set(np.flatnonzero(np.isin(shards, wrong)).tolist())
-        return sorted(found["clips"]), sorted(found["texts"])
+                damaged[kind] |= set(np.flatnonzero(np.isin(shards, wrong)).tolist())
+        return sorted(damaged["clips"]), sorted(damaged["texts"])
 
     def _size(self, kind: str, number: int) -> int:
         try:
@@ -191,8 +191,8 @@ class EncodedSet:
 
     def shards_of(self, kind: str, numbers: Sequence[int]) -> list[Path]:
         """Return the shards that hold these clips or texts."""
-        found = {self._columns.get(f"{kind[:-1]}.shard", number) for number in numbers}
-        return [self.path / shard_name(kind, number) for number in sorted(found)]
+        shards = {self._columns.get(f"{kind[:-1]}.shard", number) for number in numbers}
+        return [self.path / shard_name(kind, number) for number in sorted(shards)]
 
     def rows_without(self, clips: Sequence[int], texts: Sequence[int]) -> np.ndarray:
         """Return the rows that need none of these clips and texts."""

@@ -295,15 +295,15 @@ def refuse_foreign(path: Path, where: str, settings: Mapping[str, Any] | None = 
         raise UserError(f"{where} holds {foreign[0]}, which is not of a set; give an empty or a new folder")
     for name in (SET, _BEGUN):
         try:
-            found = read_json(path / name)
+            recorded = read_json(path / name)
         except FileNotFoundError:
             continue
         except (Damaged, OSError) as error:
             raise UserError(f"{where}: {name} cannot be read ({error}); give another folder") from error
-        found = found.get("settings", {}) if name == SET else found
+        recorded = recorded.get("settings", {}) if name == SET else recorded
         for key, value in (settings or {}).items():
-            if found.get(key) != value:
-                was, now = (" ".join(str(v).split())[:100] for v in (found.get(key), value))
+            if recorded.get(key) != value:
+                was, now = (" ".join(str(v).split())[:100] for v in (recorded.get(key), value))
                 raise UserError(f"{where} was made with {key}={was}, not {now}; use that, or another folder")
 
 
@@ -338,9 +338,9 @@ def verify(path: Path, where: str) -> tuple[list[int], list[int]]:
     encoded = EncodedSet(path, where)
     work = [(kind, shard) for kind in KINDS for shard in range(encoded.shard_count(kind))]
     with progress(len(work), "verifying", "shard") as advance:
-        found = Shares.all().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
+        damaged = Shares.all().run(len(work), lambda i: encoded.verify_shard(*work[i]), advance)
     wrong = {
-        kind: [n for (k, _), numbers in zip(work, found, strict=True) if k == kind for n in numbers] for kind in KINDS
+        kind: [n for (k, _), numbers in zip(work, damaged, strict=True) if k == kind for n in numbers] for kind in KINDS
     }
     clips, texts = wrong["clips"], wrong["texts"]
     with written(where):

@@ -37,17 +37,17 @@ def read_captions(path: Path, columns: object = None) -> list[str]:
     if suffix in _NO_TEXT:
         raise UserError(f"data.path={path} ends in {suffix}; give {kinds}")
     if suffix in (".csv", ".jsonl"):
-        found = [caption or "" for _, (caption,) in read_table(path, names, where)]
+        texts = [caption or "" for _, (caption,) in read_table(path, names, where)]
     else:
-        found = io.StringIO(read_text(path, where), newline="").readlines()
-        header = [part.strip().strip('"') for part in re.split("[,;\t|]", found[0])] if found else []
+        texts = io.StringIO(read_text(path, where), newline="").readlines()
+        header = [part.strip().strip('"') for part in re.split("[,;\t|]", texts[0])] if texts else []
         if names[0] in header:
             raise UserError(f"data.path={path} begins with the header of a table; name it .csv, or remove that line")
-        if found and parse(found[0].encode()) is not None:
+        if texts and parse(texts[0].encode()) is not None:
             raise UserError(f"data.path={path} holds JSON lines; name it .jsonl")
-    captions = [caption.strip() for caption in found if caption.strip()]
+    captions = [caption.strip() for caption in texts if caption.strip()]
     if not captions:
         raise UserError(f"data.path={path} has no caption; add one per line")
-    if len(captions) < len(found) and rank() == 0:
-        logger.warning("%d empty captions of %s left out", len(found) - len(captions), path)
+    if len(captions) < len(texts) and rank() == 0:
+        logger.warning("%d empty captions of %s left out", len(texts) - len(captions), path)
     return captions

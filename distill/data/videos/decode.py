@@ -104,7 +104,7 @@ def _video(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.V
             os.path.abspath(file), options={"protocol_whitelist": "file"}, metadata_errors="ignore"
         ) as container:
             cover = av.stream.Disposition.attached_pic
-            stream = next((each for each in container.streams.video if not each.disposition & cover), None)
+            stream = next((video for video in container.streams.video if not video.disposition & cover), None)
             if stream is None:
                 raise ClipError("holds no video stream")
             stream.thread_type = "AUTO"

@@ -117,12 +117,14 @@ class _Finder:
         parent, _, last = name.rpartition("/")
         if last in self._names(parent).get(_plain(last), ()):
             return ListedClip(file=name, caption="")
-        found = [""]
+        matches = [""]
         for part in os.path.normpath(name.replace("\\", "/")).split("/"):
-            found = [os.path.join(above, each) for above in found for each in self._names(above).get(_plain(part), ())]
-        if len(found) == 1:
-            return ListedClip(file=found[0], caption="")
-        problem = f"could be {' or '.join(map(repr, found[:3]))}; rename one" if found else "is missing"
+            matches = [
+                os.path.join(above, entry) for above in matches for entry in self._names(above).get(_plain(part), ())
+            ]
+        if len(matches) == 1:
+            return ListedClip(file=matches[0], caption="")
+        problem = f"could be {' or '.join(map(repr, matches[:3]))}; rename one" if matches else "is missing"
         return ListedClip(file=name, caption="", problem=problem)
 
     def _names_in(self, folder: str) -> dict[str, list[str]]:
