@@ -183,12 +183,12 @@ class EncodingFields:
     max_text_tokens: int = 512
     """Tokens of a caption; longer ones are cut, and that is logged."""
     vae_precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
+    """Precision of the VAE, which encodes clips and decodes samples: ``fp32``, or ``bf16`` for half the memory."""
     vae_tiling: bool = False
     """Frames through the VAE in tiles of 256 pixels: little memory at 720p, and faint seams."""
     image: Literal["first_frame"] | None = None
-    """What a network is shown that takes an image: ``first_frame`` of the clip, encoded once and cached (Wan 2.2's TI2V
-    and LTX-Video have it in the noisy frame's place); null for none."""
+    """Image for networks that take one: ``first_frame`` of the clip (in Wan 2.2's TI2V and LTX-Video, it replaces the
+    noisy frame); null for none."""
 
 
 @dataclass(kw_only=True)

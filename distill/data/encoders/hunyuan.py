@@ -238,7 +238,7 @@ class HunyuanTextEncoder(TextEncoder):
         valid = embeddings[0][mask[0].bool()].float().cpu()
         if not len(valid):
             raise UserError(
-                f"{self.where}: the chat template of tokenizer/ leaves no token of the caption {caption[:60]!r} behind"
+                f"{self.where}: the chat template of tokenizer/ leaves no token of the caption {caption[:60]!r} after"
                 " the system's part; give the folder's own"
             )
         length = len(whole) - self.template["crop_start"]
