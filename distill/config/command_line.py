@@ -9,7 +9,7 @@ from distill.config.kinds import Setting
 from fsdp_cp.choices import user_path
 from fsdp_cp.errors import UserError
 
-PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume", "trajectories")
+PATHS = ("run_dir", "checkpoint", "path", "encoders", "cache", "resume")
 """Last parts of the keys of settings that take a path."""
 _MAY_BE_EMPTY = ("negative_prompt",)
 

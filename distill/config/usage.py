@@ -121,7 +121,7 @@ def _rows(cls: type, prefix: str, chosen: Any) -> Iterator[_Row]:
         name = key.rpartition(".")[2]
         if not setting.group and name != "name" and key not in ("method", "data"):
             value = setting.default if chosen is None else attrgetter(key.removeprefix(prefix))(chosen)
-            yield _Row(key, value, _field_docs(setting.owner).get(name, ""))
+            yield _Row(key, value, field_docs(setting.owner).get(name, ""))
 
 
 def _with_value(row: _Row, *, whole: bool = False) -> str:
@@ -153,7 +153,7 @@ def _in_paragraph(prefix: str, rows: Iterable[_Row]) -> Iterator[str]:
 
 
 @cache
-def _field_docs(settings: type) -> dict[str, str]:
+def field_docs(settings: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass and its bases, by field name."""
     docs: dict[str, str] = {}
     for cls in reversed(settings.__mro__[:-1]):

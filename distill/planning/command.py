@@ -138,7 +138,11 @@ def planned_shapes(config: Config) -> Shapes:
         UserError: see ``sample_shapes`` of the data settings.
     """
     student = config.student
-    if getattr(config.data, "encoders", "") is not None or student.architecture is None:
+    if (
+        getattr(config.data, "encoders", "") is not None
+        or student.architecture is None
+        or config.data.name == "encoded"
+    ):
         return config.data.sample_shapes()
     family = family_of(student.family, "student")
     family.check_keys(student.architecture, "student.architecture")

@@ -241,14 +241,14 @@ class _Run:
         latent_shape, condition_shapes = self.plan.shapes
         values = {name: torch.zeros(shape) for name, shape in condition_shapes.items() if name.startswith("text")}
         tensors = {name: torch.zeros(count, *shape) for name, shape in condition_shapes.items()}
-        trajectory = None
+        states = None
         if self.config.method.name == "ode_regression":
-            trajectory = torch.zeros(count, len(self.config.method.step_list), *latent_shape)
+            states = torch.zeros(count, len(self.config.method.step_list), *latent_shape)
         return Batch(
-            latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or trajectory is not None else None,
+            latents=torch.zeros(count, *latent_shape) if self.config.data.has_clips or states is not None else None,
             condition=Condition(tensors, values, values),
             latent_shape=latent_shape,
-            trajectory=trajectory,
+            states=states,
         )
 
     def step(self, step: int, batches: list[Batch]) -> None:

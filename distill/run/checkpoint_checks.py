@@ -32,7 +32,6 @@ BY_CONTENT = (
     "fake.checkpoint",
     "data.path",
     "data.encoders",
-    "method.trajectories",
 )
 """Settings that name files. A resumed run needs files with the same contents; their paths may differ."""
 _OF_A_START = {"run_dir", "dry_run", "plan", "world"}

@@ -81,7 +81,8 @@ MISTAKES = {
         ("experiment=quickstart_rcm method.student_every=1", "method.student_every"),
         ("experiment=quickstart_scm method.jvp=finite_difference precision=bf16", "method.jvp"),
         ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
-        ("experiment=quickstart_ode_regression", "method.trajectories"),
+        ("experiment=quickstart_ode_regression", "distill.teacher_clips"),
+        ("experiment=quickstart_ode_regression method.trajectories=x", "distill.teacher_clips"),
     ],
     "runs and checkpoints": [
         ("run_dir={things}", "run_dir"),
@@ -100,7 +101,9 @@ MISTAKES = {
         ("python -m models.verify nobody", "nobody"),
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
-        ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
+        ("python -m distill.trajectories experiment=quickstart", "distill.teacher_clips"),
+        ("python -m distill.teacher_clips experiment=quickstart_teacher mesh.cp=1 {new}", "method="),
+        ("python -m distill.teacher_clips experiment=quickstart mesh.cp=1 device=cpu {things}", "OUT"),
     ],
 }
 # Settings that look like mistakes and are accepted, each with its value in the run's configuration.

@@ -7,7 +7,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from distill.data.pipeline_folder import check_weight_files
+from distill.data.encoders.folder import check_weight_files
 from fsdp_cp import build_mesh
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import process_group

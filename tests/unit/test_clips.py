@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.data.clips import ClipError, ClipFormat, crop_and_resize, read_clip
+from distill.data.videos.decode import ClipError, ClipFormat, crop_and_resize, read_clip
 from tests.tiny_pipeline import moving_square, write_video
 
 

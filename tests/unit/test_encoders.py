@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distill.data.clips import ClipFormat
-from distill.data.encoders import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.encoders.wan import TextEncoder, VideoCodec, inspect_encoders, pad_text
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.tiny_pipeline import LATENT_CHANNELS
 

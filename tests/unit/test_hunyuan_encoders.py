@@ -9,10 +9,10 @@ from diffusers import HunyuanVideo15ImageToVideoPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from distill.data.captions import Captions
-from distill.data.choose_encoders import choose_encoders
-from distill.data.clips import ClipFormat
-from distill.data.hunyuan_encoders import GLYPH_TOKENS, PIPELINE_TOKENS, HunyuanVideoCodec
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.hunyuan import GLYPH_TOKENS, PIPELINE_TOKENS, HunyuanVideoCodec
+from distill.data.sets.dataset import encode_source
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from tests.tiny_hunyuan_pipeline import build_tiny_hunyuan_pipeline
 
@@ -107,15 +107,14 @@ def test_the_cache_holds_both_texts_and_knows_both_encoders(folder, tmp_path):
 
     def data(encoders):
         sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
-        return Captions(path=file, encoders=encoders, cache=tmp_path / "cache", **sizes)
+        return encode_source(has_clips=False, path=file, encoders=encoders, cache=tmp_path / "cache", **sizes)
 
     first = data(folder)
     plain, quoting = first[0], first[1]
     assert plain["glyph_mask"].sum() == 0 and quoting["glyph_mask"].sum() == 14
     condition = first.condition(['a sign that says "OPEN"'])
     assert condition.null.tensors["glyph_mask"].sum() == 0 and condition.null.tensors["text_mask"].any()
-    written = {part: sorted((tmp_path / "cache" / part).iterdir()) for part in ("text", "glyphs")}
-    assert {part: len(files) for part, files in written.items()} == {"text": 3, "glyphs": 3}, "and the empty caption"
+    assert first.set.about["counts"]["texts"] == 3 and first.set.text_parts == ["glyphs", "text"]
 
     other = tmp_path / "other"
     shutil.copytree(folder, other)
@@ -184,7 +183,9 @@ def test_a_changed_chat_template_is_another_cache(folder, tmp_path):
 
     def first():
         sizes = {"num_frames": 9, "height": 32, "width": 48, "fps": 24.0, "max_text_tokens": 60}
-        return Captions(path=tmp_path / "captions.txt", encoders=copied, cache=tmp_path / "cache", **sizes)[0]["text"]
+        return encode_source(
+            has_clips=False, path=tmp_path / "captions.txt", encoders=copied, cache=tmp_path / "cache", **sizes
+        )[0]["text"]
 
     before = first()
     template.write_text(template.read_text().replace("<end>", "<end><end>"))

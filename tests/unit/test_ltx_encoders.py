@@ -7,11 +7,11 @@ import pytest
 import torch
 from diffusers import LTXConditionPipeline, LTXPipeline
 
-from distill.data.captions import Captions
-from distill.data.choose_encoders import choose_encoders
-from distill.data.clips import ClipFormat
-from distill.data.first_frame import ImageInput
-from distill.data.ltx_encoders import LtxTextEncoder, LtxVideoCodec
+from distill.data.encoders.choose import choose_encoders
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.ltx import LtxTextEncoder, LtxVideoCodec
+from distill.data.sets.dataset import encode_source
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.ltx import video_coordinates
 from tests.tiny_ltx_pipeline import build_tiny_ltx_pipeline
@@ -146,13 +146,13 @@ def test_the_cache_tells_the_pipelines_apart_and_a_fingerprint_the_frame_rate(tm
     (tmp_path / "captions.txt").write_text("a red square\n")
 
     def data(encoders, fps=24.0):
-        return Captions(
-            path=tmp_path / "captions.txt", encoders=encoders, cache=tmp_path / "cache", num_frames=17, height=64,
-            width=96, fps=fps, max_text_tokens=40,
+        return encode_source(
+            has_clips=False, path=tmp_path / "captions.txt", encoders=encoders, cache=tmp_path / "cache", num_frames=17,
+            height=64, width=96, fps=fps, max_text_tokens=40,
         )  # fmt: skip
 
     first, second, slower = data(folder), data(other), data(folder, fps=12.0)
-    assert len(list((tmp_path / "cache" / "text").iterdir())) == 4, "two texts of two kinds"
+    assert len(list((tmp_path / "cache").iterdir())) == 3
     assert not torch.equal(first[0]["text"], second[0]["text"])
     assert torch.equal(first[0]["text"], slower[0]["text"])
     assert len({first.fingerprint, second.fingerprint, slower.fingerprint}) == 3

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.ndimage import gaussian_filter
 
+from distill.data.encoders.words import MOTIONS
 from distill.data.moving_shapes import CAPTIONS, MovingShapes, caption_parts
-from distill.data.word_table import MOTIONS
 from distill.report.measures import HIGHER_IS_BETTER, Measure, coverage, detect, features, measure, worse_by
 from fsdp_cp.errors import UserError
 

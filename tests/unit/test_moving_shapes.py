@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from scipy import stats
 
+from distill.data.encoders.words import COLOURS, MOTIONS, PAD, SHAPES, WordTable
 from distill.data.moving_shapes import (
     BACKGROUND,
     CAPTIONS,
@@ -20,7 +21,6 @@ from distill.data.moving_shapes import (
     draw_scene,
     render,
 )
-from distill.data.word_table import COLOURS, MOTIONS, PAD, SHAPES, WordTable
 from distill.report.measures import detect
 from tests.unit.refused import refused
 

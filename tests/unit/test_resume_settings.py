@@ -154,7 +154,7 @@ def test_files_are_known_by_their_contents(folders, tmp_path, change, expected):
         key for key in BY_CONTENT if (before[key] or {}).get("fingerprint") != (now[key] or {}).get("fingerprint")
     }
     assert differing == expected
-    assert {key for key in BY_CONTENT if before[key] is None} == {"fake.checkpoint", "method.trajectories"}
+    assert {key for key in BY_CONTENT if before[key] is None} == {"fake.checkpoint"}
 
 
 @pytest.fixture(scope="module")

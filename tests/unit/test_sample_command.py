@@ -81,7 +81,8 @@ def test_new_captions_are_embedded_and_leave_the_fingerprint_alone(captions_run)
     given = {"seed": 0, "device": torch.device("cpu"), "run_dir": captions_run}
     plain = config.data.build(**given)
     told = config.data.build(**given, captions=["a bird", "a red square", ""])
-    assert told.fingerprint == plain.fingerprint and told.captions() == plain.captions() and len(told) == len(plain)
+    assert told.fingerprint == plain.fingerprint and len(told) == len(plain)
+    assert list(told.captions()) == list(plain.captions())
     bird, red, empty = told.condition(["a bird", "a red square", ""]).tensors["text"]
     assert torch.equal(red, plain.condition(["a red square"]).tensors["text"][0])
     assert torch.equal(empty, plain.null["text"]) and torch.equal(empty, plain.empty["text"])

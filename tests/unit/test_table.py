@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.data.captions import read_captions
-from distill.data.table import read_table
-from distill.data.video_folder import read_metadata
+from distill.data.videos.captions import read_captions
+from distill.data.videos.table import read_table
+from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 from tests.unit.refused import refused
 

@@ -60,7 +60,7 @@ def training_times(settings):
     batch = Batch(
         latents=ones,
         condition=text_condition(text, text[0], text[0]),
-        trajectory=ones[:, None].expand(-1, times, *SHAPE),
+        states=ones[:, None].expand(-1, times, *SHAPE),
     )
     student, done, step = method.roles["student"], 0, 10_000
     while done < STEPS:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from distill.data.captions import read_captions
-from distill.data.clips import ClipError, ClipFormat, first_frame, read_clip
-from distill.data.display import other_colors
-from distill.data.video_folder import read_metadata
+from distill.data.videos.captions import read_captions
+from distill.data.videos.colors import other_colors
+from distill.data.videos.decode import ClipError, ClipFormat, first_frame, read_clip
+from distill.data.videos.video_folder import read_metadata
 from fsdp_cp.errors import UserError
 
 B_FRAMES = {"x264-params": "bframes=3:b-adapt=0:scenecut=0:b-pyramid=none"}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from distill.data.display import ClipError, ToBT709, is_turned, other_colors, upright
+from distill.data.videos.colors import ClipError, ToBT709, is_turned, other_colors, upright
 from fsdp_cp.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _video(file: str | Path) -> Iterator[tuple[av.container.InputContainer, av.V
             os.path.abspath(file), options={"protocol_whitelist": "file"}, metadata_errors="ignore"
         ) as container:
             cover = av.stream.Disposition.attached_pic
-            stream = next((each for each in container.streams.video if not each.disposition & cover), None)
+            stream = next((video for video in container.streams.video if not video.disposition & cover), None)
             if stream is None:
                 raise ClipError("holds no video stream")
             stream.thread_type = "AUTO"

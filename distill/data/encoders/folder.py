@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ _OWN_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "_attn_imple
 
 
 def part_settings(folder: Path, part: str, where: str, name: str = "config.json") -> dict[str, Any]:
-    """The JSON object of ``part/name``, with numbers that a network can be built of."""
+    """Return the JSON object of ``part/name``. Refuse keys that load code, and sizes beyond any network's."""
     try:
         settings = json.loads((folder / part / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -45,7 +46,7 @@ def part_settings(folder: Path, part: str, where: str, name: str = "config.json"
 
 
 def class_defaults(name: str) -> dict[str, Any]:
-    """What the constructor of diffusers' class ``name`` takes for the settings that a folder leaves out."""
+    """Return the default arguments of diffusers' class ``name``."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
@@ -55,18 +56,40 @@ def class_defaults(name: str) -> dict[str, Any]:
 _MAX_LAYERS, MAX_NUMBER = 1024, 2**24
 
 
+def check_values(config: str, values: dict[str, Any], fits: dict[str, bool], model: str) -> None:
+    """Refuse the first value that does not fit.
+
+    Args:
+        config: setting, folder and file, for the message.
+        values: the file's values.
+        fits: whether the value of each key can be used.
+        model: name of the kind of model that the file describes.
+
+    Raises:
+        UserError: by name.
+    """
+    for key, is_good in fits.items():
+        if not is_good:
+            raise UserError(f"{config} has {key}={shown(values.get(key))}, which no {model} has; give the folder's own")
+
+
+def positive(value: Any) -> bool:
+    """Whether ``value`` is a finite number above 0."""
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
 def whole_numbers(values: Any, *, most: int) -> bool:
-    """Is it a list of whole numbers from 1 to ``most``?"""
+    """Whether ``values`` is a list of whole numbers from 1 to ``most``."""
     return isinstance(values, (list, tuple)) and all(type(v) is int and 1 <= v <= most for v in values)
 
 
 def shown(value: Any) -> str:
-    """A value of a JSON file in a message, cut."""
+    """Return a value of a JSON file for a message, cut to 60 characters."""
     return " ".join(repr(value).split())[:60]
 
 
 def check_weight_files(folder: Path, where: str) -> None:
-    """The weights of a part: safetensors alone, inside the folder."""
+    """Refuse weights of a part that are not safetensors inside the folder, or are an adapter."""
     part = folder.name
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{where}: {part}/ holds no .safetensors weights; other formats are not read")
@@ -78,15 +101,16 @@ def check_weight_files(folder: Path, where: str) -> None:
         raise UserError(f"{where}: {part}/ holds adapter_config.json; merge the adapter into the weights")
 
 
-def require_class(where: str, part: str, found: Any, wanted: str) -> None:
-    """Raises ``UserError`` unless ``wanted``, or one of ``A or B``, is among the class names ``found``."""
-    if not isinstance(found, list) or not any(name in found for name in wanted.split(" or ")):
-        name = shown(found[0]).strip("'") if isinstance(found, list) and found else "a model without a class name"
-        raise UserError(f"{where}: {part}/ holds {name}; use {wanted}")
+def require_class(where: str, part: str, architectures: Any, wanted: str) -> None:
+    """Raise ``UserError`` unless ``wanted``, or one of ``A or B``, is among the class names ``architectures``."""
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if not set(names) & set(wanted.split(" or ")):
+        holds = shown(names[0]).strip("'") if names else "a model without a class name"
+        raise UserError(f"{where}: {part}/ holds {holds}; use {wanted}")
 
 
 def load_part(model_class: Any, folder: Path, part: str, **options: Any) -> torch.nn.Module:
-    """``from_pretrained`` that fails by name where the libraries only warn and leave random weights."""
+    """Call ``from_pretrained``; raise ``UserError`` where the libraries only warn and leave random weights."""
     try:
         model, info = model_class.from_pretrained(
             folder / part, local_files_only=True, use_safetensors=True, output_loading_info=True, **options

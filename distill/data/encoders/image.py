@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distill.data.pipeline_folder import (
+from distill.data.encoders.folder import (
     MAX_NUMBER,
     check_weight_files,
     load_part,
@@ -28,14 +28,14 @@ from models.files.checkpoint_files import one_line
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ImageEncoderKind:
-    """What image encoder a family's pipelines have."""
+    """Kind of image encoder of a family's pipelines."""
 
     classes: tuple[str, ...]
-    """In transformers."""
+    """Names of the classes in transformers."""
     processor: str
-    """Sub-folder of its processor."""
+    """Sub-folder of the processor."""
     class_tokens: int
-    """Features beside those of patches."""
+    """Number of features in addition to those of patches."""
 
 
 CLIP = ImageEncoderKind(
@@ -46,21 +46,21 @@ SIGLIP = ImageEncoderKind(classes=("SiglipVisionModel",), processor="feature_ext
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ImageEncoderFolder:
-    """What a pipeline folder's JSON files say about its image encoder; holds no weights."""
+    """Settings of the image encoder in a pipeline folder, without weights."""
 
     path: Path
     """The pipeline folder."""
     kind: ImageEncoderKind
     class_name: str
-    """Of the encoder, in transformers."""
+    """Class of the encoder in transformers."""
     tokens: int
-    """N: one for each patch, and the class token if it has one."""
+    """N: one feature for each patch, and the class token if there is one."""
     width: int
     """D."""
 
     @property
     def parts(self) -> tuple[str, str]:
-        """The sub-folders that are read."""
+        """Sub-folders that are read."""
         return "image_encoder", self.kind.processor
 
 
@@ -82,10 +82,10 @@ def inspect_image_encoder(folder: Path, where: str, kind: ImageEncoderKind = CLI
             )
     settings = part_settings(folder, "image_encoder", where)
     part_settings(folder, kind.processor, where, "preprocessor_config.json")
-    found = settings.get("architectures")
-    known = next((name for name in kind.classes if isinstance(found, list) and name in found), None)
+    architectures = settings.get("architectures")
+    known = next((name for name in kind.classes if isinstance(architectures, list) and name in architectures), None)
     if known is None:
-        require_class(where, "image_encoder", found, kind.classes[0])
+        require_class(where, "image_encoder", architectures, kind.classes[0])
     check_weight_files(folder / "image_encoder", where)
     sizes = [settings.get(key) for key in ("image_size", "patch_size", "hidden_size")]
     if not whole_numbers(sizes, most=MAX_NUMBER) or sizes[1] > sizes[0]:
@@ -122,8 +122,8 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, rgb_HWC: torch.Tensor) -> torch.Tensor:
-        """One image, uint8 (H, W, 3) -> its features, fp32 (N, D) on the CPU: of CLIP those behind the last block but
-        one, of SigLIP the last."""
+        """Encode one image, uint8 (H, W, 3), to fp32 (N, D) on the CPU: CLIP's features after the last block but one,
+        SigLIP's last."""
         pixels = self.processor(images=rgb_HWC.numpy(), return_tensors="pt")["pixel_values"]
         output = self.model(pixels.to(self.device, self.dtype), output_hidden_states=self.kind == CLIP)
         features = output.hidden_states[-2] if self.kind == CLIP else output.last_hidden_state
@@ -131,7 +131,7 @@ class ImageEncoder:
 
 
 def _processor_class(kind: ImageEncoderKind) -> Any:
-    """The processor on PIL, which transformers 5 names apart from the one on torchvision; 4 has that one alone."""
+    """Return the processor on PIL. transformers 5 has another name for it; 4 has only one processor."""
     import transformers
 
     name = "CLIPImageProcessor" if kind == CLIP else "SiglipImageProcessor"

@@ -1,12 +1,13 @@
-"""The encoders of a pipeline folder, whatever its family: the class of its VAE decides whose they are."""
+"""Encoders of a folder. The class of its VAE decides the family; a folder with a word table has that."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from distill.data.encoders import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
-from distill.data.hunyuan_encoders import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
-from distill.data.ltx_encoders import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
+from distill.data.encoders.hunyuan import HUNYUAN_VAE_CLASS, HunyuanTextEncoder, inspect_hunyuan
+from distill.data.encoders.ltx import LTX_VAE_CLASS, LtxTextEncoder, inspect_ltx
+from distill.data.encoders.wan import TEXT_CLASS, VAE_CLASS, EncoderFolder, inspect_wan, read_encoders
+from distill.data.encoders.words import inspect_words, table_file
 
 _ENCODERS = {
     VAE_CLASS: (TEXT_CLASS, inspect_wan),
@@ -19,7 +20,10 @@ _ENCODERS = {
 def choose_encoders(path: str | Path) -> EncoderFolder:
     """Read a pipeline folder's settings without loading weights.
 
-    Raises: ``UserError`` as :func:`distill.data.encoders.read_encoders`, and for settings that the VAE's class has not.
+    Raises: ``UserError`` as :func:`distill.data.encoders.wan.read_encoders`, and for settings that no such VAE
+    has.
     """
+    if table_file(path).is_file():
+        return inspect_words(path)
     folder, where, vae, text = read_encoders(path, {name: text for name, (text, _) in _ENCODERS.items()})
     return _ENCODERS[vae["_class_name"]][1](folder, where, vae, text)

@@ -1,26 +1,20 @@
-"""`data=video_folder`: a folder of video files with captions, seen as cached latents.
+"""Folders of video files with captions.
 
 The folder holds ``metadata.csv`` or ``metadata.jsonl`` with columns ``file_name,caption`` (the layout that Hugging Face
-``datasets`` calls a video folder), or a ``.txt`` file next to each clip; ``file_name`` is relative to the folder. Shape
-legend: C t h w latents, L tokens, D width of an embedding.
+``datasets`` calls a video folder), or a ``.txt`` file next to each clip; ``file_name`` is relative to the folder.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from distill.data.encoded import EncodedData
-from distill.data.table import VIDEO_SUFFIXES, column_names, read_table, read_text
+from distill.data.videos.table import VIDEO_SUFFIXES, column_names, read_table, read_text
 from fsdp_cp.errors import UserError
-from fsdp_cp.launch import rank
-
-logger = logging.getLogger(__name__)
 
 TABLES = ("metadata.csv", "metadata.jsonl")
 COLUMNS = ("file_name", "caption")
@@ -36,81 +30,6 @@ class ListedClip:
     """The caption, or ``""``."""
     problem: str = ""
     """Reason to leave the clip out before it is read."""
-
-
-class VideoFolder(EncodedData):
-    """Data set of the clips of a folder, encoded on first use and cached.
-
-    Videos are sampled at ``fps``. Clips that are broken, missing or too short are named in the log and left out.
-    """
-
-    def _read(self) -> list[ListedClip]:
-        return read_metadata(self.path, self.columns)
-
-    @property
-    def table(self) -> Path:
-        return table_of(self.path) or self.path
-
-    def _usable(self, rows: list[ListedClip]) -> list[tuple[str, str]]:
-        """(cache key, caption) of the usable clips, the same on every rank; rank 0's log names the others."""
-        results = iter(self.cache.write_clips([self.path / row.file for row in rows if not row.problem]))
-        items, files, left_out = [], [], []
-        for row in rows:
-            what, value = ("error", row.problem) if row.problem else next(results)
-            if what == "error":
-                left_out.append((row.file, value))
-            else:
-                items.append((value, row.caption))
-                files.append(self.path / row.file)
-        if rank() == 0:
-            for name, reason in left_out:
-                logger.warning("clip left out: %s %s", name, reason)
-            if left_out:
-                logger.warning("%d of %d clips left out", len(left_out), len(rows))
-            # realpath, not Path.resolve: that raises RuntimeError for a link to itself.
-            listed = {os.path.realpath(self.path / row.file) for row in rows}
-            extra = sorted(
-                file.name
-                for file in self.path.iterdir()
-                if file.suffix.lower() in VIDEO_SUFFIXES and os.path.realpath(file) not in listed
-            )
-            if extra:
-                names = ", ".join(extra[:5])
-                logger.warning("%d videos are not in %s and not used: %s", len(extra), self.table.name, names)
-        if not items:
-            name, reason = left_out[0]
-            raise UserError(
-                f"data.path={self.path} has no usable clip ({len(left_out)} left out, first: {name} {reason}); give "
-                "longer videos, or set data.num_frames lower or data.fps higher"
-            )
-        self._images = self._encoded_images(files)
-        return items
-
-    def _decides(self) -> tuple[Any, ...]:
-        return (self._images,) if self._images else ()  # fingerprints of text alone are those of before
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"latents": fp32 (C, t, h, w), "caption": str} and the condition's tensors by name, read from the cache."""
-        key, caption = self._items[index]
-        image = self._image_tensors(self._images[index]) if self._images else {}
-        condition = self._text_tensors(caption) | self.clip_tensors | image
-        return {"latents": self.cache.latents(key), "caption": caption, **condition}
-
-    def _item_image(self, index: int) -> str:
-        return self._images[index]
-
-    def _image_key(self, caption: str) -> str:
-        if caption in self._given_images:
-            return self._given_images[caption]
-        index = next((i for i, (_, known) in enumerate(self._items) if known == caption), None)
-        if index is None:
-            raise UserError(
-                f"the caption '{caption}' is of no clip of {self.table}; give it an image (sample.images, or --image)"
-            )
-        return self._images[index]
-
-    def captions(self) -> list[str]:
-        return list(dict.fromkeys(caption for _, caption in self._items))
 
 
 def table_of(path: Path) -> Path | None:
@@ -135,6 +54,13 @@ def _videos(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix.lower() in VIDEO_SUFFIXES)
 
 
+def unlisted_videos(path: Path, rows: Sequence[ListedClip]) -> list[str]:
+    """Return the names of the folder's videos that no row lists."""
+    # realpath, not Path.resolve: that raises RuntimeError for a link to itself.
+    listed = {os.path.realpath(path / row.file) for row in rows}
+    return [file.name for file in _videos(path) if os.path.realpath(file) not in listed]
+
+
 def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
     """Return every row of the folder's table, or every video and the text next to it.
 
@@ -143,7 +69,7 @@ def read_metadata(path: Path, columns: object = None) -> list[ListedClip]:
         columns: the table's names of ``COLUMNS`` (``data.columns``).
 
     Raises: ``UserError`` if the folder, the file, a column, a file name or every row is missing; by line where the
-        table would damage a caption (:func:`distill.data.table.read_table`), and for a file outside the folder.
+        table would damage a caption (:func:`distill.data.videos.table.read_table`), and for a file outside the folder.
     """
     names = column_names(COLUMNS, columns)
     file = table_of(path)
@@ -191,12 +117,14 @@ class _Finder:
         parent, _, last = name.rpartition("/")
         if last in self._names(parent).get(_plain(last), ()):
             return ListedClip(file=name, caption="")
-        found = [""]
+        matches = [""]
         for part in os.path.normpath(name.replace("\\", "/")).split("/"):
-            found = [os.path.join(above, each) for above in found for each in self._names(above).get(_plain(part), ())]
-        if len(found) == 1:
-            return ListedClip(file=found[0], caption="")
-        problem = f"could be {' or '.join(map(repr, found[:3]))}; rename one" if found else "is missing"
+            matches = [
+                os.path.join(above, entry) for above in matches for entry in self._names(above).get(_plain(part), ())
+            ]
+        if len(matches) == 1:
+            return ListedClip(file=matches[0], caption="")
+        problem = f"could be {' or '.join(map(repr, matches[:3]))}; rename one" if matches else "is missing"
         return ListedClip(file=name, caption="", problem=problem)
 
     def _names_in(self, folder: str) -> dict[str, list[str]]:

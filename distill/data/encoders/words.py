@@ -1,11 +1,14 @@
-"""A fixed table word -> vector: the text encoder of the procedurally rendered clips.
+"""Encoders of the procedurally rendered clips: latents are pixels, and a fixed table gives each word a vector.
 
 The table is a file, ``words.safetensors``, in the folder of the teacher that was trained with it. It holds one fp32
 tensor ``vectors`` (words, D), mutually orthogonal with entries of root mean square 1. Its metadata hold ``vocabulary``,
 a JSON list that names the rows. Row 0 is the pad word, which also stands for "no caption".
 """
 
+from __future__ import annotations
+
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.wan import EncoderFolder
 from fsdp_cp.errors import UserError
 from models.files.shipped import find_shipped
 
@@ -87,3 +92,68 @@ def _read(path: Path) -> tuple[list[str], Tensor]:
     if not vectors.isfinite().all():
         raise ValueError("a vector is not finite")
     return words, vectors
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WordFolder(EncoderFolder):
+    """A word table as a family of encoders, so that an encoded set can hold rendered clips."""
+
+    def inspect_image(self, where: str) -> ImageInput:
+        raise UserError(f"{where} is a word table, which has no image encoder; set data.image=null")
+
+    def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> PixelCodec:
+        return PixelCodec()
+
+    def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> WordEncoder:
+        return WordEncoder(self.path, max_tokens)
+
+    def text_parts(self) -> tuple[str, ...]:
+        return ()
+
+    def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
+        return {"text": (max_tokens, max_tokens, self.text_width)}
+
+    def files(self, *parts: str) -> list[Path]:
+        return [table_file(self.path)]
+
+
+class WordEncoder:
+    """Text encoder of a word table; see :class:`distill.data.encoders.wan.TextEncoder`."""
+
+    cuts: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self._table, self._max_tokens = WordTable(path), max_tokens
+
+    def embeddings(self, caption: str) -> dict[str, Tensor]:
+        """Return ``text`` fp32 (``max_tokens``, D), filled up with the pad word.
+
+        Raises:
+            UserError: an unknown word, or too many words.
+        """
+        return {"text": self._table.embed([caption], self._max_tokens)[0]}
+
+
+class PixelCodec:
+    """Pixels as latents; see :class:`distill.data.encoders.wan.VideoCodec`."""
+
+    dtype = torch.float32
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Return ``video`` (3, T, H, W) in [-1, 1] as it is."""
+        return video
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode (n, 3, T, H, W) to uint8 (n, T, H, W, 3) on the CPU; values outside [-1, 1] are clipped."""
+        pixels = (latents.float().cpu().clamp(-1, 1) + 1) * 127.5
+        return pixels.round().to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+
+
+def inspect_words(path: str | Path) -> WordFolder:
+    """Return the encoders of a word table.
+
+    Raises:
+        UserError: a file that is missing or is not a word table.
+    """
+    width = WordTable(path).dim
+    return WordFolder(path=find_shipped(path), channels=3, temporal=1, spatial=1, patch=(1, 1, 1), text_width=width)

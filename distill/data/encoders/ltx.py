@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
-from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
-from distill.data.first_frame import ImageInput
-from distill.data.pipeline_folder import class_defaults, load_part, part_settings, shown, whole_numbers
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.folder import check_values, class_defaults, part_settings, positive, shown, whole_numbers
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, pad_text, text_width
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
+_VAE_SIZES = {"latent_channels": 4096, "patch_size": 16, "patch_size_t": 16}
 LTX_VAE_CLASS = "AutoencoderKLLTXVideo"
 PIPELINE_TOKENS = 128
 """``max_sequence_length`` of LTXPipeline."""
@@ -35,31 +36,31 @@ PIPELINE, IMAGE_PIPELINE, CONDITION_PIPELINE = "LTXPipeline", "LTXImageToVideoPi
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LtxEncoderFolder(EncoderFolder):
-    """What an LTX pipeline folder's JSON files say about its encoders; holds no weights."""
+    """Settings of the encoders in an LTX pipeline folder, without weights."""
 
     pipeline: str | None
     """``_class_name`` of ``model_index.json``, if the folder has one."""
 
     @property
     def later(self) -> bool:
-        """Is it an ``LTXConditionPipeline``? Its latent frames are when the first frame is that they stand for, not
-        each a latent frame's length behind the one before; its text encoder does not see what fills a caption up."""
+        """Whether it is an ``LTXConditionPipeline``. The time of its latent frames is that of their first frame, not
+        that of the previous latent frame plus its length; its text encoder does not see what fills a caption up."""
         return self.pipeline == CONDITION_PIPELINE
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
-        found = []
+        remarks = []
         if self.pipeline not in (CONDITION_PIPELINE, PIPELINE, IMAGE_PIPELINE):
             has = f"names a {shown(self.pipeline)}" if self.pipeline else "has no model_index.json"
-            found.append(
+            remarks.append(
                 f"data.encoders={self.path} {has}: it is taken for an {PIPELINE} (0.9.0, 0.9.1); of later versions"
                 f" coordinates and captions would be wrong: give the folder its model_index.json"
             )
         if not self.later and max_text_tokens != PIPELINE_TOKENS:
-            found.append(
+            remarks.append(
                 f"data.max_text_tokens={max_text_tokens}, but LTXPipeline fills captions up to {PIPELINE_TOKENS}, which"
                 f" its text encoder sees; use {PIPELINE_TOKENS}"
             )
-        return found
+        return remarks
 
     def condition_shapes(
         self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None
@@ -72,7 +73,7 @@ class LtxEncoderFolder(EncoderFolder):
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
-        """The first frame in its place, whichever of LTX's pipelines it is: all parts are there."""
+        """Return the first frame's latents in place of the noisy ones, for all of LTX's pipelines."""
         return ImageInput(latents=FIRST_FRAME)
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> LtxVideoCodec:
@@ -85,22 +86,22 @@ class LtxEncoderFolder(EncoderFolder):
         return {"masked": True} if self.later else {}
 
     def cleaned(self, caption: str) -> str:
-        """As it is: the pipelines clean nothing."""
+        """Return ``caption`` unchanged: the pipelines clean nothing."""
         return caption
 
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
-        """With ``text_mask`` (L,): the transformer must not attend to what fills a caption up."""
+        """Add ``text_mask`` (L,): the transformer must not attend to what fills a caption up."""
         text = texts["text"]
         return {"text": pad_text(text, max_tokens), "text_mask": torch.arange(max_tokens) < text.shape[0]}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
-        """``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx.py."""
+        """Return ``latent_spacing`` (4,), LTXPipeline's ``rope_interpolation_scale``; see models/families/ltx.py."""
         shift = (self.temporal - 1) / clip.fps if self.later else 0.0
         return {"latent_spacing": torch.tensor([self.temporal / clip.fps, self.spatial, self.spatial, shift])}
 
 
 def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> LtxEncoderFolder:
-    """What the settings of an LTX folder say; as :func:`distill.data.encoders.read_encoders` gives them.
+    """Return the encoders of an LTX folder from :func:`distill.data.encoders.wan.read_encoders`.
 
     Args:
         folder: the pipeline folder.
@@ -113,20 +114,16 @@ def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
     config = f"{where}: vae/config.json"
     scaling = vae["spatio_temporal_scaling"]
     ratios = {"spatial_compression_ratio": "patch_size", "temporal_compression_ratio": "patch_size_t"}
-    for key, fits in (
-        ("latent_channels", whole_numbers([vae["latent_channels"]], most=4096)),
-        ("patch_size", whole_numbers([vae["patch_size"]], most=16)),
-        ("patch_size_t", whole_numbers([vae["patch_size_t"]], most=16)),
-        *((key, vae[key] is None or whole_numbers([vae[key]], most=1024)) for key in ratios),
-        ("scaling_factor", type(vae["scaling_factor"]) in (int, float) and vae["scaling_factor"] > 0),
-        ("timestep_conditioning", type(vae["timestep_conditioning"]) is bool),
-        (
-            "spatio_temporal_scaling",
-            isinstance(scaling, (list, tuple)) and len(scaling) <= 8 and all(type(s) is bool for s in scaling),
-        ),
-    ):
-        if not fits:
-            raise UserError(f"{config} has {key}={shown(vae[key])}, which no LTX VAE has; give the folder's own")
+    fits = {key: whole_numbers([vae[key]], most=most) for key, most in _VAE_SIZES.items()}
+    fits |= {key: vae[key] is None or whole_numbers([vae[key]], most=1024) for key in ratios}
+    fits |= {
+        "scaling_factor": positive(vae["scaling_factor"]),
+        "timestep_conditioning": type(vae["timestep_conditioning"]) is bool,
+        "spatio_temporal_scaling": isinstance(scaling, (list, tuple))
+        and len(scaling) <= 8
+        and all(type(s) is bool for s in scaling),
+    }
+    check_values(config, vae, fits, "LTX VAE")
     # As AutoencoderKLLTXVideo computes them, where its settings leave them open.
     spatial, temporal = (vae[key] or vae[patch] * 2 ** sum(scaling) for key, patch in ratios.items())
     if (folder / "transformer" / "config.json").is_file():
@@ -149,32 +146,17 @@ def inspect_ltx(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
 
 
 class LtxVideoCodec(VideoCodec):
-    """LTX's VAE between pixels and the normalised latents that the transformer sees.
+    """LTX's VAE between pixels and the normalized latents that the transformer sees.
 
     Latents are ``(z - latents_mean) * scaling_factor / latents_std``, which ``LTXPipeline.__call__`` undoes before it
     decodes; ``z`` is the mode of the posterior. A VAE that is conditioned on a time decodes at the time 0 without noise
     in the latents, the pipeline's ``decode_timestep`` and ``decode_noise_scale`` by default.
     """
 
-    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False):
-        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+    vae_class = LTX_VAE_CLASS
 
-        With ``tiling`` frames larger than 512 pixels go through it in tiles of that size, 64 of them shared with the
-        next, where diffusers blends the two.
-        """
-        from diffusers import AutoencoderKLLTXVideo
-
-        self.device, self.dtype = device, dtype
-        # In fp32 first: the statistics are among the weights, and bf16 would round them.
-        self.vae = load_part(AutoencoderKLLTXVideo, folder.path, "vae", torch_dtype=torch.float32)
-        mean, std = self.vae.latents_mean.float(), self.vae.latents_std.float()
-        if not (std > 0).all():
-            raise UserError(f"data.encoders={folder.path}: vae/ has latents_std of 0 or less; copy it again")
-        std = std / self.vae.config["scaling_factor"]
-        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in (mean, std))
-        torch.nn.Module.to(self.vae, device=device, dtype=dtype)  # diffusers' own warns of modules that it has none of
-        if tiling:
-            self.vae.enable_tiling()
+    def _statistics(self) -> tuple[Any, Any]:
+        return self.vae.latents_mean, self.vae.latents_std.float() / self.vae.config["scaling_factor"]
 
     def _pixels(self, z: torch.Tensor) -> torch.Tensor:
         times = [z.new_zeros(1, dtype=self.dtype)] if self.vae.config["timestep_conditioning"] else []
@@ -186,14 +168,10 @@ class LtxVideoCodec(VideoCodec):
 
 
 class LtxTextEncoder(TextEncoder):
-    """T5 with its tokenizer, as ``_get_t5_prompt_embeds`` of the pipelines uses them: the encoder of an ``LTXPipeline``
-    sees what fills a caption up, the transformer does not."""
+    """T5 with its tokenizer. Of an ``LTXPipeline``, it sees what fills a caption up; the transformer does not."""
 
     class_name = "T5EncoderModel"
 
     def __init__(self, folder: LtxEncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(folder, max_tokens=max_tokens, device=device, dtype=dtype)
-        self.masked = folder.later
-
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.model(ids, mask if self.masked else None).last_hidden_state
+        self.pipeline = CONDITION_PIPELINE if folder.later else PIPELINE

@@ -73,8 +73,8 @@ def _through(frame: av.VideoFrame, filters: list[tuple[str, str]]) -> Any:
         last = following
     graph.configure()
 
-    def convert(each: av.VideoFrame) -> av.VideoFrame:
-        graph.push(each)
+    def convert(picture: av.VideoFrame) -> av.VideoFrame:
+        graph.push(picture)
         return graph.pull()
 
     return convert

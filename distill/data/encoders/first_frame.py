@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.data.image_encoder import ImageEncoderFolder, inspect_image_encoder
+from distill.data.encoders.image import ImageEncoderFolder, inspect_image_encoder
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import one_line
 from models.roles.condition import FIRST_FRAME

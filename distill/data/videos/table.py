@@ -165,7 +165,7 @@ def _records(lines: list[str], where: str) -> list[tuple[int, list[str]]]:
         elif reader.line_num > begins:
             problem = f"has a double quote in line {begins} that is not closed before line {reader.line_num}"
         else:
-            problem = f"has text behind a closing double quote in line {begins}"
+            problem = f"has text after a closing double quote in line {begins}"
         raise UserError(f"{where} {problem}; {_QUOTES}") from error
     finally:
         csv.field_size_limit(before)

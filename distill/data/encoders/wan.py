@@ -12,15 +12,16 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
-from distill.data.first_frame import ImageInput, inspect_image
-from distill.data.pipeline_folder import (
+from distill.data.encoders.first_frame import ImageInput, inspect_image
+from distill.data.encoders.folder import (
     MAX_NUMBER,
+    check_values,
     check_weight_files,
     class_defaults,
     load_part,
@@ -29,6 +30,7 @@ from distill.data.pipeline_folder import (
     shown,
     whole_numbers,
 )
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.files.checkpoint_files import one_line
 from models.files.shipped import find_shipped
@@ -37,7 +39,7 @@ from models.roles.condition import FIRST_FRAME
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 8192
-"""Of a caption: attention of the text encoder over more would fill a GPU."""
+"""Maximal length of a caption: attention of the text encoder over more would fill a GPU."""
 VAE_CLASS = "AutoencoderKLWan"
 TEXT_CLASS = "UMT5EncoderModel"
 _VAE_SETTINGS = ("z_dim", "dim_mult", "temperal_downsample", "latents_mean", "latents_std")  # (diffusers' spelling)
@@ -45,7 +47,7 @@ _VAE_SETTINGS = ("z_dim", "dim_mult", "temperal_downsample", "latents_mean", "la
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EncoderFolder:
-    """What a pipeline folder's JSON files say about its encoders, Wan's or a subclass's; holds no weights."""
+    """Settings of the encoders in a pipeline folder, without weights. Families other than Wan have a subclass."""
 
     path: Path
     """The pipeline folder."""
@@ -61,7 +63,7 @@ class EncoderFolder:
     """D."""
 
     def latent_shape(self, clip: ClipFormat) -> tuple[int, int, int, int]:
-        """(C, t, h, w) of one encoded clip. Raises ``UserError`` where ``clip`` does not fit (see ``check``)."""
+        """Return (C, t, h, w) of one encoded clip. Raises ``UserError`` where ``clip`` does not fit (see ``check``)."""
         self.check(clip)
         frames = (clip.num_frames - 1) // self.temporal + 1
         return self.channels, frames, clip.height // self.spatial, clip.width // self.spatial
@@ -82,7 +84,7 @@ class EncoderFolder:
         return shapes
 
     def inspect_image(self, where: str) -> ImageInput:
-        """What the pipeline reads of an image, without loading weights; ``where`` is setting and folder, for messages.
+        """Return the tensors that the pipeline makes of an image; ``where`` is setting and folder, for messages.
 
         Raises:
             UserError: a pipeline that takes none; a part that is damaged.
@@ -90,43 +92,43 @@ class EncoderFolder:
         return inspect_image(self.path, where)
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
-        """What of the folder is guessed, or fits clips, captions or images badly: warnings for the log."""
+        """Return warnings: guesses about the folder, and settings that fit clips, captions or images badly."""
         return []
 
     def codec(self, *, device: torch.device, dtype: torch.dtype, tiling: bool) -> VideoCodec:
-        """The VAE, newly loaded."""
+        """Load the VAE."""
         return VideoCodec(self, device=device, dtype=dtype, tiling=tiling)
 
     def text_encoder(self, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> TextEncoder:
-        """The text encoder, newly loaded."""
+        """Load the text encoder."""
         return TextEncoder(self, max_tokens=max_tokens, device=device, dtype=dtype)
 
     def text_parts(self) -> tuple[str, ...]:
-        """The sub-folders that decide what becomes of a caption."""
+        """Return the sub-folders that decide the embedding of a caption."""
         return "text_encoder", "tokenizer"
 
     def text_key(self) -> dict[str, Any]:
-        """What beside the encoder's files and the number of tokens decides an embedding: part of its key."""
+        """Return whatever else decides an embedding, in addition to files and the number of tokens."""
         return {}
 
     def text_sizes(self, max_tokens: int) -> dict[str, tuple[int, int, int]]:
-        """Of each embedding of a caption the least and the greatest number of tokens, and the width, by name."""
+        """Return least and greatest number of tokens and the width of each embedding of a caption, by name."""
         return {"text": (1, max_tokens, self.text_width)}
 
     def cleaned(self, caption: str) -> str:
-        """What the tokenizer gets of ``caption``, as the pipeline does it."""
+        """Return ``caption`` as the pipeline hands it to the tokenizer."""
         return clean_caption(caption)
 
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
-        """The text's part of a condition, of the embeddings of a caption (:meth:`text_sizes`)."""
+        """Return the text tensors of a condition from the embeddings of a caption (:meth:`text_sizes`)."""
         return {"text": pad_text(texts["text"], max_tokens)}
 
     def clip_tensors(self, clip: ClipFormat) -> dict[str, torch.Tensor]:
-        """What of a condition all samples have in common, since their clips have one format."""
+        """Return the tensors of a condition that are the same for all clips of one format."""
         return {}
 
     def check(self, clip: ClipFormat) -> None:
-        """Raises ``UserError`` unless the VAE and the patches divide ``clip`` evenly.
+        """Raise ``UserError`` unless the VAE and the patches divide ``clip`` evenly.
 
         The VAE would not complain: it drops the last frames of a clip that is not ``temporal * k + 1`` long.
         """
@@ -148,9 +150,9 @@ class EncoderFolder:
                 )
 
     def files(self, *parts: str) -> list[Path]:
-        """The files that decide what the sub-folders ``parts`` compute, in a fixed order: settings, words, weights."""
-        found = (file for part in parts for file in (self.path / part).iterdir())
-        return sorted(file for file in found if file.suffix in _IDENTITY and file.is_file())
+        """Return the files that decide the output of the sub-folders ``parts``: settings, words, weights; sorted."""
+        files = (file for part in parts for file in (self.path / part).iterdir())
+        return sorted(file for file in files if file.suffix in _IDENTITY and file.is_file())
 
 
 # Weights are safetensors only: a .bin is a pickle, and is never opened. A chat template is .jinja.
@@ -176,7 +178,7 @@ def inspect_encoders(path: str | Path) -> EncoderFolder:
 
 
 def read_encoders(path: str | Path, classes: Mapping[str, str]) -> tuple[Path, str, dict[str, Any], dict[str, Any]]:
-    """A pipeline folder, setting and folder for messages, and ``config.json`` of its VAE and of its text encoder.
+    """Return a pipeline folder, its name for messages, and ``config.json`` of its VAE and text encoder.
 
     Args:
         path: the folder.
@@ -204,7 +206,7 @@ def read_encoders(path: str | Path, classes: Mapping[str, str]) -> tuple[Path, s
 
 
 def inspect_wan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> EncoderFolder:
-    """What the settings of a Wan folder say, as :func:`read_encoders` gives them.
+    """Return the encoders of a Wan folder from the result of :func:`read_encoders`.
 
     Raises: ``UserError`` for settings that no Wan VAE has.
     """
@@ -232,64 +234,75 @@ def inspect_wan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, A
 
 
 def text_width(text: dict[str, Any], where: str, part: str = "text_encoder") -> int:
-    """D, of a T5's ``config.json`` in ``part``. Raises ``UserError`` for one that is no width."""
+    """Return D from a T5's ``config.json`` in ``part``. Raises ``UserError`` for one that is no width."""
     if not whole_numbers([text.get("d_model")], most=MAX_NUMBER):
         raise UserError(f"{where}: {part}/config.json has d_model={shown(text.get('d_model'))}; give the folder's own")
     return text["d_model"]
 
 
 def _check_vae(vae: dict[str, Any], config: str) -> None:
-    """Those settings of the VAE that sizes are computed from."""
+    """Check the settings of the VAE from which sizes are computed."""
 
     def numbers(value: Any) -> bool:
         return isinstance(value, (list, tuple)) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
 
     stages = vae["temperal_downsample"]
-    for key, fits in (
-        ("z_dim", whole_numbers([vae["z_dim"]], most=4096)),
-        ("dim_mult", whole_numbers(vae["dim_mult"], most=64) and 1 <= len(vae["dim_mult"]) <= 8),
-        ("temperal_downsample", isinstance(stages, (list, tuple)) and all(type(s) is bool for s in stages)),
-        ("latents_mean", numbers(vae["latents_mean"])),
-        ("latents_std", numbers(vae["latents_std"]) and all(v > 0 for v in vae["latents_std"])),
-        ("patch_size", vae.get("patch_size") is None or whole_numbers([vae["patch_size"]], most=16)),
-    ):
-        if not fits or key == "temperal_downsample" and len(stages) > 8:
-            raise UserError(f"{config} has {key}={shown(vae[key])}, which no Wan VAE has; give the folder's own")
+    fits = {
+        "z_dim": whole_numbers([vae["z_dim"]], most=4096),
+        "dim_mult": whole_numbers(vae["dim_mult"], most=64) and 1 <= len(vae["dim_mult"]) <= 8,
+        "temperal_downsample": isinstance(stages, (list, tuple))
+        and len(stages) <= 8
+        and all(type(s) is bool for s in stages),
+        "latents_mean": numbers(vae["latents_mean"]),
+        "latents_std": numbers(vae["latents_std"]) and all(v > 0 for v in vae["latents_std"]),
+        "patch_size": vae.get("patch_size") is None or whole_numbers([vae["patch_size"]], most=16),
+    }
+    check_values(config, vae, fits, "Wan VAE")
 
 
 class VideoCodec:
-    """A Wan VAE between pixels and the normalised latents that the transformer sees.
+    """A Wan VAE between pixels and the normalized latents that the transformer sees.
 
     Latents are ``(z - latents_mean) / latents_std``, which ``WanPipeline.__call__`` undoes before it decodes.
     ``z`` is the mode of the posterior: a draw would make a latent depend on which run wrote it.
     """
+
+    vae_class = VAE_CLASS
 
     def __init__(
         self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False
     ) -> None:
         """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
 
-        With ``tiling`` frames larger than 256 pixels go through it in tiles of that size, 64 of them shared with the
-        next, where diffusers blends the two: less memory, and what a pixel sees ends at its tile.
+        With ``tiling``, larger frames than a tile (256 pixels; LTX's 512) go through the VAE in tiles, whose edges
+        diffusers blends: less memory, and a pixel sees only its tile.
         """
-        from diffusers import AutoencoderKLWan
+        import diffusers
 
         self.device, self.dtype = device, dtype
-        self.vae = load_part(AutoencoderKLWan, folder.path, "vae", torch_dtype=dtype).to(device)
+        # In fp32 first: LTX's statistics are among the weights, and bf16 would round them.
+        self.vae = load_part(getattr(diffusers, self.vae_class), folder.path, "vae", torch_dtype=torch.float32)
+        mean, std = (torch.as_tensor(values).float() for values in self._statistics())
+        if not (std > 0).all():
+            raise UserError(f"data.encoders={folder.path}: vae/ has latents_std of 0 or less; copy it again")
+        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in (mean, std))
+        torch.nn.Module.to(self.vae, device=device, dtype=dtype)  # diffusers' own warns of modules that it has none of
         if tiling:
             self.vae.enable_tiling()
-        statistics = (torch.tensor(self.vae.config[name]).float() for name in ("latents_mean", "latents_std"))
-        self.mean, self.std = (values.view(1, -1, 1, 1, 1).to(device) for values in statistics)
+
+    def _statistics(self) -> tuple[Any, Any]:
+        """Return mean and standard deviation of the VAE's output, by channel, on the CPU."""
+        return self.vae.config["latents_mean"], self.vae.config["latents_std"]
 
     @torch.no_grad()
     def encode(self, video: torch.Tensor) -> torch.Tensor:
-        """(3, T, H, W) in [-1, 1] -> latents (C, t, h, w), fp32 on the CPU."""
+        """Encode (3, T, H, W) in [-1, 1] to latents (C, t, h, w), fp32 on the CPU."""
         z = self.vae.encode(video[None].to(self.device, self.dtype)).latent_dist.mode().float()
         return ((z - self.mean) / self.std)[0].cpu()
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (n, C, t, h, w) -> uint8 (n, T, H, W, 3) on the CPU, one clip at a time to save memory."""
+        """Decode latents (n, C, t, h, w) to uint8 (n, T, H, W, 3) on the CPU, one clip at a time to save memory."""
         videos = []
         for one in latents.split(1):
             video = self._pixels(one.to(self.device, torch.float32) * self.std + self.mean)[0].float()
@@ -299,71 +312,72 @@ class VideoCodec:
         return torch.stack(videos)
 
     def _pixels(self, z: torch.Tensor) -> torch.Tensor:
-        """(1, C, t, h, w) as the VAE's encoder gives it -> (1, 3, T, H, W) in [-1, 1]."""
+        """Decode (1, C, t, h, w), as the VAE's encoder gives it, to (1, 3, T, H, W) in [-1, 1]."""
         return self.vae.decode(z.to(self.dtype)).sample
 
 
 class TextEncoder:
-    """umT5 with its tokenizer, as ``WanPipeline._get_t5_prompt_embeds`` uses them."""
+    """A T5 with its tokenizer, as ``encode_prompt`` of the pipelines uses them."""
 
     class_name = TEXT_CLASS
+    pipeline = "WanPipeline"
 
     def __init__(self, folder: EncoderFolder, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         """Load ``text_encoder/`` and ``tokenizer/``. Raises ``UserError`` if the weights do not fit the settings."""
         import transformers
 
         self.max_tokens, self.device, self.cleaned = max_tokens, device, folder.cleaned
+        self.cuts: list[str] = []
+        """Cuts of the latest caption, in words."""
         self.tokenizer = load_tokenizer(folder.path, "tokenizer")
         self.model = load_part(getattr(transformers, self.class_name), folder.path, "text_encoder", dtype=dtype).to(
             device
         )
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """What the networks get of one caption (:meth:`EncoderFolder.text_sizes`), fp32 on the CPU, not filled up."""
+        """Return what the networks get of one caption (:meth:`EncoderFolder.text_sizes`), fp32 on the CPU, unpadded."""
+        self.cuts = []
         return {"text": self.encode(caption)}
+
+    def report_cut(self, caption: str, what: str) -> None:
+        """Log that a caption is cut, and keep it in :attr:`cuts`."""
+        self.cuts.append(what)
+        logger.warning("%s: %.60s", what, caption)
+
+    @cached_property
+    def _pipeline(self) -> Any:
+        """The pipeline with the text encoder alone."""
+        import diffusers
+
+        kind = getattr(diffusers, self.pipeline)
+        parts = dict.fromkeys(("scheduler", "vae", "transformer"))
+        return kind(**parts, text_encoder=self.model, tokenizer=self.tokenizer)
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
-        """One caption -> fp32 (tokens, D) on the CPU, without the zeros that fill it up to ``max_tokens``.
+        """Encode one caption as the pipeline does: fp32 (tokens, D) on the CPU, without what fills it up.
 
-        One at a time, filled up to ``max_tokens`` under a mask as WanPipeline does: batches would change the last bits
-        of an embedding with whatever else is in the batch.
+        Captions go through the encoder one at a time: in a batch, the last bits would depend on the other captions.
         """
-        text = self.cleaned(caption)
-        length = len(self.tokenizer(text, add_special_tokens=True).input_ids)
-        if length > self.max_tokens:
-            logger.warning(
-                "caption cut from %d to data.max_text_tokens=%d tokens: %.60s", length, self.max_tokens, caption
-            )
-        tokens = self.tokenizer(
-            text,
-            padding="max_length",
-            max_length=self.max_tokens,
-            truncation=True,
-            add_special_tokens=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        ids = self.tokenizer(self.cleaned(caption), add_special_tokens=True).input_ids
         words = self.model.get_input_embeddings().num_embeddings
-        if int(tokens.input_ids.max()) >= words:  # on a GPU an assertion of the device, which names nothing
+        if max(ids, default=0) >= words:  # on a GPU an assertion of the device, which names nothing
             raise UserError(
                 f"data.encoders: the tokenizer has words that the text encoder of {words} words does not know; give"
                 " the tokenizer/ that belongs to text_encoder/"
             )
-        if not tokens.attention_mask.any():
+        if not ids:
             raise UserError(f"data.encoders: the tokenizer makes no token of the caption {caption[:60]!r}; use T5's")
-        mask = tokens.attention_mask.to(self.device)
-        hidden = self._hidden(tokens.input_ids.to(self.device), mask)
-        # The filled-up positions hold garbage that the transformer, which has no text mask, would attend to.
-        return hidden[0, : int(mask.gt(0).sum())].float().cpu()
-
-    def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """(1, L) tokens and their mask -> (1, L, D)."""
-        return self.model(ids, mask).last_hidden_state
+        if len(ids) > self.max_tokens:
+            self.report_cut(caption, f"caption cut from {len(ids)} to data.max_text_tokens={self.max_tokens} tokens")
+        embeddings = self._pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens, device=self.device
+        )
+        return embeddings[0][0, : len(ids)].float().cpu()
 
 
 def load_tokenizer(folder: Path, part: str) -> Any:
-    """The tokenizer in ``part`` of a pipeline folder. Raises ``UserError`` for one that cannot be read or used."""
+    """Load the tokenizer in ``part`` of a pipeline folder. Raises ``UserError`` for one that cannot be read or used."""
     import transformers
 
     try:
@@ -377,12 +391,12 @@ def load_tokenizer(folder: Path, part: str) -> Any:
 
 
 def pad_text(text: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """(tokens, D) -> (``max_tokens``, D), zeros behind, as WanPipeline hands it to the transformer."""
+    """Pad (tokens, D) with zeros to (``max_tokens``, D), as WanPipeline does."""
     return torch.cat([text, text.new_zeros(max_tokens - text.shape[0], text.shape[1])])
 
 
 def clean_caption(caption: str) -> str:
-    """WanPipeline's own cleaning: mojibake (with ftfy installed), HTML entities, runs of white space."""
+    """Clean a caption like WanPipeline: mojibake (with ftfy installed), HTML entities, runs of white space."""
     from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
     return prompt_clean(caption)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +17,22 @@ from typing import Any
 
 import torch
 
-from distill.data.clips import ClipFormat
-from distill.data.encoders import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
-from distill.data.first_frame import ImageInput
-from distill.data.image_encoder import SIGLIP, inspect_image_encoder
-from distill.data.pipeline_folder import (
+from distill.data.encoders.first_frame import ImageInput
+from distill.data.encoders.folder import (
     MAX_NUMBER,
+    check_values,
     check_weight_files,
     class_defaults,
     load_part,
     part_settings,
+    positive,
     require_class,
     shown,
     whole_numbers,
 )
+from distill.data.encoders.image import SIGLIP, inspect_image_encoder
+from distill.data.encoders.wan import EncoderFolder, TextEncoder, VideoCodec, load_tokenizer, pad_text, text_width
+from distill.data.videos.decode import ClipFormat
 from fsdp_cp.errors import UserError
 from models.families.hunyuan import GLYPH_TOKENS
 from models.files.checkpoint_files import one_line
@@ -39,47 +40,48 @@ from models.roles.condition import FIRST_FRAME
 
 logger = logging.getLogger(__name__)
 
+_VAE_SIZES = {"latent_channels": 4096, "spatial_compression_ratio": 1024, "temporal_compression_ratio": 1024}
 HUNYUAN_VAE_CLASS = "AutoencoderKLHunyuanVideo15"
 PIPELINE_TOKENS = 1000
 """``tokenizer_max_length`` of HunyuanVideo15Pipeline."""
 TEMPLATE_TOKENS = 108
-"""Tokens of the chat template before the caption, which the pipelines cut off behind the encoder."""
+"""Tokens of the chat template before the caption, which the pipelines cut off after the encoder."""
 _TEXT_PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HunyuanEncoderFolder(EncoderFolder):
-    """What a HunyuanVideo 1.5 pipeline folder's JSON files say about its encoders; holds no weights."""
+    """Settings of the encoders in a HunyuanVideo 1.5 pipeline folder, without weights."""
 
     glyph_width: int
-    """D of what a caption quotes."""
+    """D of the embeddings of quoted text."""
     task: str | None
-    """``task_type`` of the folder's transformer, ``t2v`` or ``i2v``, where it has one."""
+    """``task_type`` of the folder's transformer: ``t2v``, ``i2v`` or ``None``."""
     target_size: int
-    """Of the folder's transformer: pixels of the side of a square, by which the image-to-video pipeline sizes clips."""
+    """Side in pixels of the square by which the image-to-video pipeline sizes clips."""
 
     def remarks(self, clip: ClipFormat, max_text_tokens: int, image: ImageInput | None) -> list[str]:
-        found = []
+        remarks = []
         if max_text_tokens != PIPELINE_TOKENS:
-            found.append(
+            remarks.append(
                 f"data.max_text_tokens={max_text_tokens}: HunyuanVideo15Pipeline cuts captions at {PIPELINE_TOKENS};"
                 " shorter ones are the same in both, and each token costs a network as one of the video"
             )
         if self.task is not None and self.task != ("t2v" if image is None else "i2v"):
             of = "text alone" if image is None else "first frames"
-            found.append(
+            remarks.append(
                 f"data.encoders={self.path}: its transformer was trained for task_type={self.task}, and the data are of"
                 f" {of}; give the checkpoint for that, or change data.image"
             )
         if image is not None and (size := self.pipeline_size(clip)) != (clip.height, clip.width):
-            found.append(
+            remarks.append(
                 f"data.height={clip.height} data.width={clip.width}: HunyuanVideo15ImageToVideoPipeline makes clips of"
                 f" {size[0]} x {size[1]} of such images, and takes no other size; use these to sample with it"
             )
-        return found
+        return remarks
 
     def pipeline_size(self, clip: ClipFormat) -> tuple[int, int]:
-        """Height and width of what the image-to-video pipeline makes of an image of ``clip``'s size, in pixels."""
+        """Return height and width of the clip that the image-to-video pipeline makes of an image of ``clip``'s size."""
         from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
         processor = HunyuanVideo15ImageProcessor(vae_scale_factor=self.spatial)
@@ -111,7 +113,7 @@ class HunyuanEncoderFolder(EncoderFolder):
         return _TEXT_PARTS
 
     def text_key(self) -> dict[str, Any]:
-        """The template's system part, what of it is cut off, and which layer counts: diffusers' own."""
+        """Return system message, cut-off and layer of the embedding: defaults of diffusers."""
         parameters = inspect.signature(_pipeline()._get_mllm_prompt_embeds).parameters.values()
         return {p.name: p.default for p in parameters if p.default is not p.empty}
 
@@ -119,11 +121,11 @@ class HunyuanEncoderFolder(EncoderFolder):
         return EncoderFolder.text_sizes(self, max_tokens) | {"glyphs": (0, GLYPH_TOKENS, self.glyph_width)}
 
     def cleaned(self, caption: str) -> str:
-        """As it is: the pipelines clean nothing."""
+        """Return ``caption`` unchanged: the pipelines clean nothing."""
         return caption
 
     def text_tensors(self, texts: Mapping[str, torch.Tensor], max_tokens: int) -> dict[str, torch.Tensor]:
-        """With masks of the tokens that count; those of a quotation stand in front of what fills them up, too."""
+        """Add masks of the tokens that count. They come before the zeros, those of a quotation too."""
         text, glyphs = texts["text"], texts["glyphs"]
         return {
             "text": pad_text(text, max_tokens),
@@ -134,7 +136,7 @@ class HunyuanEncoderFolder(EncoderFolder):
 
 
 def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[str, Any]) -> HunyuanEncoderFolder:
-    """What the settings of a HunyuanVideo 1.5 folder say; as :func:`distill.data.encoders.read_encoders` gives them.
+    """Return the settings of a HunyuanVideo 1.5 folder, from :func:`distill.data.encoders.wan.read_encoders`.
 
     Args:
         folder: the pipeline folder.
@@ -158,17 +160,9 @@ def inspect_hunyuan(folder: Path, where: str, vae: dict[str, Any], text: dict[st
     check_weight_files(folder / "text_encoder_2", where)
     vae = class_defaults("AutoencoderKLHunyuanVideo15") | vae
     config = f"{where}: vae/config.json"
-    scaling = vae["scaling_factor"]
-    for key, fits in (
-        ("latent_channels", whole_numbers([vae["latent_channels"]], most=4096)),
-        ("spatial_compression_ratio", whole_numbers([vae["spatial_compression_ratio"]], most=1024)),
-        ("temporal_compression_ratio", whole_numbers([vae["temporal_compression_ratio"]], most=1024)),
-        ("scaling_factor", type(scaling) in (int, float) and math.isfinite(scaling) and scaling > 0),
-    ):
-        if not fits:
-            raise UserError(
-                f"{config} has {key}={shown(vae[key])}, which no VAE of HunyuanVideo 1.5 has; give the folder's own"
-            )
+    fits = {key: whole_numbers([vae[key]], most=most) for key, most in _VAE_SIZES.items()}
+    fits["scaling_factor"] = positive(vae["scaling_factor"])
+    check_values(config, vae, fits, "VAE of HunyuanVideo 1.5")
     if not whole_numbers([text.get("hidden_size")], most=MAX_NUMBER):
         raise UserError(
             f"{where}: text_encoder/config.json has hidden_size={shown(text.get('hidden_size'))}; give the folder's own"
@@ -206,20 +200,10 @@ class HunyuanVideoCodec(VideoCodec):
     """HunyuanVideo 1.5's VAE between pixels and the latents that the transformer sees: the mode of its posterior times
     ``scaling_factor``, which ``HunyuanVideo15Pipeline.__call__`` undoes before it decodes."""
 
-    def __init__(self, folder: EncoderFolder, *, device: torch.device, dtype: torch.dtype, tiling: bool = False):
-        """Load ``vae/`` to ``device`` as ``dtype``. Raises ``UserError`` if its weights do not fit its settings.
+    vae_class = HUNYUAN_VAE_CLASS
 
-        With ``tiling`` frames larger than 256 pixels go through it in tiles of that size, of which diffusers blends
-        the edges.
-        """
-        from diffusers import AutoencoderKLHunyuanVideo15
-
-        self.device, self.dtype = device, dtype
-        self.vae = load_part(AutoencoderKLHunyuanVideo15, folder.path, "vae", torch_dtype=dtype).to(device)
-        if tiling:
-            self.vae.enable_tiling()
-        self.mean = torch.zeros(1, 1, 1, 1, 1, device=device)
-        self.std = torch.full_like(self.mean, 1 / self.vae.config["scaling_factor"])
+    def _statistics(self) -> tuple[Any, Any]:
+        return [0.0], [1 / self.vae.config["scaling_factor"]]
 
 
 class HunyuanTextEncoder(TextEncoder):
@@ -236,33 +220,34 @@ class HunyuanTextEncoder(TextEncoder):
         self.glyph_model = load_part(T5EncoderModel, folder.path, "text_encoder_2", dtype=dtype).to(device)
 
     def embeddings(self, caption: str) -> dict[str, torch.Tensor]:
-        """One caption -> fp32 ``text`` (tokens, D) and ``glyphs`` (tokens, D), none where it quotes nothing."""
+        """Return fp32 ``text`` and ``glyphs`` (tokens, D); the latter is empty if the caption quotes nothing."""
+        self.cuts = []
         return {"text": self.encode(caption), "glyphs": self._glyphs(caption)}
 
     @torch.no_grad()
     def encode(self, caption: str) -> torch.Tensor:
-        """The caption's tokens within the pipelines' chat template, without those of the system's part: fp32 (tokens,
-        D) on the CPU, of the last layer but two."""
+        """Encode a caption within the pipelines' chat template, without the tokens of the system's part.
+
+        Returns: fp32 (tokens, D) on the CPU, of the last layer but two.
+        """
         whole = self._within_template(caption)
         self._check_words(whole, self.model, "tokenizer", "text_encoder")
         embeddings, mask = _pipeline()._get_mllm_prompt_embeds(
             self.model, self.tokenizer, caption, self.device, tokenizer_max_length=self.max_tokens
         )
-        found = embeddings[0][mask[0].bool()].float().cpu()
-        if not len(found):
+        valid = embeddings[0][mask[0].bool()].float().cpu()
+        if not len(valid):
             raise UserError(
-                f"{self.where}: the chat template of tokenizer/ leaves no token of the caption {caption[:60]!r} behind"
+                f"{self.where}: the chat template of tokenizer/ leaves no token of the caption {caption[:60]!r} after"
                 " the system's part; give the folder's own"
             )
         length = len(whole) - self.template["crop_start"]
         if length > self.max_tokens:
-            logger.warning(
-                "caption cut from %d to data.max_text_tokens=%d tokens: %.60s", length, self.max_tokens, caption
-            )
-        return found
+            self.report_cut(caption, f"caption cut from {length} to data.max_text_tokens={self.max_tokens} tokens")
+        return valid
 
     def _within_template(self, caption: str) -> list[int]:
-        """Tokens of the whole chat, the system's part in front, as the pipelines make them before they cut them."""
+        """Return the tokens of the whole chat, which begins with the system's part, before the pipelines cut them."""
         chat = _pipeline_module().format_text_input([caption], self.template["system_message"])
         try:
             made = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
@@ -289,23 +274,21 @@ class HunyuanTextEncoder(TextEncoder):
         embeddings, mask = _pipeline()._get_byt5_prompt_embeds(
             self.glyph_tokenizer, self.glyph_model, caption, self.device, tokenizer_max_length=GLYPH_TOKENS
         )
-        found = embeddings[0][mask[0].bool()].float().cpu()
+        valid = embeddings[0][mask[0].bool()].float().cpu()
         if len(whole) > GLYPH_TOKENS:
-            logger.warning(
-                "what a caption quotes is cut from %d to %d tokens: %.60s", len(whole), GLYPH_TOKENS, caption
-            )
-        return found
+            self.report_cut(caption, f"quoted text cut from {len(whole)} to {GLYPH_TOKENS} tokens")
+        return valid
 
 
 def _pipeline_module() -> Any:
-    """Whose functions (diffusers 0.42) put a caption into a chat, and find what it quotes."""
+    """Return the module (diffusers 0.42) with the functions for chat templates and quoted text."""
     from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5
 
     return pipeline_hunyuan_video1_5
 
 
 def _pipeline() -> Any:
-    """Whose private static methods (diffusers 0.42) know the template, what of it is cut off, and which layer."""
+    """Return the class (diffusers 0.42) whose private static methods embed captions and quoted text."""
     from diffusers import HunyuanVideo15Pipeline
 
     return HunyuanVideo15Pipeline
