@@ -19,7 +19,7 @@ from distill.data.trajectories import NOTED_LATER, TrajectoryClips, TrajectoryFo
 from distill.methods.base import Batch, Loss
 from distill.methods.common.few_step import FewStepMethod, StepListSettings
 from distill.methods.common.observations import observe_latents, per_sample_mean
-from distill.methods.common.sampling import euler_sample
+from distill.methods.common.sampling import euler_sample, guided
 from distill.methods.common.schedules import denoise, euler_times
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError
@@ -144,10 +144,10 @@ def trajectory(
     Returns:
         States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
     """
-    times = _times(settings)
+    times, velocity = _times(settings), guided(teacher, condition, settings.guidance_scale)
     x, states = noise, []
     for start, end in pairwise([*settings.step_list, 0.0]):
         states.append(x)
         part = [time for time in times if end <= time <= start]
-        x = euler_sample(teacher, x, condition, times=part, scale=settings.guidance_scale)
+        x = euler_sample(velocity, x, times=part)
     return torch.stack(states, dim=1), x

@@ -107,6 +107,7 @@ def plan_run(
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
     _check_experts(config, method, roles)
+    method.check_causal(config.method, {role.name: role.causal for role in roles if role.causal is not None})
     for role in roles:
         _check_files(config, role, saved[role.name], trained=role.name in method.trained_roles)
     patches = {role.family.patch_size(role.config) for role in roles}

@@ -63,6 +63,8 @@ MISTAKES = {
         ("PATH={things} train.py dry_run=false student.compile=true", "student.compile"),
         ("student.backward_prefetch=0", "student.backward_prefetch"),
         ("student.master_dtype=bf16 precision=bf16", "student.ema"),
+        ("experiment=quickstart_teacher student.causal.chunk=4", "4 or 8"),
+        ("experiment=quickstart_teacher student.causal.chunk=7", "student.causal.chunk"),
         ("adapters=lora student.fp8=torchao", "student.fp8"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),
     ],
@@ -82,6 +84,8 @@ MISTAKES = {
         ("experiment=quickstart_scm method.jvp=finite_difference precision=bf16", "method.jvp"),
         ("experiment=quickstart_dcm student.ema.enabled=false", "student.ema.enabled"),
         ("experiment=quickstart_ode_regression", "method.trajectories"),
+        ("experiment=quickstart_teacher method.history=clean", "method.history"),
+        ("student.causal.chunk=1", "method=dmd2"),
     ],
     "runs and checkpoints": [
         ("run_dir={things}", "run_dir"),
@@ -100,6 +104,7 @@ MISTAKES = {
         ("python -m models.verify nobody", "nobody"),
         ("python -m distill.sample {run} --steps 5", "--steps"),
         ("python -m distill.sample {run} --out {things}", "--out"),
+        ("python -m distill.sample {run} --frames 12", "--frames"),
         ("python -m distill.trajectories experiment=quickstart mesh.cp=1", "method="),
     ],
 }
