@@ -180,7 +180,7 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
         tangent = forward_ad.unpack_dual(role.velocity(*duals, condition)).tangent.clone()
     role.rest()
     changed = _changed_weights(plan, role.weights(), scratch)
-    whole = [gather_samples(each.detach(), mesh.dp) for each in (output, tangent)]
+    whole = [gather_samples(tensor.detach(), mesh.dp) for tensor in (output, tangent)]
     if torch.distributed.get_rank():
         return None, changed
     return Result(output=whole[0], tangent=whole[1], gradients=gradients, norm=norm), changed

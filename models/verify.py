@@ -108,11 +108,11 @@ def run(target: str, family: str | None, ranks: int) -> bool:
 def _family_of(folder: Path) -> str:
     """Return the family of the folder's network class. If none matches, return the first family, whose check then
     reports the mismatch."""
-    found = inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")
+    class_name = inspect_checkpoint(str(folder), "FOLDER").folders[0].config.get("_class_name")
     names = family_names()
     for name in names:
         with suppress(UserError):  # skip a family of another package that cannot be imported
-            if family_of(name, "FOLDER").class_name == found:
+            if family_of(name, "FOLDER").class_name == class_name:
                 return name
     return names[0]
 

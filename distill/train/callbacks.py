@@ -20,8 +20,8 @@ from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.timeouts import long_timeout
+from models.files.atomic_folder import withdraw
 from models.files.export_folder import export_adapters, export_weights
-from models.files.published import withdraw
 from models.roles.role import EXPERTS
 
 if TYPE_CHECKING:
@@ -115,9 +115,13 @@ class Export(Callback):
         on_all_ranks(lambda: write_scheduler(self.trainer.method, scheduler) if rank() == 0 else None)
         if rank() == 0:
             if role.adapters is not None and whole:
-                log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
+                log.info(
+                    "skipped export/student_lora: an adapter file cannot hold %s and %d others",
+                    whole[0],
+                    len(whole) - 1,
+                )
             if has_average and not averaged:
-                log.info("export.weights=raw: samples and report are of the average, the exported student is not")
+                log.info("export.weights=raw: exporting the raw student; samples and report use the average")
             merged = "" if role.adapters is None else ", merged into its base,"
             log.info("exported the student (%s weights)%s to %s", about["weights"], merged, run_dir / "export/student")
 

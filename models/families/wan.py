@@ -44,10 +44,10 @@ def _own_token_plan(network: WanTransformer3DModel) -> dict[str, Any]:
     """
     plan = network._cp_plan
     known = {"rope": {0, 1}, "blocks.0": {"hidden_states"}, "proj_out": None, "": {"timestep"}}
-    found = {name: set(entry) if isinstance(entry, Mapping) else None for name, entry in plan.items()}
-    if found != known:
+    entries = {name: set(entry) if isinstance(entry, Mapping) else None for name, entry in plan.items()}
+    if entries != known:
         raise ValueError(
-            f"this diffusers' WanTransformer3DModel._cp_plan splits {found}, not {known}; use diffusers 0.42"
+            f"this diffusers' WanTransformer3DModel._cp_plan splits {entries}, not {known}; use diffusers 0.42"
         )
     return {"": plan[""], "patch_embedding": EmbedOwnTokens(), "proj_out": plan["proj_out"]}
 
@@ -141,22 +141,22 @@ class Wan(DiffusersFamily):
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
-        given = self.defaults() | dict(config)
-        if given["attention_head_dim"] % 2:
-            refuse(given, "attention_head_dim", "even, for the rotary embedding", setting)
-        if len(given["patch_size"]) != 3 or max(given["patch_size"]) > 64:
-            refuse(given, "patch_size", "three numbers (frames, height, width) up to 64, such as [1, 2, 2]", setting)
-        coming, going = given["in_channels"], given["out_channels"] or given["in_channels"]
-        if given["pos_embed_seq_len"] is not None:
-            refuse(given, "pos_embed_seq_len", "null: a Wan for a first and a last image is not supported", setting)
-        if takes_features(given) or given["added_kv_proj_dim"] is not None:
-            width = self.width(given) if takes_features(given) else None
-            if given["added_kv_proj_dim"] != width:
+        values = self.defaults() | dict(config)
+        if values["attention_head_dim"] % 2:
+            refuse(values, "attention_head_dim", "even, for the rotary embedding", setting)
+        if len(values["patch_size"]) != 3 or max(values["patch_size"]) > 64:
+            refuse(values, "patch_size", "three numbers (frames, height, width) up to 64, such as [1, 2, 2]", setting)
+        coming, going = values["in_channels"], values["out_channels"] or values["in_channels"]
+        if values["pos_embed_seq_len"] is not None:
+            refuse(values, "pos_embed_seq_len", "null: a Wan for a first and a last image is not supported", setting)
+        if takes_features(values) or values["added_kv_proj_dim"] is not None:
+            width = self.width(values) if takes_features(values) else None
+            if values["added_kv_proj_dim"] != width:
                 wanted = f"{width}: with image_dim the network's width, without it null"
-                refuse(given, "added_kv_proj_dim", wanted, setting)
-        if going > coming or (takes_image(given) and coming <= 2 * going):
+                refuse(values, "added_kv_proj_dim", wanted, setting)
+        if going > coming or (takes_image(values) and coming <= 2 * going):
             wanted = f"out_channels={going}, or more than twice as many: those of an image and of a mask too"
-            refuse(given, "in_channels", wanted, setting)
+            refuse(values, "in_channels", wanted, setting)
 
     def restore_buffers(self, network: WanTransformer3DModel, device: torch.device) -> None:
         """Recompute the non-persistent rotary tables on ``device``, since ``to_empty`` leaves garbage in them."""

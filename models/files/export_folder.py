@@ -23,10 +23,10 @@ from torch import Tensor
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks
-from models.additions.base import added, named_additions, own
+from models.additions.base import added, named_additions, network_tensors
 from models.families.base import Family
+from models.files.atomic_folder import atomic_folder, withdraw
 from models.files.checkpoint_files import ADDITIONS, EXPERT_FOLDERS
-from models.files.published import published, withdraw
 from models.lora.files import file_tensors, write_file
 from models.lora.merge import Weights, merged
 
@@ -116,7 +116,7 @@ def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
     if scheduler is None:
         withdraw(folder)
         return
-    with published(folder, {"scheduler": type(scheduler).__name__}, move_aside=True) as unfinished:
+    with atomic_folder(folder, {"scheduler": type(scheduler).__name__}, move_aside=True) as unfinished:
         scheduler.save_pretrained(unfinished)
 
 
@@ -138,7 +138,7 @@ def write_folder(
     boundary in ``model_index.json`` as in pipelines.
 
     Args:
-        folder, about, move_aside: as for :func:`models.files.published.published`.
+        folder, about, move_aside: as for :func:`models.files.atomic_folder.atomic_folder`.
         networks: weights of each network; each tensor is read once.
         config: contents of their ``config.json``.
         dtype: dtype of the files.
@@ -154,7 +154,7 @@ def write_folder(
     contents = [_contents(weights.shapes, max_bytes // dtype.itemsize) for weights in networks]
     files = _read_files(places, contents, networks, dtype if writes else None)
     try:
-        with published(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
+        with atomic_folder(folder, about or {}, move_aside=move_aside) if writes else nullcontext() as unfinished:
             for file, tensors in files:
                 if unfinished is not None:
                     (unfinished / file).parent.mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ def _contents(shapes: Mapping[str, tuple[int, ...]], most: int) -> dict[str, lis
     """Return the names of the tensors in each file of a network; a file has at most ``most`` values."""
     files: list[list[str]] = [[]]
     filled = 0
-    for name, shape in own(shapes).items():
+    for name, shape in network_tensors(shapes).items():
         if filled and filled + math.prod(shape) > most:
             files.append([])
             filled = 0
@@ -224,7 +224,7 @@ def _write_texts(
         log.warning("%s: %s", folder, note)
     weight_map = {name: file for file, names in contents.items() if file != ADDITIONS for name in names}
     if len(set(weight_map.values())) > 1:
-        total = sum(map(math.prod, own(shapes).values())) * dtype.itemsize
+        total = sum(map(math.prod, network_tensors(shapes).values())) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (unfinished / f"{NAME}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     public = {key: value for key, value in config.items() if not key.startswith("_")}

@@ -111,10 +111,12 @@ class Role:
             ValueError: ``at`` is missing for experts, or ``t`` spans several experts. CUDA times are not checked, which
                 would synchronize the device.
         """
-        if not self.boundaries:
+        if not self.has_experts:
             return self.networks[0]
         if at is None:
-            raise ValueError(f"{self.name}: which of its {len(self.networks)} networks is wanted must be said by at=")
+            raise ValueError(
+                f"{self.name}: at= must be a time that one of its {len(self.networks)} networks serves, got None"
+            )
         expert = self.expert_at(at)
         if t.device.type == "cpu" and type(t) is Tensor:  # fake tensors of a plan have no values
             wrong = [
@@ -131,9 +133,14 @@ class Role:
 
     def single(self, index: int) -> Role:
         """Return the role with one of its networks alone."""
-        if not self.boundaries:
+        if not self.has_experts:
             return self
         return replace(self, networks=(self.networks[index],), boundaries=(), trained_experts=())
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the role has several networks, each for a range of times."""
+        return bool(self.boundaries)
 
     @property
     def trained_networks(self) -> dict[str, int]:

@@ -40,7 +40,7 @@ ADDITIONS: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": Seco
 def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -> nn.ModuleDict:
     """Build the additions ``chosen`` for a network of ``config``, on the current default device."""
     arguments = chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, {})
-    return nn.ModuleDict({name: ADDITIONS[name](family, config, **given) for name, given in arguments.items()})
+    return nn.ModuleDict({name: ADDITIONS[name](family, config, **settings) for name, settings in arguments.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,9 @@ class RolePlan:
     def expert(self, index: int) -> RolePlan:
         """Return the plan with one of its networks only; without adapters if that network does not train."""
         lora = self.lora if index in self.trained_experts else None
-        beside = index not in self.trained_experts
+        is_frozen = index not in self.trained_experts
         folders = self.folders[index : index + 1]
-        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=beside)
+        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=is_frozen)
 
     @property
     def setting(self) -> str:
@@ -118,18 +118,18 @@ class RolePlan:
         """Return the shapes of the role's parameters in each network, by public name: adapters or the network, and
         additions."""
         if self.lora is not None:
-            own = self.lora.shapes(self.network)
+            shapes = self.lora.shapes(self.network)
         else:
-            own = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
-        return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
+            shapes = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        return shapes | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
-    def of(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
+    def for_network(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
         """Return the plan for another network of its family, on the meta device, with weights in ``folders``. Roles
         that share this plan's network share the new one."""
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
-        lora = None if self.lora is None else self.lora.of(network)
+        lora = None if self.lora is None else self.lora.for_network(network)
         return replace(self, config=config, folders=folders, network=network, added=added, lora=lora)
 
 
@@ -154,7 +154,7 @@ def plan_role(
         name: the role.
         checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
         architecture: the network's configuration if there is no checkpoint.
-        boundary: time from which the first of two experts serves, if there is no checkpoint; a checkpoint has its own.
+        boundary: time from which the first of two experts serves, without a checkpoint; a checkpoint has its own.
         family: the model family.
         sharding: sharding settings; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
@@ -178,8 +178,8 @@ def plan_role(
                 else f" (or set {name}.architecture for random weights)"
             )
         )
-    found = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
-    boundaries = found.boundaries
+    inspected = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
+    boundaries = inspected.boundaries
     if boundary is not None:
         if checkpoint is not None:
             raise UserError(
@@ -192,14 +192,14 @@ def plan_role(
     if architecture is not None:
         chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
-        if found.folders:
-            network, *others = (chosen.build(folder.config, setting) for folder in found.folders)
+        if inspected.folders:
+            network, *others = (chosen.build(folder.config, setting) for folder in inspected.folders)
         else:
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
         extra = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     _check_experts([network, *others], f"{setting}={checkpoint}")
     shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
-    for folder in found.folders:
+    for folder in inspected.folders:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
         _check_additions(folder, shapes, setting)
     if saved is not None and boundaries and experts == "both":
@@ -211,15 +211,15 @@ def plan_role(
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
-    weights = "\n".join(str(folder.path.resolve()) for folder in found.folders)
-    if not found.folders:
+    weights = "\n".join(str(folder.path.resolve()) for folder in inspected.folders)
+    if not inspected.folders:
         weights = json.dumps([config, *boundaries], sort_keys=True)
     return RolePlan(
         name=name,
         family=chosen,
         config=config,
         base=(chosen.name, weights),
-        folders=found.folders,
+        folders=inspected.folders,
         boundaries=boundaries,
         trained_experts=_trained_experts(name, boundaries, experts),
         sharding=sharding or ShardSettings(),
@@ -263,9 +263,9 @@ def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
 def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
     """Check the additions that ``folder`` holds. A seed initializes chosen additions that it does not hold."""
     saved, chosen = named_additions(folder.additions), named_additions(expected)
-    found = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
+    shapes = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
     wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
-    check_tensors(replace(folder, shapes=found), wanted, setting)
+    check_tensors(replace(folder, shapes=shapes), wanted, setting)
     if saved - chosen and rank() == 0:
         log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
 
