@@ -158,6 +158,7 @@ def _plan_role(
         lora=settings.lora if trained else None,
         saved=saved,
         experts=settings.experts if name == "student" else "both",
+        causal=None if name == "fake" else settings.causal,
     )
     if sharding.fp8 != "none":
         in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]
