@@ -30,14 +30,14 @@ def above_0(text: str) -> float:
     return number
 
 
-def add_students(parser: argparse.ArgumentParser, out: str, each: str) -> None:
+def add_students(parser: argparse.ArgumentParser, out: str, unit: str) -> None:
     """Add ``--seeds``, ``--out`` and ``--workers`` of a benchmark that trains students.
 
     Args:
         parser: the benchmark's parser.
         out: default folder for runs and measures.
-        each: name of the unit that gets ``--seeds`` students, for the help text.
+        unit: name of the unit that gets ``--seeds`` students, for the help text.
     """
-    parser.add_argument("--seeds", type=at_least_1, default=3, help=f"students of each {each}")
+    parser.add_argument("--seeds", type=at_least_1, default=3, help=f"students of each {unit}")
     parser.add_argument("--out", type=Path, default=Path(out), help="runs and measures; kept")
     parser.add_argument("--workers", type=at_least_1, default=os.cpu_count(), help="runs at a time")

@@ -102,7 +102,14 @@ FACTORS = {"forward": 1.0, "forward + backward": 3.5, "JVP": 3.0}
 
 
 def measure_passes(
-    device: str, attend: Attend, tokens: int, heads: int, titles: Sequence[str], *, limit: float = 4.0
+    device: str,
+    attend: Attend,
+    tokens: int,
+    heads: int,
+    titles: Sequence[str],
+    *,
+    limit: float = 4.0,
+    visible: Tensor | None = None,
 ) -> Iterator[Measured]:
     """Measure error, memory and time of the passes ``titles`` (of :data:`FACTORS`), in bf16 and heads of 128.
 
@@ -112,6 +119,7 @@ def measure_passes(
         tokens, heads: sizes.
         titles: names of the passes.
         limit: seconds of timing per pass. At least three runs are timed.
+        visible: keys that ``attend`` does not mask, ``(tokens,)`` bool; all by default. Operations count all keys.
     """
     flops = 4 * tokens**2 * heads * HEAD_DIM
     tensors = [x.bfloat16() for x in random_inputs(7, tokens, heads, HEAD_DIM, device)]
@@ -124,7 +132,7 @@ def measure_passes(
     for title in titles:
         failure = ""
         try:
-            error = _error(title, attend, primals, grad, tangents)
+            error = _error(title, attend, primals, grad, tangents, visible)
             peak = _peak(passes[title], device)
             seconds = timed(passes[title], device, limit=limit)
         except Exception as raised:  # a failing kernel becomes a row of the table
@@ -143,19 +151,19 @@ def _case(device: str, mesh: Mesh, model: str, tokens: int, ceiling: float) -> b
             print(f"| {model} | {tokens} | {name} | | {refusal} | | | | |", flush=True)
             continue
         titles = list(FACTORS) if name == "auto" else list(FACTORS)[:2]
-        for found in measure_passes(device, attend, tokens, heads, titles):
-            start = f"| {model} | {tokens} | {name} | {found.title} |"
-            if found.failure:
-                print(f"{start} {found.failure} | | | | |", flush=True)
+        for result in measure_passes(device, attend, tokens, heads, titles):
+            start = f"| {model} | {tokens} | {name} | {result.title} |"
+            if result.failure:
+                print(f"{start} {result.failure} | | | | |", flush=True)
                 correct &= name not in ("auto", "reference", "cpu_flash")
                 continue
-            bold = "" if found.is_right else "**"
+            bold = "" if result.is_right else "**"
             print(
-                f"{start} {found.seconds * 1e3:.2f} | {found.rate / 1e12:.2f} | {found.rate / ceiling:.0%} |"
-                f" {found.peak / MIB:.0f} | {bold}{found.error:.1e}{bold} |",
+                f"{start} {result.seconds * 1e3:.2f} | {result.rate / 1e12:.2f} | {result.rate / ceiling:.0%} |"
+                f" {result.peak / MIB:.0f} | {bold}{result.error:.1e}{bold} |",
                 flush=True,
             )
-            correct &= found.is_right or name == "torch SDPA"
+            correct &= result.is_right or name == "torch SDPA"
     return correct
 
 
@@ -165,11 +173,11 @@ def contenders(device: str, mesh: Mesh) -> list[tuple[str, Attend, str | None]]:
     def ours(backend: str) -> Attend:
         return lambda q, k, v: context_parallel_attention(q, k, v, mesh=mesh, backend=backend)
 
-    found = [("torch SDPA", _sdpa, None), ("auto", ours("auto"), None)]
+    kernels = [("torch SDPA", _sdpa, None), ("auto", ours("auto"), None)]
     for name, kernel in all_kernels().items():
         refusal = kernel.refuses(torch.device(device), torch.bfloat16, HEAD_DIM, False)
-        found.append((name, ours(name), refusal))
-    return found
+        kernels.append((name, ours(name), refusal))
+    return kernels
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -188,21 +196,28 @@ def _tangent(attend: Attend, primals: list[Tensor], tangents: list[Tensor]) -> T
         return forward_ad.unpack_dual(attend(*duals)).tangent
 
 
-def _error(title: str, attend: Attend, primals: list[Tensor], grad: Tensor, tangents: list[Tensor]) -> float:
+def _error(
+    title: str,
+    attend: Attend,
+    primals: list[Tensor],
+    grad: Tensor,
+    tangents: list[Tensor],
+    visible: Tensor | None,
+) -> float:
     """Return the largest error against float64, relative by norm, of the first queries and their part of dK and dV."""
-    q, k, v = primals
-    few = slice(0, CHECKED)
+    few, keys = slice(0, CHECKED), slice(None) if visible is None else visible
+    q, k, v = primals[0][:, few], *(x[:, keys] for x in primals[1:])
     if title == "JVP":
         result = [_tangent(attend, primals, tangents)[:, few]]
-        truth = [exact_tangent(q[:, few], k, v, tangents[0][:, few], *tangents[1:])]
+        truth = [exact_tangent(q, k, v, tangents[0][:, few], *(t[:, keys] for t in tangents[1:]))]
     elif title == "forward":
-        result, truth = [attend(q, k, v)[:, few]], exact_attention(q[:, few], k, v, grad[:, few])[:1]
+        result, truth = [attend(*primals)[:, few]], exact_attention(q, k, v, grad[:, few])[:1]
     else:
         only_few = torch.zeros_like(grad)
         only_few[:, few] = grad[:, few]
         out, dq, dk, dv = _gradients(attend, primals, only_few)
-        result = [out[:, few], dq[:, few], dk, dv]
-        truth = exact_attention(q[:, few], k, v, grad[:, few])
+        result = [out[:, few], dq[:, few], dk[:, keys], dv[:, keys]]
+        truth = exact_attention(q, k, v, grad[:, few])
     return max(((x - y).norm() / y.norm()).item() for x, y in zip(result, truth, strict=True))
 
 

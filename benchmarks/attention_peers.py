@@ -39,7 +39,7 @@ class Contender:
 
 def peers(world: int, heads: int) -> list[Contender]:
     """Return every peer on every (ring, ulysses) whose product is ``world`` and where ``ulysses`` divides ``heads``."""
-    found = []
+    contenders = []
     for ulysses in (n for n in range(1, world + 1) if world % n == 0 and heads % n == 0):
         ring = world // ulysses
         builders: dict[str, Callable[[int, int], Attend]] = {
@@ -54,8 +54,8 @@ def peers(world: int, heads: int) -> list[Contender]:
                 "torch all-gather, CPU kernel": _torch_all_gather_cpu,
                 "torch all-to-all, CPU kernel": _torch_all_to_all_cpu,
             }
-        found += [Contender(name, ring, ulysses, build) for name, build in builders.items()]
-    return found
+        contenders += [Contender(name, ring, ulysses, build) for name, build in builders.items()]
+    return contenders
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -119,9 +119,9 @@ def _diffusers_cpu(ring: int, ulysses: int) -> Attend:
         return (out, lse) if wants_lse else out
 
     def backward(ctx, grad_out, *_, query=None, key=None, value=None, out=None, lse=None):
-        given = (query, key, value, out, lse)
+        tensors = (query, key, value, out, lse)
         saved = ctx.saved_tensors
-        query, key, value, out, lse = (s if x is None else x for x, s in zip(given, saved, strict=True))
+        query, key, value, out, lse = (s if x is None else x for x, s in zip(tensors, saved, strict=True))
         return _cpu_flash_backward(grad_out, query, key, value, out, lse.transpose(1, 2))
 
     return lambda q, k, v: _templated_context_parallel_attention(

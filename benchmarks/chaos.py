@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
 
 def processes(run_dir: Path) -> dict[int, int | None]:
     """Return the rank of every living process of the run in ``run_dir``, by process id; ``None`` for a torchrun."""
-    found: dict[int, int | None] = {}
+    ranks_by_process: dict[int, int | None] = {}
     word = f"run_dir={run_dir}"
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -87,8 +87,8 @@ def processes(run_dir: Path) -> dict[int, int | None]:
         except OSError:  # the process has ended
             continue
         ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
-        found[int(entry.name)] = int(ranks[0]) if ranks else None
-    return found
+        ranks_by_process[int(entry.name)] = int(ranks[0]) if ranks else None
+    return ranks_by_process
 
 
 def lives(process: int) -> bool:
@@ -237,37 +237,37 @@ def _differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], w
 
 def differences(run_dir: Path, truth: Path) -> list[str]:
     """Return one line for each difference from an undisturbed run, compared bit for bit."""
-    found = []
+    faults = []
     if losses(run_dir) != losses(truth):
-        found.append("metrics.jsonl: the losses differ")
+        faults.append("metrics.jsonl: the losses differ")
     if [line["step"] for line in losses(run_dir)] != list(range(1, newest(truth) + 1)):
-        found.append("metrics.jsonl: not every step once")
+        faults.append("metrics.jsonl: not every step once")
     if newest(run_dir) != newest(truth):
-        return [*found, f"the newest checkpoint is of step {newest(run_dir)}, not {newest(truth)}"]
+        return [*faults, f"the newest checkpoint is of step {newest(run_dir)}, not {newest(truth)}"]
     ours, theirs = (step_folder(folder / "checkpoints", newest(truth)) for folder in (run_dir, truth))
-    found += _differing(_tensors(ours), _tensors(theirs), "the newest checkpoint")
+    faults += _differing(_tensors(ours), _tensors(theirs), "the newest checkpoint")
     numbers = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
-    if [{k: v for k, v in each.items() if k not in PROGRESS} for each in numbers[:1]] != [
-        {k: v for k, v in each.items() if k not in PROGRESS} for each in numbers[1:]
+    if [{k: v for k, v in record.items() if k not in PROGRESS} for record in numbers[:1]] != [
+        {k: v for k, v in record.items() if k not in PROGRESS} for record in numbers[1:]
     ]:
-        found.append("the newest checkpoint: state.json differs")
+        faults.append("the newest checkpoint: state.json differs")
     files = sorted(path.relative_to(truth) for path in (truth / "export").rglob("*") if path.is_file())
     for file in files:
         if not (run_dir / file).is_file():
-            found.append(f"{file} is missing")
+            faults.append(f"{file} is missing")
         elif file.suffix == ".safetensors":
-            found += _differing(load_file(run_dir / file), load_file(truth / file), str(file))
-    return found
+            faults += _differing(load_file(run_dir / file), load_file(truth / file), str(file))
+    return faults
 
 
 def leftovers(run_dir: Path) -> list[str]:
     """Return the names of partial checkpoints and exports, and a message if more than ``KEEP`` checkpoints are left."""
     checkpoints = run_dir / "checkpoints"
-    found = [path for pattern in ("*.tmp", "left_*") for path in checkpoints.glob(pattern)]
-    found += [path for path in checkpoints.glob("step_*[0-9]") if not (path / "state.json").is_file()]
-    found += [path for pattern in (".*unfinished_*", ".*replaced_*", "*_kept_*") for path in run_dir.rglob(pattern)]
-    found += [path for pattern in (".shared_*", ".*.tmp", "*.tmp") for path in run_dir.glob(pattern)]
-    names = [str(path.relative_to(run_dir)) for path in sorted(set(found))]
+    paths = [path for pattern in ("*.tmp", "left_*") for path in checkpoints.glob(pattern)]
+    paths += [path for path in checkpoints.glob("step_*[0-9]") if not (path / "state.json").is_file()]
+    paths += [path for pattern in (".*unfinished_*", ".*replaced_*", "*_kept_*") for path in run_dir.rglob(pattern)]
+    paths += [path for pattern in (".shared_*", ".*.tmp", "*.tmp") for path in run_dir.glob(pattern)]
+    names = [str(path.relative_to(run_dir)) for path in sorted(set(paths))]
     if len(published_steps(checkpoints)) > KEEP:
         names.append(f"{len(published_steps(checkpoints))} checkpoints, of which {KEEP} are to be kept")
     return names
@@ -443,12 +443,12 @@ def disturbed(
     run_dir: Path, log: Path, left: Counter[str], kills: list[Kill], most: int, times: Timeline, chance: random.Random
 ) -> list[str]:
     """Make one run with up to ``most`` kills, moved from ``left`` to ``kills``. Return other faults of the run."""
-    own: list[Kill] = []
-    run = 1 + max((each.run for each in kills), default=0)
+    run_kills: list[Kill] = []
+    run = 1 + max((earlier.run for earlier in kills), default=0)
     exports = round(most * left["the export"] / left.total())  # this run's share of the kills at an export
     while True:
         at = newest(run_dir)
-        aim = choose(left, at, len(own) >= most - exports, chance) if len(own) < most else None
+        aim = choose(left, at, len(run_kills) >= most - exports, chance) if len(run_kills) < most else None
         with Start(run_dir, log) as start:
             done = None
             if aim is not None and wait_for(start, aim, at, times, chance):
@@ -456,13 +456,13 @@ def disturbed(
             code = start.process.wait()
             from_step = start.from_step()
         if from_step is not None:
-            for earlier in own:
+            for earlier in run_kills:
                 if earlier.next is None:
                     earlier.judge(from_step)
         if done is None:
             break
         left[aim] -= 1
-        own.append(done)
+        run_kills.append(done)
         kills.append(done)
         # The next start completes the verdict.
         print(
@@ -482,7 +482,7 @@ def table(kills: list[Kill]) -> str:
     """Return a Markdown table with a line for each kill."""
     titles = ("kill", "run", "rank", "aimed at", "s after start", "met it", "at step", "newest checkpoint")
     lines = [f"| {' | '.join(titles)} | next start from | verdict |", "|---" * (len(titles) + 2) + "|"]
-    return "\n".join([*lines, *(each.line() for each in kills)])
+    return "\n".join([*lines, *(kill.line() for kill in kills)])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -509,9 +509,9 @@ def main(argv: list[str] | None = None) -> int:
         faults += [f"left behind: {name}" for name in leftovers(run_dir)]
         good &= not faults
         ends.append(f"- run {tries}: {'; '.join(faults) or 'the same as the undisturbed one, bit for bit'}")
-    good &= not left.total() and all(each.next is not None and not each.faults for each in kills)
-    parts = (f"checkpoint {times.checkpoint:.3f} s", f"export {times.export:.3f} s", f"step {times.step:.2f} s")
-    met = ", ".join(f"{phase} {count}" for phase, count in Counter(each.phase for each in kills).most_common())
+    good &= not left.total() and all(kill.next is not None and not kill.faults for kill in kills)
+    durations = (f"checkpoint {times.checkpoint:.3f} s", f"export {times.export:.3f} s", f"step {times.step:.2f} s")
+    met = ", ".join(f"{phase} {count}" for phase, count in Counter(kill.phase for kill in kills).most_common())
     text = "\n".join(
         [
             table(kills),
@@ -519,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
             *ends,
             "",
             f"{len(kills)} kills over {tries} runs of {STEPS} steps in {(time.monotonic() - began) / 60:.1f} minutes"
-            f" ({', '.join(parts)}; met: {met}): {'nothing was lost' if good else '**something is wrong**'}.",
+            f" ({', '.join(durations)}; met: {met}): {'nothing was lost' if good else '**something is wrong**'}.",
         ]
     )
     (out / "chaos.md").write_text(text + "\n")

@@ -47,7 +47,7 @@ from tests.oracles.long_attention import TOLERANCE, exact_attention, random_inpu
 HEAD_DIM = 64
 CASES = {1024: (8, 25), 2048: (8, 25), 4096: (8, 22), 8192: (4, 20), 16384: (2, 20)}
 """Heads, and seconds of rounds for each dtype (at least three rounds), by number of tokens."""
-BEHIND = {3: 1.3, 12: 1.12}
+LARGEST_RATIO = {3: 1.3, 12: 1.12}
 """Largest allowed time relative to the fastest, by number of rounds. A slower contender (in forward and in forward plus
 backward) sits out the later rounds."""
 NAMES = ("out", "dq", "dk", "dv")
@@ -120,19 +120,19 @@ def measure(
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     rank, local = dist.get_rank(), tokens // world
-    own = slice(rank * local, (rank + 1) * local)
+    local_tokens = slice(rank * local, (rank + 1) * local)
     q, k, v, grad = random_inputs(4, tokens, heads, HEAD_DIM)
-    truth = exact_attention(q[:, own], k, v, grad[:, own])
+    truth = exact_attention(q[:, local_tokens], k, v, grad[:, local_tokens])
     for x in truth[2:]:
         dist.all_reduce(x)
-    truth = [truth[0], truth[1], truth[2][:, own], truth[3][:, own]]
+    truth = [truth[0], truth[1], truth[2][:, local_tokens], truth[3][:, local_tokens]]
     built = [
         (c, None, failed[c.label]) if c.label in failed else (c, *_attempt(lambda c=c: c.build(c.ring, c.ulysses)))
         for c in ours(world, heads) + peers(world, heads)
     ]
     rows = {}
     for dtype in TOLERANCE:
-        inputs = [x[:, own].to(dtype, copy=True).contiguous() for x in (q, k, v, grad)]
+        inputs = [x[:, local_tokens].to(dtype, copy=True).contiguous() for x in (q, k, v, grad)]
         rows[dtype] = _measure_dtype(built, inputs, truth, seconds)
         # Do not retry a failed contender in the next dtype: a failure may take half a minute.
         built = [(*entry[:2], row.failure) for entry, row in zip(built, rows[dtype], strict=True)]
@@ -181,18 +181,18 @@ def _measure_dtype(built: list, inputs: list[Tensor], truth: list[Tensor], secon
         for i in torch.randperm(len(running), generator=torch.Generator().manual_seed(rounds)).tolist():
             _time_once(*running[i], inputs)
         rounds += 1
-        if rounds in BEHIND:
-            running = _contending(running, BEHIND[rounds])
+        if rounds in LARGEST_RATIO:
+            running = _contending(running, LARGEST_RATIO[rounds])
         go.fill_(rounds < 3 or (rounds < 200 and time.monotonic() - start < seconds))
         dist.broadcast(go, src=0)
     return rows
 
 
-def _contending(running: list, behind: float) -> list:
-    """Drop contenders slower than ``behind`` times the fastest in both times, by rank 0's clock. Keep our default."""
+def _contending(running: list, ratio: float) -> list:
+    """Drop contenders slower than ``ratio`` times the fastest in both times, by rank 0's clock. Keep our default."""
     times = torch.tensor([[statistics.median(row.forward), statistics.median(row.both)] for _, row in running])
     dist.broadcast(times, src=0)
-    near = (times <= behind * times.min(dim=0).values).any(dim=1)
+    near = (times <= ratio * times.min(dim=0).values).any(dim=1)
     return [entry for i, entry in enumerate(running) if near[i] or i == 0]
 
 
@@ -233,7 +233,7 @@ def _time_once(attend: Attend, row: Row, inputs: list[Tensor]) -> None:
 
 def summarise(ranks: list[list[Row]]) -> list[Summary]:
     """Combine the rows of all ranks, which have the same contenders in the same order."""
-    found = []
+    summaries = []
     for rows in zip(*ranks, strict=True):
         first = rows[0]
         forward, both = (
@@ -242,8 +242,8 @@ def summarise(ranks: list[list[Row]]) -> list[Summary]:
         )
         memory = (first.extra / MIB, first.kept / MIB)
         what = (first.label, first.ring, first.ulysses, first.ours, first.failure, first.errors)
-        found.append(Summary(*what, *memory, forward, both))
-    return found
+        summaries.append(Summary(*what, *memory, forward, both))
+    return summaries
 
 
 WAYS = ("same factorisation", "best against best", "default against best")
@@ -253,16 +253,16 @@ def against_peers(rows: list[Summary], dtype: torch.dtype) -> dict[str, dict[str
     """Return, for times and memory, the ratio of ours to the best correct peer and that peer, in each of three ways."""
     mine = [row for row in rows if row.ours and not row.failure]
     able = [row for row in rows if not row.ours and row.is_correct(dtype)]
-    found = {}
+    ratios = {}
     for name in ("forward", "both", "extra") if mine else ():
         alike = [row for row in able if (row.ring, row.ulysses) == (mine[0].ring, mine[0].ulysses)]
         best = min(mine, key=lambda row, name=name: _sortable(getattr(row, name)))
-        found[name] = {}
-        for way, own, others in zip(WAYS, (mine[0], best, mine[0]), (alike, able, able), strict=True):
+        ratios[name] = {}
+        for way, ours, others in zip(WAYS, (mine[0], best, mine[0]), (alike, able, able), strict=True):
             peer = min(others, key=lambda row, name=name: _sortable(getattr(row, name)), default=None)
             if peer and getattr(peer, name) > 0:
-                found[name][way] = (getattr(own, name) / getattr(peer, name), peer.label)
-    return found
+                ratios[name][way] = (getattr(ours, name) / getattr(peer, name), peer.label)
+    return ratios
 
 
 def _sortable(value: float) -> float:
@@ -289,8 +289,8 @@ def compare(worlds: list[int], sizes: list[int]) -> bool:
                 correct &= all(row.is_correct(dtype) for row in rows if row.ours)
                 refused |= {(world, row.label): row.failure for row in rows if row.failure}
                 for name, ways in against_peers(rows, dtype).items():
-                    said = ", ".join(f"{way} {ratio:.2f} ({peer})" for way, (ratio, peer) in ways.items())
-                    print(f"- {titles[name]}: {said}")
+                    cells = ", ".join(f"{way} {ratio:.2f} ({peer})" for way, (ratio, peer) in ways.items())
+                    print(f"- {titles[name]}: {cells}")
                     for way, (ratio, peer) in ways.items():
                         ratios.setdefault((titles[name], way), []).append((ratio, f"{case}, against {peer}"))
     print("\n## Does not run\n\n| ranks | contender (ring x ulysses) | why |\n|---|---|---|")
@@ -298,8 +298,8 @@ def compare(worlds: list[int], sizes: list[int]) -> bool:
         print(f"| {world} | {label} | {failure[:160].replace('|', '/')} |")
     print("\n## Ratios of ours to the best correct peer, over all cases\n")
     print("| what | way | median | worst | where | above 1.05 |\n|---|---|---|---|---|---|")
-    for (name, way), found in ratios.items():
-        values, (worst, where) = [ratio for ratio, _ in found], max(found)
+    for (name, way), pairs in ratios.items():
+        values, (worst, where) = [ratio for ratio, _ in pairs], max(pairs)
         above = f"{sum(ratio > 1.05 for ratio in values)} of {len(values)}"
         print(f"| {name} | {way} | {statistics.median(values):.2f} | {worst:.2f} | {where} | {above} |")
     print(f"\nOurs is {'correct throughout' if correct else 'WRONG OR FAILS: see the rows in bold'}", flush=True)
@@ -328,8 +328,8 @@ def _print_rows(case: str, rows: list[Summary], dtype: torch.dtype, rounds: int)
 def jvp_peak(world: int, tokens: int) -> int:
     """Return the peak bytes of live storages in the JVP on this rank, in addition to the inputs."""
     mesh = build_mesh(cp=world, ring=world, ulysses=1)
-    own = slice(dist.get_rank() * tokens // world, (dist.get_rank() + 1) * tokens // world)
-    inputs = [x[:, own].contiguous() for x in random_inputs(6, tokens, 1, HEAD_DIM)]
+    local_tokens = slice(dist.get_rank() * tokens // world, (dist.get_rank() + 1) * tokens // world)
+    inputs = [x[:, local_tokens].contiguous() for x in random_inputs(6, tokens, 1, HEAD_DIM)]
     with torch.no_grad(), forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs[:3], inputs[3:], strict=True)]
         with LiveStorages() as live:

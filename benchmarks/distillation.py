@@ -85,12 +85,12 @@ class Run:
     def overrides(self) -> list[str]:
         """Return the settings for ``train.py``."""
         recipe = "quickstart_teacher" if self.method == "flow_matching" else f"quickstart_{self.method}"
-        own = [f"experiment={self.recipe or recipe}", f"seed={self.seed}", f"run_dir={self.folder}"]
+        words = [f"experiment={self.recipe or recipe}", f"seed={self.seed}", f"run_dir={self.folder}"]
         if self.method == "ode_regression":
-            own.append(f"method.trajectories={self.folder}/trajectories")
+            words.append(f"method.trajectories={self.folder}/trajectories")
         alone = ["device=cpu", "mesh.cp=1", "log.every=1"]
         no_samples = ["sample.every=0", "sample.report_clips=0", "sample.prompts=1", "sample.teacher_steps=[]"]
-        return [*own, *alone, *no_samples, *self.changes]
+        return [*words, *alone, *no_samples, *self.changes]
 
     def settings(self) -> str:
         """Return :func:`all_settings` of the run."""
@@ -180,8 +180,8 @@ def renders(config: Config, count: int) -> Row:
     data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir)).heldout()
     clips = data.clips(count).numpy()
     captions = [data[i]["caption"] for i in range(count)]
-    found = measure(clips, captions, reference_clips(data)) | diversity(clips, captions)
-    return Row(name="held-out renders", steps=None, measures=found)
+    measures = measure(clips, captions, reference_clips(data)) | diversity(clips, captions)
+    return Row(name="held-out renders", steps=None, measures=measures)
 
 
 def clips_of(config: Config, role_name: str, folder: Path, steps: int, captions: list[str]) -> np.ndarray:
@@ -220,10 +220,10 @@ def measured(config: Config, role_name: str, folder: Path, steps: int, cache: Pa
     captions = sample_captions(data, count)
     if not cache.exists():
         clips = clips_of(config, role_name, folder, steps, captions)
-        found = measure(clips, captions, reference_clips(data.heldout())) | diversity(clips, captions)
+        measures = measure(clips, captions, reference_clips(data.heldout())) | diversity(clips, captions)
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.save(cache.with_suffix(".npy"), clips[: 2 * PICTURED : 2])
-        cache.write_text(json.dumps({name: asdict(value) for name, value in found.items()}))
+        cache.write_text(json.dumps({name: asdict(value) for name, value in measures.items()}))
     values = {name: Measure(**value) for name, value in json.loads(cache.read_text()).items()}
     return Row(name=role_name, steps=steps, measures=values)
 

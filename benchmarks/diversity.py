@@ -38,7 +38,7 @@ def diversity(clips: np.ndarray, captions: Sequence[str], *, resamples: int = 10
         variances["spread/position"].append(float(np.var(positions, axis=0, ddof=1).mean()))
         variances["spread/phase"].append(float(np.var(phases, axis=0, ddof=1).mean()))
     rng = np.random.default_rng(seed)
-    return {name: _root_of_mean(np.array(found), resamples, rng) for name, found in variances.items()}
+    return {name: _root_of_mean(np.array(values), resamples, rng) for name, values in variances.items()}
 
 
 def _root_of_mean(values: np.ndarray, resamples: int, rng: np.random.Generator) -> Measure:

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     steps = TEACHER_STEPS[:1] if args.quick else TEACHER_STEPS
     teachers = [measured(config, "teacher", exported, n, out / "measures" / f"{n}.json", count) for n in steps]
     rows = {name: students(runs, name, count) for name, runs in kinds.items()}
-    print(table([renders(config, count), *teachers, *(row for each in rows.values() for row in each.values())]))
+    print(table([renders(config, count), *teachers, *(row for by_seed in rows.values() for row in by_seed.values())]))
     updates = " and ".join(str(sum(updates_of(kinds[EXPERTS][0], expert))) for expert in ("high", "low"))
     print(f"\nUpdates of the student: {kinds[ONE][0].student_updates()}; of its experts {updates}.")
     print(f"\n| steps | measure | {EXPERTS}, less {ONE} | worse by, standard errors |\n|---|---|---|---|")

@@ -134,15 +134,15 @@ def errors(meshes: Sequence[tuple[int, int]], count: int) -> list[str]:
                     return pool.run(step_of, dp_shard, cp, settings, case, count)[0]
 
                 exact = step({"precision": "fp32"})
-                found = {name: step(settings) for name, settings in WAYS.items()}
-                for name, each in found.items():
+                steps = {name: step(settings) for name, settings in WAYS.items()}
+                for name, measured in steps.items():
                     cells = [
                         case,
                         f"({dp_shard}, {cp})",
                         name,
-                        *compared(each, exact),
-                        *(["", "", ""] if name == "bf16" else compared(each, found["bf16"])),
-                        f"{each.gathered / 1e6:.2f}",
+                        *compared(measured, exact),
+                        *(["", "", ""] if name == "bf16" else compared(measured, steps["bf16"])),
+                        f"{measured.gathered / 1e6:.2f}",
                     ]
                     lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -163,7 +163,7 @@ def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
     torch.set_num_threads(args.workers)
     rows = {name: students(runs, name, count) for name, runs in lines.items()}
     config = compose_config([f"experiment={RECIPE}", f"run_dir={out}"])
-    text = [table([renders(config, count), *(row for each in rows.values() for row in each.values())])]
+    text = [table([renders(config, count), *(row for by_seed in rows.values() for row in by_seed.values())])]
     text += ["", "| steps | measure | fp8 roles less bf16 | standard errors |", "|---|---|---|---|"]
     good = True
     for steps in STUDENT_STEPS:
@@ -182,7 +182,7 @@ def distil(args: argparse.Namespace) -> tuple[bool, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. Return exit code 0; 1 if students differ; 2 with one line for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--distil", action="store_true", help="students with fp8 roles beside those without")
+    parser.add_argument("--distil", action="store_true", help="compare students with and without fp8 roles")
     add_students(parser, "runs/fp8", "kind of roles")
     parser.add_argument("--tiny", action="store_true", help="one mesh of two ranks and few clips; one seed, 10 steps")
     args = parser.parse_args(argv)

@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     teachers = {n: measured(config, "teacher", source, n, measures / f"{n}.json", count) for n in TEACHER_STEPS}
     rows = {name: students(runs, name, count) for name, runs in lines.items()}
     print(
-        table([renders(config, count), *teachers.values(), *(row for each in rows.values() for row in each.values())])
+        table([renders(config, count), *teachers.values(), *(row for line in rows.values() for row in line.values())])
     )
     forward = clip_flops(config)
     print("\n| | parameters of the student | network evaluations of a clip, thousands, by seed | its updates |")
@@ -132,9 +132,9 @@ def main(argv: list[str] | None = None) -> int:
         spent = ", ".join(f"{run.evaluations(forward) / 1e3:.1f}" for run in runs)
         print(f"| {name} | {trained_parameters(runs[0]):,} | {spent} | {runs[0].student_updates()} |")
     print(f"\n| | measure | closed | closed by {WHOLE} | difference of the measure |\n|---|---|---|---|---|")
-    for name, each in rows.items():
+    for name, by_seed in rows.items():
         if name != WHOLE:
-            print("\n".join(distances(teachers, rows[WHOLE], each, name)))
+            print("\n".join(distances(teachers, rows[WHOLE], by_seed, name)))
     return 0
 
 

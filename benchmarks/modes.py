@@ -79,15 +79,15 @@ def measured(config: Config, role: str, folder: Path, steps: int, cache: Path, c
     if not cache.exists():
         data = config.data.build(seed=0, device=torch.device("cpu"), run_dir=Path(config.run_dir))
         colors = [color for color, _ in detect(clips_of(config, role, folder, steps, sample_captions(data, count)))]
-        found = {color: colors.count(color) / len(colors) for color in (*COLOURS, None)}
+        shares = {color: colors.count(color) / len(colors) for color in (*COLOURS, None)}
         cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_text(json.dumps({colour or "": share for colour, share in found.items()}))
+        cache.write_text(json.dumps({colour or "": share for colour, share in shares.items()}))
     return {colour or None: share for colour, share in json.loads(cache.read_text()).items()}
 
 
-def over_students(name: str, found: Sequence[dict[str | None, float]]) -> Kept:
+def over_students(name: str, measures: Sequence[dict[str | None, float]]) -> Kept:
     """Combine the shares of several students."""
-    return Kept(name=name, shares={c: np.array([each[c] for each in found]) for c in (*COLOURS, None)})
+    return Kept(name=name, shares={c: np.array([shares[c] for shares in measures]) for c in (*COLOURS, None)})
 
 
 def cell(values: np.ndarray) -> str:
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     for name, students in runs.items():
         for n in STUDENT_STEPS:
-            found = [
+            measures = [
                 measured(
                     load_config(run.folder / "config.yaml"),
                     "student",
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
                 for run in students
             ]
-            rows.append(over_students(f"{name}, {in_words(n)}", found))
+            rows.append(over_students(f"{name}, {in_words(n)}", measures))
     print(table(rows, count))
     picture(out / "modes.png", rows)
     print(f"\npicture: {out / 'modes.png'}")

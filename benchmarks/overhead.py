@@ -61,7 +61,7 @@ WORLD = 8
 CLIP = 1e-3
 """Maximum gradient norm, so low that every step is clipped."""
 SETTINGS = OptimizerSettings(lr=1e-4)
-PARTS = ("forward", "backward", "clip", "optimizer")
+PHASES = ("forward", "backward", "clip", "optimizer")
 PLAIN, BY_HAND, OURS, NOT_SHARDED = "plain module", "fully_shard by hand", "ours", "ours without FSDP"
 
 Data = tuple[Tensor, Tensor, Tensor]
@@ -87,7 +87,7 @@ class Plain:
         )  # fmt: skip
 
     def step(self, clock: Clock) -> tuple[float, float]:
-        """Make one update. Call ``clock`` after each part. Return loss and gradient norm before clipping."""
+        """Make one update. Call ``clock`` after each phase. Return loss and gradient norm before clipping."""
         x, t, text = self.data
         out = self.network(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
         loss = out.square().mean()
@@ -193,21 +193,21 @@ Way = Plain | Ours
 
 
 def timed(ways: dict[str, Way], rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list]]:
-    """Run the ways in turn. Return CPU seconds by way and part, and the results of the steps by way."""
-    seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in ways}
+    """Run the ways in turn. Return CPU seconds by way and phase, and the results of the steps by way."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in PHASES} for name in ways}
     results: dict[str, list] = {name: [] for name in ways}
     for i in range(rounds + 2):  # the first two steps allocate
         for name in list(ways)[:: 1 if i % 2 else -1]:
             latest = time.process_time()
 
-            def clock(part: str, name: str = name) -> None:
+            def clock(phase: str, name: str = name) -> None:
                 nonlocal latest
                 now = time.process_time()
-                seconds[name][part].append(now - latest)
+                seconds[name][phase].append(now - latest)
                 latest = now
 
             results[name].append(ways[name].step(clock))
-    return {name: {part: times[2:] for part, times in parts.items()} for name, parts in seconds.items()}, results
+    return {name: {phase: times[2:] for phase, times in phases.items()} for name, phases in seconds.items()}, results
 
 
 def network_of(architecture: dict, blocks: int) -> nn.Module:
@@ -235,8 +235,8 @@ def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, li
     }
     seconds, results = timed(ways, rounds)
     wanted = torch.tensor(results[PLAIN], dtype=torch.float64)
-    for name, found in results.items():
-        error = float((torch.tensor(found, dtype=torch.float64) / wanted - 1).abs().max())
+    for name, values in results.items():
+        error = float((torch.tensor(values, dtype=torch.float64) / wanted - 1).abs().max())
         if not error < 1e-4:  # rounding differences, which the updates amplify
             raise RuntimeError(f"{name}: losses or norms differ from the plain module's by {error:.1e}")
     return seconds
@@ -248,7 +248,7 @@ def one_process(blocks: int, tokens: int, rounds: int) -> dict[str, dict[str, li
 def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, dict[str, list[float]]]]:
     """Time the ways as rank 0 of 8. Return seconds by number of blocks."""
     torch.set_flush_denormal(True)  # buffers that nothing was received into may hold denormals, which are slow
-    found = {}
+    seconds = {}
     for blocks in depths:
         with fake_world(WORLD):
             data = data_of(SMALL_LATENTS, SMALL_TEXT)
@@ -263,10 +263,10 @@ def host(depths: list[int], rounds: int, profiled: bool) -> dict[int, dict[str, 
             }
             ways |= {f"{OURS}, {label}": Ours(network, data, mesh) for label, mesh in meshes.items()}
             ways[f"{OURS}, 8 x 1, torch's attention"] = TorchsAttention(network, data, meshes["8 x 1"])
-            found[blocks], _ = timed(ways, rounds)
+            seconds[blocks], _ = timed(ways, rounds)
             if profiled and blocks == depths[-1]:
                 print(difference(ways[f"{OURS}, 8 x 1"], ways[BY_HAND]))
-    return found
+    return seconds
 
 
 def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
@@ -276,7 +276,7 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
         profile = cProfile.Profile(time.process_time)
         profile.enable()
         for _ in range(steps):
-            way.step(lambda part: None)
+            way.step(lambda phase: None)
         profile.disable()
         spent.append(pstats.Stats(profile).stats)  # type: ignore[attr-defined]
     mine, theirs = spent
@@ -285,19 +285,19 @@ def difference(ours: Way, by_hand: Way, steps: int = 10, rows: int = 25) -> str:
         for where, values in mine.items()
     }
     lines = ["| ms a step more | calls more | with what it calls, ms | function |", "|---|---|---|---|"]
-    for (file, line, name), (own, calls, inside) in sorted(more.items(), key=lambda item: -item[1][0])[:rows]:
+    for (file, line, name), (total, calls, inside) in sorted(more.items(), key=lambda item: -item[1][0])[:rows]:
         where = f"{'/'.join(file.split('/')[-3:])}:{line} {name}" if line else name
-        lines.append(f"| {1e3 * own / steps:.2f} | {calls / steps:.0f} | {1e3 * inside / steps:.2f} | {where} |")
+        lines.append(f"| {1e3 * total / steps:.2f} | {calls / steps:.0f} | {1e3 * inside / steps:.2f} | {where} |")
     return "\n".join(lines)
 
 
 # --- the report ---
 
 
-def medians(parts: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of each part and of the whole step, in seconds."""
-    whole = [sum(values) for values in zip(*parts.values(), strict=True)]
-    return {part: statistics.median(values) for part, values in parts.items()} | {"step": statistics.median(whole)}
+def medians(phases: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of each phase and of the whole step, in seconds."""
+    whole = [sum(values) for values in zip(*phases.values(), strict=True)]
+    return {phase: statistics.median(values) for phase, values in phases.items()} | {"step": statistics.median(whole)}
 
 
 def paired(times: list[float], others: list[float]) -> float:
@@ -306,23 +306,23 @@ def paired(times: list[float], others: list[float]) -> float:
 
 
 def table(seconds: dict[str, dict[str, list[float]]]) -> str:
-    """Return a Markdown table: ms of each part, and the ratios of the step to the first and the second way's step."""
-    found = {name: medians(parts) for name, parts in seconds.items()}
-    steps = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
+    """Return a Markdown table: ms of each phase, and the ratios of the step to the first and the second way's step."""
+    by_name = {name: medians(phases) for name, phases in seconds.items()}
+    steps = {name: [sum(values) for values in zip(*phases.values(), strict=True)] for name, phases in seconds.items()}
     lines = [
-        f"| | {' | '.join(f'{part}, ms' for part in PARTS)} | step, ms | / plain | / by hand |",
-        "|" + "---|" * (len(PARTS) + 4),
+        f"| | {' | '.join(f'{phase}, ms' for phase in PHASES)} | step, ms | / plain | / by hand |",
+        "|" + "---|" * (len(PHASES) + 4),
     ]
-    for name, of in found.items():
-        parts = " | ".join(f"{1e3 * of[part]:.1f}" for part in PARTS)
+    for name, times in by_name.items():
+        phases = " | ".join(f"{1e3 * times[phase]:.1f}" for phase in PHASES)
         to = [f"{paired(steps[name], steps[other]):.3f}" for other in (PLAIN, BY_HAND)]
-        lines.append(f"| {name} | {parts} | {1e3 * of['step']:.1f} | {' | '.join(to)} |")
+        lines.append(f"| {name} | {phases} | {1e3 * times['step']:.1f} | {' | '.join(to)} |")
     return "\n".join(lines)
 
 
-def per_block(found: dict[int, dict[str, dict[str, list[float]]]]) -> str:
+def per_block(seconds: dict[int, dict[str, dict[str, list[float]]]]) -> str:
     """Return a Markdown table: the time per block, from two depths, and the time that does not depend on depth."""
-    (few, at_few), *_, (many, at_many) = found.items()
+    (few, at_few), *_, (many, at_many) = seconds.items()
     lines = ["| | ms a block | the rest of a step, ms |", "|---|---|---|"]
     for name in at_few:
         first, last = medians(at_few[name])["step"], medians(at_many[name])["step"]
@@ -346,12 +346,14 @@ def main(argv: list[str] | None = None) -> int:
         seconds = run_ranks(1, one_process, blocks, tokens, args.rounds, timeout=1800, preload=preload)[0]
         print(f"\n## One process: {blocks} blocks of width 256, {tokens} tokens; the same losses and norms\n")
         print(table(seconds))
-        step = {name: [sum(values) for values in zip(*parts.values(), strict=True)] for name, parts in seconds.items()}
+        step = {
+            name: [sum(values) for values in zip(*phases.values(), strict=True)] for name, phases in seconds.items()
+        }
         print(f"\nOurs over ours without FSDP: {paired(step[OURS], step[NOT_SHARDED]):.3f}.")
-    found = host(depths, args.rounds, args.profile)
-    for count, seconds in found.items():
+    by_depth = host(depths, args.rounds, args.profile)
+    for count, seconds in by_depth.items():
         print(f"\n## Host time of rank 0 of {WORLD}, collectives faked: {count} blocks of width 16\n\n{table(seconds)}")
-    print(f"\n{per_block(found)}")
+    print(f"\n{per_block(by_depth)}")
     return 0
 
 

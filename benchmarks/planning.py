@@ -102,8 +102,8 @@ def words_of(case: Case) -> list[str]:
         base = [word for word in base if word != BASE[0]]
     networks = [word for role in ROLES for word in (f"{role}.checkpoint=null", f"{role}.architecture={architecture}")]
     cp = [] if any(word.startswith("mesh.cp=") for word in case.words) else ["mesh.cp=1"]
-    given = {word.partition("=")[0] for word in case.words}
-    base = [word for word in base if word.partition("=")[0] not in given]
+    changed = {word.partition("=")[0] for word in case.words}
+    base = [word for word in base if word.partition("=")[0] not in changed]
     return [*base, *networks, *cp, *case.words, f"world={case.world}"]
 
 
@@ -175,13 +175,13 @@ class Compared:
         return self.counts and abs(self.peak) <= BOUNDS[world][0] and abs(self.phase) <= BOUNDS[world][1]
 
 
-def compare(plan: dict[str, Any], found: Measured) -> Compared:
+def compare(plan: dict[str, Any], result: Measured) -> Compared:
     """Compare ``plan.json`` with the measured steps.
 
     Raises:
         RuntimeError: the phases differ.
     """
-    measured = found.simulation
+    measured = result.simulation
     predicted = {
         # Leave out the workspace, which a formula predicts for a GPU kernel.
         name: GIB * (phase["gib"] - sum(size for key, size in phase["of"].items() if key.endswith(".workspace")))
@@ -202,7 +202,7 @@ def compare(plan: dict[str, Any], found: Measured) -> Compared:
         peak=peak / measured.peak.bytes - 1,
         phase=errors[worst],
         phase_name=worst or "between phases",
-        counts=sent == plan["bytes_sent_per_step"] and math.isclose(found.flops_per_step, plan["flops_per_step"]),
+        counts=sent == plan["bytes_sent_per_step"] and math.isclose(result.flops_per_step, plan["flops_per_step"]),
     )
 
 
@@ -281,12 +281,13 @@ def report(cases: Sequence[Case]) -> bool:
             print(f"{start} refused: {refusal} | | | | |", flush=True)
             continue
         ranks = run_ranks(case.world, measure, case, timeout=1800, preload=("torch", "distill.planning.command"))
-        found = compare(plan, ranks[0])  # the planner predicts rank 0
-        kept = found.kept(case.world)
+        compared = compare(plan, ranks[0])  # the planner predicts rank 0
+        kept = compared.kept(case.world)
         good &= kept
         print(
-            f"{start} {found.predicted / 2**20:,.2f} | {found.measured / 2**20:,.2f} | {_percent(found.peak)} |"
-            f" {_percent(found.phase)} ({found.phase_name}) | {'equal' if found.counts else 'DIFFERENT'}"
+            f"{start} {compared.predicted / 2**20:,.2f} | {compared.measured / 2**20:,.2f} |"
+            f" {_percent(compared.peak)} | {_percent(compared.phase)} ({compared.phase_name}) |"
+            f" {'equal' if compared.counts else 'DIFFERENT'}"
             f"{'' if kept else ' BROKEN'} |",
             flush=True,
         )
@@ -295,13 +296,13 @@ def report(cases: Sequence[Case]) -> bool:
 
 def report_outside(case: Case) -> bool:
     """Print the comparison with the kernel's count, and return whether the bound holds."""
-    plan, found = predict(case), outside(case)
+    plan, result = predict(case), outside(case)
     predicted = max(phase["gib"] for phase in plan["phases"].values())
-    error = predicted * GIB / found["peak"] - 1
+    error = predicted * GIB / result["peak"] - 1
     print("| | GiB |\n|---|---|")
-    print(f"| planned | {predicted:.3f} |\n| by the tracker | {found['tracked'] / GIB:.3f} |")
-    print(f"| resident at most, above what was there | {found['peak'] / GIB:.3f} |")
-    print(f"| resident before | {found['before'] / GIB:.3f} |")
+    print(f"| planned | {predicted:.3f} |\n| by the tracker | {result['tracked'] / GIB:.3f} |")
+    print(f"| resident at most, above what was there | {result['peak'] / GIB:.3f} |")
+    print(f"| resident before | {result['before'] / GIB:.3f} |")
     kept = abs(error) <= OUTSIDE_BOUND
     print(f"\nplanned against resident: {_percent(error)}{'' if kept else ' BROKEN'}", flush=True)
     return kept

@@ -98,7 +98,7 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
     world = dist.get_world_size()
     meshes = {n: build_mesh(dp_replicate=n, dp_shard=world // n) for n in {case.replicas for case in cases}}
     trainings = [Training(case, meshes[case.replicas]) for case in cases]
-    found = []
+    measured = []
     for training in trainings:
         training.step()
         figures = Figures(parameters=storage_bytes(training.role.network.parameters()))
@@ -116,7 +116,7 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
         with CollectiveCounter() as counter:
             training.step()
         figures.calls, figures.sent = dict(counter.calls), dict(counter.bytes)
-        found.append(figures)
+        measured.append(figures)
     times: list[list[float]] = [[] for _ in cases]
     for i in range(rounds):
         for taken, training in list(zip(times, trainings, strict=True))[:: 1 if i % 2 else -1]:
@@ -125,9 +125,9 @@ def measure(cases: tuple[Case, ...], rounds: int) -> list[Figures]:
             training.step()
             dist.barrier()
             taken.append(time.perf_counter() - started)
-    for figures, taken in zip(found, times, strict=True):
+    for figures, taken in zip(measured, times, strict=True):
         figures.seconds = statistics.median(taken)
-    return found
+    return measured
 
 
 @dataclass
@@ -203,9 +203,9 @@ def report(world: int, rounds: int) -> bool:
                 for strategies in (dict.fromkeys(mixed, REFERENCE), mixed)
             ]
     rows = [(case, greatest([r[i] for r in ranks]), expected(case, world)) for i, case in enumerate(cases)]
-    faults = [f"{case.label}: {fault}" for case, found, ideal in rows for fault in broken(found, ideal)]
+    faults = [f"{case.label}: {fault}" for case, figures, ideal in rows for fault in broken(figures, ideal)]
     sizes = sizes_of(world)
-    reference = next(found for case, found, _ in rows if case.label == REFERENCE)
+    reference = next(figures for case, figures, _ in rows if case.label == REFERENCE)
     print(f"\n## {world} ranks\n")
     print(
         f"{sizes.full / MIB:.2f} MiB of parameters ({sizes.full / world / MIB:.2f} a rank), {sizes.units - 1} blocks of"
@@ -219,17 +219,18 @@ def report(world: int, rounds: int) -> bool:
     )
     pair = lambda a, b: f"{a / MIB:.2f} ({b / MIB:.2f})"  # noqa: E731
     names = ("parameters", "gradients", "optimizer", "kept", "peak_gradients", "peak_gathered", "peak_parameters")
-    for case, found, ideal in rows:
-        cells = " | ".join(pair(getattr(found, name), getattr(ideal, name)) for name in names)
-        print(f"| {case.label} | {cells} | {found.buffers} ({ideal.buffers}) |")
+    for case, figures, ideal in rows:
+        cells = " | ".join(pair(getattr(figures, name), getattr(ideal, name)) for name in names)
+        print(f"| {case.label} | {cells} | {figures.buffers} ({ideal.buffers}) |")
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     print("\n| strategy | " + " | ".join(f"{k} calls | MiB sent" for k in kinds) + f" | step / {REFERENCE} |")
     print("|---|---|---|---|---|---|---|---|")
-    for case, found, ideal in rows:
+    for case, figures, ideal in rows:
         cells = " | ".join(
-            f"{found.calls.get(k, 0)} ({ideal.calls[k]}) | {pair(found.sent.get(k, 0), ideal.sent[k])}" for k in kinds
+            f"{figures.calls.get(k, 0)} ({ideal.calls[k]}) | {pair(figures.sent.get(k, 0), ideal.sent[k])}"
+            for k in kinds
         )
-        print(f"| {case.label} | {cells} | {found.seconds / reference.seconds:.2f} |")
+        print(f"| {case.label} | {cells} | {figures.seconds / reference.seconds:.2f} |")
     print(f"\n{REFERENCE}: {1000 * reference.seconds:.0f} ms a step (median of {rounds}).")
     print("\nThree networks, a student step and a fake-score step of DMD2; KiB of the rank with most:\n")
     print("| teacher, student, fake | idle roles gathered | after the gradients | gradients of idle trained roles |")

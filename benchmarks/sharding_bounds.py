@@ -168,20 +168,20 @@ def greatest(ranks: list[Figures]) -> Figures:
     return result
 
 
-def broken(found: Figures, ideal: Figures) -> list[str]:
+def broken(figures: Figures, ideal: Figures) -> list[str]:
     """Return a message for each figure that differs from its ideal or exceeds its bound."""
     faults = []
     for name in ("parameters", "gradients", "optimizer"):
-        if getattr(found, name) != getattr(ideal, name):
-            faults.append(f"{name}: {getattr(found, name)} bytes, not {getattr(ideal, name)}")
+        if getattr(figures, name) != getattr(ideal, name):
+            faults.append(f"{name}: {getattr(figures, name)} bytes, not {getattr(ideal, name)}")
     for name in ("kept", "peak_gathered", "peak_parameters", "peak_gradients", "buffers"):
-        if getattr(found, name) > getattr(ideal, name):
-            faults.append(f"{name}: {getattr(found, name)}, above {getattr(ideal, name)}")
-    for kind in {**found.calls, **ideal.calls}:
-        pair = found.calls.get(kind, 0), ideal.calls.get(kind, 0)
+        if getattr(figures, name) > getattr(ideal, name):
+            faults.append(f"{name}: {getattr(figures, name)}, above {getattr(ideal, name)}")
+    for kind in {**figures.calls, **ideal.calls}:
+        pair = figures.calls.get(kind, 0), ideal.calls.get(kind, 0)
         if pair[0] != pair[1]:
             faults.append(f"{kind}: {pair[0]} calls, not {pair[1]}")
-        sent, least = found.sent.get(kind, 0), ideal.sent.get(kind, 0)
+        sent, least = figures.sent.get(kind, 0), ideal.sent.get(kind, 0)
         if not least <= sent <= least + 1024:  # allow for rounding and the norm
             faults.append(f"{kind}: {sent} bytes, not {least}")
     return faults

@@ -32,11 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         trainer = open_trainer(["experiment=quickstart", "mesh.cp=1", f"run_dir={folder}"], device)
         config, data, steps = trainer.config, trainer.data, max(trainer.config.sample.teacher_steps)
         captions = sample_captions(data, config.sample.report_clips)
-        how = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
-        latents = generate(trainer.method, "teacher", **how, data=data, mesh=trainer.mesh, device=device, batch=32)
+        options = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
+        latents = generate(trainer.method, "teacher", **options, data=data, mesh=trainer.mesh, device=device, batch=32)
         file = stored_file(config, steps)
         made_with = f"torch {torch.__version__}, diffusers {diffusers.__version__}"
-        about = definition(config, data, **how) | {"made with": made_with}
+        about = definition(config, data, **options) | {"made with": made_with}
         save_file({"clips": np.ascontiguousarray(decode(data, latents))}, file, about)
     print(f"wrote {file}")
     return 0

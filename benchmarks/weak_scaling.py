@@ -34,7 +34,7 @@ EXPERIMENT = "wan2_1_t2v_14b_dmd2"
 CLIPS = {"480p": "video_folder_480p", "720p": "video_folder_720p"}
 HARDWARE = ("h20", "h200")
 REPLICAS = "mesh_dp_replicate"
-SAMPLE = ("mesh_cp", "mesh_ulysses", "mesh_ring")
+WITHIN_SAMPLE = ("mesh_cp", "mesh_ulysses", "mesh_ring")
 """Groups of the ranks that share a sample's tokens."""
 QUICK = {
     "num_layers": 1, "num_attention_heads": 8, "attention_head_dim": 16, "ffn_dim": 64, "freq_dim": 32,
@@ -87,8 +87,8 @@ def with_clip(large: Prediction, clip: Prediction) -> Prediction:
 
     def changed(name: str, cost: StepCost) -> StepCost:
         of_clip = clip.simulation.steps[name]
-        sent = Counter({key: size for key, size in cost.sent.items() if key[1] not in SAMPLE})
-        sent.update({key: size for key, size in of_clip.sent.items() if key[1] in SAMPLE})
+        sent = Counter({key: size for key, size in cost.sent.items() if key[1] not in WITHIN_SAMPLE})
+        sent.update({key: size for key, size in of_clip.sent.items() if key[1] in WITHIN_SAMPLE})
         return StepCost(flops=of_clip.flops, recomputed=of_clip.recomputed, sent=sent)
 
     return _with_steps(replace(large, tokens=clip.tokens), changed)
@@ -116,20 +116,20 @@ def all_rows(worlds: Sequence[int], clips: Sequence[str], more: Sequence[str] = 
     first, *others = clips
     rows: list[Row] = []
     for strategy, shard in STRATEGIES.items():
-        own = [world for world in worlds if world > (shard or 8)]
+        larger = [world for world in worlds if world > (shard or 8)]
         if shard is None:
-            rows += [Row(strategy, planned(world, None, first, more)) for world in own]
-        elif own:
+            rows += [Row(strategy, planned(world, None, first, more)) for world in larger]
+        elif larger:
             two = planned(2 * shard, shard, first, more)
-            rows += [Row(strategy, with_replicas(two, world // shard)) for world in own]
+            rows += [Row(strategy, with_replicas(two, world // shard)) for world in larger]
             if shard == 8 and 8 in worlds:
                 rows.insert(0, Row(next(iter(STRATEGIES)), with_replicas(two, 1)))
         print(f"simulated: {strategy}", file=sys.stderr, flush=True)
-    found = {first: rows}
+    rows_by_clip = {first: rows}
     for name in others:
         clip = planned(16, None, name, more)
-        found[name] = [replace(row, prediction=with_clip(row.prediction, clip)) for row in rows]
-    return found
+        rows_by_clip[name] = [replace(row, prediction=with_clip(row.prediction, clip)) for row in rows]
+    return rows_by_clip
 
 
 # --- division ---
@@ -195,17 +195,17 @@ def through_links(size: float, group: tuple[int, int], node: int) -> tuple[float
 
 def seconds_of(prediction: Prediction, hardware: Hardware) -> Seconds:
     """Divide bytes and operations by the rates of ``hardware``."""
-    mesh, found = prediction.mesh, Counter[str]()
+    mesh, totals = prediction.mesh, Counter[str]()
     for role, share in prediction.shares.items():
         cost = prediction.simulation.steps[role]
         rate = hardware.sustained * hardware.bf16_tflops * 1e12
-        found["compute"] += share * (cost.flops + cost.recomputed) / mesh.cp / rate
+        totals["compute"] += share * (cost.flops + cost.recomputed) / mesh.cp / rate
         for (_, group), size in cost.sent.items():
             nvlink, card, one = through_links(share * size, group_of(group, mesh), hardware.gpus_per_node)
-            found["attention" if group in SAMPLE else "nvlink"] += nvlink / (1e9 * hardware.nvlink_gb_per_s)
-            found["network"] += card / (1e9 * hardware.network_gb_per_s)
-            found["one_card"] += one / (1e9 * hardware.network_gb_per_s)
-    return Seconds(**{name: found[name] for name in ("compute", "attention", "nvlink", "network", "one_card")})
+            totals["attention" if group in WITHIN_SAMPLE else "nvlink"] += nvlink / (1e9 * hardware.nvlink_gb_per_s)
+            totals["network"] += card / (1e9 * hardware.network_gb_per_s)
+            totals["one_card"] += one / (1e9 * hardware.network_gb_per_s)
+    return Seconds(**{name: totals[name] for name in ("compute", "attention", "nvlink", "network", "one_card")})
 
 
 # --- the report ---
@@ -218,23 +218,24 @@ def links_table(rows: Sequence[Row], hardware: Hardware) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        of = seconds_of(row.prediction, hardware)
-        sizes = (of.nvlink * hardware.nvlink_gb_per_s, of.network * hardware.network_gb_per_s)
+        seconds = seconds_of(row.prediction, hardware)
+        sizes = (seconds.nvlink * hardware.nvlink_gb_per_s, seconds.network * hardware.network_gb_per_s)
         lines.append(
-            f"| {row.strategy} | {row.prediction.mesh.world:,} | {sizes[0]:.1f} | {sizes[1]:.1f} | {of.nvlink:.3f} |"
-            f" {of.network:.3f} | {of.one_card:.3f} | {row.prediction.allocated_gib:.1f} |"
+            f"| {row.strategy} | {row.prediction.mesh.world:,} | {sizes[0]:.1f} | {sizes[1]:.1f} |"
+            f" {seconds.nvlink:.3f} | {seconds.network:.3f} |"
+            f" {seconds.one_card:.3f} | {row.prediction.allocated_gib:.1f} |"
         )
     return "\n".join(lines)
 
 
-def limits_table(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware]) -> str:
+def limits_table(rows_by_clip: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware]) -> str:
     """Return a Markdown table of compute and the busiest link in the largest world, by clip, GPU and strategy."""
     lines = [
         "| clip | GPU | sharded | ranks | compute, s | attention's exchanges, s | step, s | limit | rate per rank |"
         " compute / network | network is the limit below, GB/s a card | rate per rank by one card |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for clip, rows in found.items():
+    for clip, rows in rows_by_clip.items():
         for name, gpu in hardware.items():
             base = seconds_of(rows[0].prediction, gpu).step
             for strategy in STRATEGIES:
@@ -242,19 +243,20 @@ def limits_table(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hard
                 if not of_strategy:
                     continue
                 last = max(of_strategy, key=lambda prediction: prediction.mesh.world)
-                of = seconds_of(last, gpu)
-                one = replace(of, network=of.one_card)
-                beside = f"{of.compute / of.network:.0f}" if of.network else ""
-                needed = gpu.network_gb_per_s * of.network / of.compute
+                seconds = seconds_of(last, gpu)
+                one = replace(seconds, network=seconds.one_card)
+                ratio = f"{seconds.compute / seconds.network:.0f}" if seconds.network else ""
+                needed = gpu.network_gb_per_s * seconds.network / seconds.compute
                 lines.append(
-                    f"| {clip} | {name.upper()} | {strategy} | {last.mesh.world:,} | {of.compute:.2f} |"
-                    f" {of.attention:.2f} | {of.step:.2f} | {of.limit} | {base / of.step:.3f} | {beside} |"
+                    f"| {clip} | {name.upper()} | {strategy} | {last.mesh.world:,} |"
+                    f" {seconds.compute:.2f} | {seconds.attention:.2f} | {seconds.step:.2f} | {seconds.limit} |"
+                    f" {base / seconds.step:.3f} | {ratio} |"
                     f" {needed:.1f} | {base / one.step:.2f}{'' if one.limit == 'compute' else ', network'} |"
                 )
     return "\n".join(lines)
 
 
-def draw(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], path: Path) -> None:
+def draw(rows_by_clip: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], path: Path) -> None:
     """Plot compute and link times over the number of ranks, with a panel for each clip and GPU."""
     import matplotlib
 
@@ -263,26 +265,27 @@ def draw(found: Mapping[str, Sequence[Row]], hardware: Mapping[str, Hardware], p
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     figure, grid = plt.subplots(
-        len(found), len(hardware), figsize=(11, 0.8 + 4.1 * len(found)), squeeze=False, sharex=True, sharey=True,
+        len(rows_by_clip), len(hardware), figsize=(11, 0.8 + 4.1 * len(rows_by_clip)), squeeze=False,
+        sharex=True, sharey=True,
         layout="constrained",
     )  # fmt: skip
     colours = dict(zip(STRATEGIES, ("#b3261e", "#1f6fb4", "#2e7d32"), strict=True))
-    for (clip, rows), axes in zip(found.items(), grid, strict=True):
+    for (clip, rows), axes in zip(rows_by_clip.items(), grid, strict=True):
         for (name, gpu), axis in zip(hardware.items(), axes, strict=True):
             compute = [seconds_of(row.prediction, gpu).compute for row in rows if row.strategy == rows[0].strategy]
             worlds = sorted({row.prediction.mesh.world for row in rows})
             axis.plot(worlds, compute, color="black", linewidth=2.5, label="compute")
             for strategy, colour in colours.items():
-                own = [row.prediction for row in rows if row.strategy == strategy and row.prediction.mesh.world > 8]
-                if not own:
+                large = [row.prediction for row in rows if row.strategy == strategy and row.prediction.mesh.world > 8]
+                if not large:
                     continue
-                x, of = [each.mesh.world for each in own], [seconds_of(each, gpu) for each in own]
-                axis.plot(x, [s.network for s in of], color=colour, marker="o", markersize=4,
+                x, seconds = [point.mesh.world for point in large], [seconds_of(point, gpu) for point in large]
+                axis.plot(x, [s.network for s in seconds], color=colour, marker="o", markersize=4,
                           label=f"network, sharded {strategy}")  # fmt: skip
-                axis.plot(x, [s.nvlink for s in of], color=colour, linestyle="--", linewidth=1.2,
+                axis.plot(x, [s.nvlink for s in seconds], color=colour, linestyle="--", linewidth=1.2,
                           label=f"NVLink, sharded {strategy}")  # fmt: skip
                 if strategy != "inside 8":
-                    axis.plot(x, [s.one_card for s in of], color=colour, linestyle=":", linewidth=1.2,
+                    axis.plot(x, [s.one_card for s in seconds], color=colour, linestyle=":", linewidth=1.2,
                               label=f"network by one card, sharded {strategy}")  # fmt: skip
             axis.set_title(f"Wan 14B, DMD2, {clip}, {name.upper()}", loc="left", fontsize=10, fontweight="bold")
             axis.set_xscale("log", base=2)
@@ -315,18 +318,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny network on 8 and 16 ranks, one size of clips")
     args = parser.parse_args(argv)
     if args.quick:
-        found = all_rows(WORLDS[:2], list(CLIPS)[:1], tiny_networks())
+        rows_by_clip = all_rows(WORLDS[:2], list(CLIPS)[:1], tiny_networks())
     else:
-        found = all_rows(WORLDS, list(CLIPS))
+        rows_by_clip = all_rows(WORLDS, list(CLIPS))
     hardware = {name: load_hardware(name) for name in HARDWARE}
-    rows = next(iter(found.values()))
+    rows = next(iter(rows_by_clip.values()))
     print("## What a step sends through each link: the same for clips of any size")
     for rates in {(gpu.nvlink_gb_per_s, gpu.network_gb_per_s): gpu for gpu in hardware.values()}.values():
         print(f"\nNVLink {rates.nvlink_gb_per_s:g} GB/s, a card {rates.network_gb_per_s:g} GB/s:\n")
         print(links_table(rows, rates))
-    print(f"\n## Beside compute, at the most ranks\n\n{limits_table(found, hardware)}")
+    print(f"\n## Communication and compute, at the most ranks\n\n{limits_table(rows_by_clip, hardware)}")
     if args.out is not None:
-        draw(found, hardware, args.out)
+        draw(rows_by_clip, hardware, args.out)
     return 0
 
 

@@ -40,8 +40,8 @@ from fsdp_cp.sharding.settings import ShardSettings
 from fsdp_cp.words import counted
 from models.additions.base import named_additions
 from models.families.base import LatentShape
+from models.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from models.files.checkpoint_files import ADDITIONS
-from models.files.published import published, refuse_input, refuse_occupied
 from models.roles.load import build_role
 from models.roles.role_plan import RolePlan, plan_role
 
@@ -167,7 +167,7 @@ def sample(arguments: argparse.Namespace) -> None:
     refuse_occupied(out, "--out", about)
     with ExitStack() as stack, process_group(device):
         # Open the output before any work, to find now that it cannot be written.
-        folder = on_all_ranks(lambda: stack.enter_context(published(out, about)) if rank() == 0 else None)[0]
+        folder = on_all_ranks(lambda: stack.enter_context(atomic_folder(out, about)) if rank() == 0 else None)[0]
         mesh = build_mesh(cp=1, heads=plan.family.heads(plan.config), device_type=device.type)
         data = config.data.build(seed=config.seed, device=device, run_dir=run_dir, captions=captions, images=images)
         captions = captions or sample_captions(data, arguments.count)

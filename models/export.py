@@ -27,9 +27,9 @@ from fsdp_cp.paths import user_path
 from fsdp_cp.sharding.initialise import initialise
 from fsdp_cp.sharding.shard import materialise
 from models.families.registry import family_of
+from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import EXPERT_FOLDERS, fingerprint, inspect_checkpoint, tensor_reader
 from models.files.export_folder import write_folder
-from models.files.published import refuse_input, refuse_occupied
 from models.lora.files import FORMATS, file_tensors, refuse_whole, write_file
 from models.lora.merge import Weights, merged
 from models.roles.load import seed_of_expert
@@ -39,18 +39,18 @@ _KINDS = {"raw": "weights", "ema": "ema"}
 
 
 def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: str) -> dict[str, Weights]:
-    """Return a role's weights in a checkpoint, one entry per network, by the part's name in the checkpoint.
+    """Return a role's weights in a checkpoint, one entry per network, by its name in the checkpoint.
 
     Raises:
         UserError: a role or average that the checkpoint does not hold.
     """
     files = reader(checkpoint)
     stored = files.read_metadata().state_dict_metadata
-    parts = [role, *(f"{role}.{expert}" for expert in EXPERTS)]
-    prefixes = {part: f"{part}.{_KINDS[weights]}." for part in parts}
+    names = [role, *(f"{role}.{expert}" for expert in EXPERTS)]
+    prefixes = {name: f"{name}.{_KINDS[weights]}." for name in names}
     if not state.get("boundaries", {}).get(role):
-        del parts[1:]  # parameter names of a network may begin with anything
-    found = {part: [key for key in stored if key.startswith(prefixes[part])] for part in parts}
+        del names[1:]  # parameter names of a network may begin with anything
+    keys_by_name = {name: [key for key in stored if key.startswith(prefixes[name])] for name in names}
 
     def read(prefix: str, name: str) -> Tensor:
         key = prefix + name
@@ -62,11 +62,11 @@ def _networks(checkpoint: Path, state: Mapping[str, Any], role: str, weights: st
         return value
 
     networks = {
-        part: Weights(
-            {key.removeprefix(prefixes[part]): tuple(cast(TensorStorageMetadata, stored[key]).size) for key in keys},
-            partial(read, prefixes[part]),
+        name: Weights(
+            {key.removeprefix(prefixes[name]): tuple(cast(TensorStorageMetadata, stored[key]).size) for key in keys},
+            partial(read, prefixes[name]),
         )
-        for part, keys in found.items()
+        for name, keys in keys_by_name.items()
         if keys
     }
     if not networks:
@@ -93,7 +93,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: a ``step_*`` folder.
-        out: the folder to write; see :func:`models.files.published.refuse_occupied`.
+        out: the folder to write; see :func:`models.files.atomic_folder.refuse_occupied`.
         role: ``student`` or ``fake``.
         weights: ``raw`` or ``ema``.
         dtype: dtype of the files.
@@ -115,12 +115,13 @@ def export_checkpoint(
         networks = _networks(checkpoint, state, role, weights)
         config, adapters = dict(state["configs"][role]), state.get("adapters", {}).get(role)
         boundaries = list(state.get("boundaries", {}).get(role) or ())
+        causal = state.get("causal", {}).get(role)
         step = state["step"]
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{checkpoint / 'state.json'} is damaged ({error!r}); use another checkpoint") from error
-    experts = [part.rpartition(".")[2] for part in networks] if boundaries else []
+    experts = [network.rpartition(".")[2] for network in networks] if boundaries else []
     if boundaries and len(experts) < len(EXPERTS) and expert != experts[0]:
         raise UserError(
             f"{checkpoint} holds the {role}'s expert for {experts[0]} noise alone, which the run trained; add --expert"
@@ -132,7 +133,7 @@ def export_checkpoint(
         )
     if kind in FORMATS and boundaries and expert is None:
         raise UserError(
-            f"--format {kind}: the {role} in {checkpoint} is two experts, and a file is of one; add"
+            f"--format {kind}: the {role} in {checkpoint} has two experts, and an adapter file holds one; add"
             " --expert high or low"
         )
     about = {"checkpoint": str(checkpoint.resolve()), "step": step, "role": role, "weights": weights}
@@ -141,17 +142,21 @@ def export_checkpoint(
         about["expert"], name = expert, f"the {role}'s expert for {expert} noise"
         chosen, experts, boundaries = [networks[f"{role}.{expert}"]], [expert], []
     if kind in FORMATS:
-        (own,) = chosen
-        refuse_whole(own.shapes, f"{name} in {checkpoint}")
+        (adapters_only,) = chosen
+        refuse_whole(adapters_only.shapes, f"{name} in {checkpoint}")
         family = family_of(state["settings"][role]["family"], role)
-        tensors = file_tensors(kind, own.shapes, own.read, family=family, scale=adapters["scale"], dtype=dtype)
-        write_file(out, tensors, about | {"format": kind})
+        tensors = file_tensors(
+            kind, adapters_only.shapes, adapters_only.read, family=family, scale=adapters["scale"], dtype=dtype
+        )
+        write_file(out, tensors, about | {"format": kind}, causal)
         return f"the {weights} adapters of {name}"
     if adapters is not None:
         bases = _bases(state, role, config, base, out)
-        of = [bases[EXPERTS.index(expert)] for expert in experts] or bases
-        chosen = [merged(one, own, adapters["scale"]) for one, own in zip(of, chosen, strict=True)]
-    write_folder(out, chosen, config, dtype=dtype, boundaries=boundaries, about=about)
+        base_weights = [bases[EXPERTS.index(expert)] for expert in experts] or bases
+        chosen = [
+            merged(frozen, trained, adapters["scale"]) for frozen, trained in zip(base_weights, chosen, strict=True)
+        ]
+    write_folder(out, chosen, config, dtype=dtype, boundaries=boundaries, about=about, causal=causal)
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 
@@ -169,13 +174,13 @@ def _bases(state: Mapping[str, Any], role: str, config: dict[str, Any], moved: s
     # Check a pipeline's network folders too: one of them may be an earlier export, which would be replaced.
     for place in (".", *EXPERT_FOLDERS):
         refuse_input(out, "OUT", {"the adapters' base": Path(path) / place})
-    found = inspect_checkpoint(path, "--base")
-    if " ".join(map(fingerprint, found.folders)) != base["fingerprint"]:
+    inspected = inspect_checkpoint(path, "--base")
+    if " ".join(map(fingerprint, inspected.folders)) != base["fingerprint"]:
         raise UserError(
-            f"--base {path} has other weights than the base that the {role} was trained on ({base['path']}); give that"
-            " one"
+            f"--base {path} has other weights than the base that the {role} was trained on ({base['path']}); give"
+            " that base"
         )
-    return [Weights(folder.shapes, tensor_reader(folder)) for folder in found.folders]
+    return [Weights(folder.shapes, tensor_reader(folder)) for folder in inspected.folders]
 
 
 def _random_base(state: Mapping[str, Any], role: str, config: dict[str, Any], expert: int) -> Weights:

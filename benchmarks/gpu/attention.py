@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +23,7 @@ from benchmarks.attention_kernels import (
 )
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.kernels import refused_at_once
+from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.mesh import build_mesh
 
@@ -36,6 +39,9 @@ TIMED = 0.5
 OWN_TARGET, OTHER_TARGET = 3.5, 6.0
 """Target ratios of the derivative's time to the same kernel's forward (six matrix products to two), and to the fastest
 kernel's forward."""
+JOINT, TINY_JOINT = (1256, 300, 32760, 16), (12, 5, 372, 2)
+"""Text tokens, shown text tokens, video tokens and heads of HunyuanVideo 1.5 at 480p on one rank: 1,000 of a caption
+and 256 of quoted text."""
 MATH = "torch SDPA, math"
 MATH_TOKENS = 8192
 """Tokens for torch's math backend. It stores ten whole attention matrices, 1.5 GiB each here, 26 GiB at 32,760."""
@@ -44,8 +50,8 @@ MATH_TOKENS = 8192
 def attention(context: Context) -> None:
     """Measure the ceiling, each kernel in a separate process, and ratios of derivatives to forwards."""
     context.isolated("matrix products", "benchmarks.gpu.attention:ceiling", seconds=60)
-    found = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
-    rate = repr(found[0] * 1e12) if found else "nan"
+    rates = [row["TFLOP/s"] for row in context.written() if "TFLOP/s" in row]
+    rate = repr(rates[0] * 1e12) if rates else "nan"
     # Measure the derivatives first: if time runs out, only kernels to compare with may be missing.
     names = [*DERIVATIVES, *(name for name in all_kernels() if name not in DERIVATIVES), "torch SDPA", MATH]
     for i, name in enumerate(names):
@@ -87,15 +93,39 @@ def one_kernel(context: Context, name: str, rate: str) -> None:
             if context.left() < 10:
                 context.row(name, tokens=n, heads=h, error="left out: its time was over")
                 continue
-            for found in measure_passes(device, attend, n, h, titles, limit=TIMED):
-                cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": found.title}
-                if found.failure:
-                    context.row(name, **cells, error=found.failure)
+            for result in measure_passes(device, attend, n, h, titles, limit=TIMED):
+                cells: dict[str, Any] = {"tokens": n, "heads": h, "pass": result.title}
+                if result.failure:
+                    context.row(name, **cells, error=result.failure)
                     context.let_go()
                     continue
-                cells |= {"ms": found.seconds * 1e3, "TFLOP/s": found.rate / 1e12}
-                cells |= {"share": found.rate / float(rate), "peak MiB": found.peak / MIB}
-                context.row(name, **cells, **{"largest error": found.error, "right": found.is_right})
+                cells |= {"ms": result.seconds * 1e3, "TFLOP/s": result.rate / 1e12}
+                cells |= {"share": result.rate / float(rate), "peak MiB": result.peak / MIB}
+                context.row(name, **cells, **{"largest error": result.error, "right": result.is_right})
+
+
+def joint(context: Context) -> None:
+    """Measure HunyuanVideo's attention with the default kernel: text and video attend to each other, text masked."""
+    device, (text, shown, video, heads) = context.device_type, TINY_JOINT if context.tiny else JOINT
+    visible = torch.arange(text + video, device=device)
+    visible = (visible < shown) | (visible >= text)
+    with world_of_one(device):
+        mesh = build_mesh(cp=1, device_type=device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            first, last = zip(*(x.split([text, video], dim=1) for x in (q, k, v)), strict=True)
+            out, out_text = context_parallel_attention(*last, mesh=mesh, joint=first, key_mask=mask)
+            return torch.cat([out_text, out], dim=1)
+
+        contended = {"without a mask": (attend, None), "masked": (partial(attend, mask=visible[None]), visible)}
+        for name, (run, mask) in contended.items():
+            for result in measure_passes(device, run, text + video, heads, [*FACTORS], limit=TIMED, visible=mask):
+                cells = {"tokens": text + video, "heads": heads, "pass": result.title}
+                if result.failure:
+                    context.row(name, **cells, error=result.failure)
+                    continue
+                cells |= {"ms": result.seconds * 1e3, "TFLOP/s": result.rate / 1e12, "peak MiB": result.peak / MIB}
+                context.row(name, **cells, **{"largest error": result.error, "right": result.is_right})
 
 
 def _attend(device: str, name: str) -> tuple[Attend | None, str | None]:
@@ -119,16 +149,16 @@ def ratios(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if "ms" in row and "pass" in row:
             times.setdefault((row["tokens"], row["heads"]), {})[row["what"], row["pass"]] = row["ms"]
-    found = []
-    for (tokens, heads), of in times.items():
-        forwards = {name: ms for (name, title), ms in of.items() if title == "forward"}
+    lines = []
+    for (tokens, heads), ms_by_pass in times.items():
+        forwards = {name: ms for (name, title), ms in ms_by_pass.items() if title == "forward"}
         fastest = min(forwards, key=forwards.__getitem__, default=None)
         for derived in DERIVATIVES:
-            if (derived, "JVP") not in of:
+            if (derived, "JVP") not in ms_by_pass:
                 continue
             for name, target in (("reference", OWN_TARGET), (fastest, OTHER_TARGET)):
                 if name in forwards and (name, target) != ("reference", OTHER_TARGET):
-                    ratio = of[derived, "JVP"] / forwards[name]
+                    ratio = ms_by_pass[derived, "JVP"] / forwards[name]
                     cells = {"tokens": tokens, "heads": heads, "ratio": ratio, "target": target, "met": ratio <= target}
-                    found.append({"what": f"JVP of {derived} over the forward of {name}", **cells})
-    return found
+                    lines.append({"what": f"JVP of {derived} over the forward of {name}", **cells})
+    return lines

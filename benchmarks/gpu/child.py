@@ -84,11 +84,11 @@ class Context:
             self.row(what, **cells, error=f"left out: {max(0.0, self.left()):.0f} s were left of the part's time")
             return False
         try:
-            found = measure()
+            measured = measure()
         except Exception as error:
-            failure = said(error)
+            failure = error_line(error)
         else:
-            self.row(what, **cells, **found)
+            self.row(what, **cells, **measured)
             return True
         self.row(what, **cells, error=failure)
         # Free memory here: within the except clause, the traceback's frames still hold the tensors of the failed call.
@@ -112,7 +112,7 @@ class Context:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception as error:
-            raise DeviceLost(said(error)) from error
+            raise DeviceLost(error_line(error)) from error
 
     def isolated(self, what: str, target: str, *words: str, seconds: float = math.inf, **environment: str) -> bool:
         """Call ``target`` with ``words`` in a new process for at most ``seconds``. Return whether it succeeded.
@@ -160,7 +160,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")[:300]
@@ -210,7 +210,7 @@ def main(arguments: list[str]) -> int:
         getattr(importlib.import_module(module), function)(context, *words)
     except Exception as error:
         traceback.print_exc()
-        context.row(what, error=said(error))
+        context.row(what, error=error_line(error))
         return RAISED
     return 0
 

@@ -64,7 +64,7 @@ def stop(number: int, frame: object) -> NoReturn:
     Raises:
         Stopped: always.
     """
-    raise Stopped(f"stopped by {signal.Signals(number).name}; the same command goes on with the part that it was at")
+    raise Stopped(f"stopped by {signal.Signals(number).name}; the same command resumes with the interrupted part")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,11 +97,11 @@ def _measure(args: argparse.Namespace, parts: Sequence[Part]) -> list[str]:
     for option in ("again", "only"):
         for name in getattr(args, option):
             if name not in known:
-                raise UserError(f"--{option} {name}: there is no such part; use {', '.join(map(repr, known))}")
+                raise UserError(f"--{option} {name} is unknown; use {', '.join(map(repr, known))}")
     if args.device == "cpu" and not args.tiny:
         raise UserError("--device cpu has sizes for a test alone; add --tiny, or use --device cuda")
     if args.minutes > MINUTES:
-        raise UserError(f"--minutes {args.minutes:g} is more than {MINUTES:g}; start the command again to go on")
+        raise UserError(f"--minutes {args.minutes:g} is more than {MINUTES:g}; start the command again to continue")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out {args.out} is a file; give a folder")
     wanted = [part for part in parts if not args.only or part.name in args.only or part.name in args.again]
@@ -160,8 +160,8 @@ def described(device_type: str) -> tuple[str, dict[str, str]]:
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
         raise UserError(f"--device cuda needs a GPU that torch can use ({last[0]}); or use --device cpu --tiny")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found.pop("name"), made_with | found | {"driver": _driver()}
+    report = json.loads(done.stdout.splitlines()[-1])
+    return report.pop("name"), made_with | report | {"driver": _driver()}
 
 
 def print_gpu() -> int:
@@ -172,7 +172,7 @@ def print_gpu() -> int:
         print("torch sees none")
         return 1
     properties = torch.cuda.get_device_properties(0)
-    found = {
+    gpu = {
         "name": properties.name,
         "GiB": f"{properties.total_memory / 2**30:.1f}",
         "capability": f"{properties.major}.{properties.minor}",
@@ -183,7 +183,7 @@ def print_gpu() -> int:
         "flash-attn-3": _version("flash-attn-3"),
         "transformer-engine": _version("transformer-engine"),
     }
-    print(json.dumps(found))
+    print(json.dumps(gpu))
     return 0
 
 
@@ -206,12 +206,12 @@ def _driver() -> str:
 def _commit() -> str:
     """Return the short commit, with a note of uncommitted changes; ``unknown`` outside of a checkout."""
     try:
-        found = [
+        commands = [
             subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
             for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
         ]
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    if any(done.returncode for done in found):
+    if any(done.returncode for done in commands):
         return "unknown"
-    return found[0].stdout.strip() + (" and changes" if found[1].stdout.strip() else "")
+    return commands[0].stdout.strip() + (" and changes" if commands[1].stdout.strip() else "")

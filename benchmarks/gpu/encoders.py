@@ -53,8 +53,8 @@ def text_encoder(context: Context) -> None:
             words = torch.arange(1, tokens + 1, device=device)[None] % settings["vocab_size"]
             mask = torch.ones_like(words)
             cells, hidden = _measured(device, lambda: model(words, mask).last_hidden_state)
-            found, exact = _error(hidden, exact)
-            return {"held GiB": gib(sum(p.nbytes for p in model.parameters())), **cells, **found}
+            errors, exact = _error(hidden, exact)
+            return {"held GiB": gib(sum(p.nbytes for p in model.parameters())), **cells, **errors}
 
         context.attempt(f"text encoder, {tokens} tokens, {name}", measure, needs=10)
         context.let_go()
@@ -86,10 +86,10 @@ def _there_and_back(context: Context, label: str, model: Any, weights: dict[str,
     """Write the rows of one clip ``(1, 3, T, H, W)``. Every way decodes the fp32 latents."""
     exact: dict[str, Tensor | None] = {"encode": None, "decode": None}
 
-    def measure(what: str, call: Callable[[Tensor], Tensor], given: Tensor) -> dict[str, Any]:
-        cells, out = _measured(context.device, lambda: call(given))
-        found, exact[what] = _error(out, exact[what])
-        return cells | found
+    def measure(what: str, call: Callable[[Tensor], Tensor], inputs: Tensor) -> dict[str, Any]:
+        cells, out = _measured(context.device, lambda: call(inputs))
+        errors, exact[what] = _error(out, exact[what])
+        return cells | errors
 
     for name, (dtype, tiled) in WAYS.items():
         model.to(dtype).load_state_dict(weights)  # undo the rounding of an earlier way
@@ -128,9 +128,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _error(found: Tensor, exact: Tensor | None) -> tuple[dict[str, Any], Tensor]:
+def _error(values: Tensor, exact: Tensor | None) -> tuple[dict[str, Any], Tensor]:
     """Return cells, with the relative error by norm if ``exact`` is given, and the tensor for later comparisons."""
-    cells: dict[str, Any] = {"finite": bool(found.isfinite().all())}
+    cells: dict[str, Any] = {"finite": bool(values.isfinite().all())}
     if exact is None:
-        return cells, found
-    return cells | {"relative error": float((found - exact).norm() / exact.norm())}, exact
+        return cells, values
+    return cells | {"relative error": float((values - exact).norm() / exact.norm())}, exact

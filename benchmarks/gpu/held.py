@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.gpu.child import Context
 from benchmarks.gpu.networks import GIB, Peak, fill_on_device, gib, shapes_of, words_of
 from benchmarks.steps import open_trainer
+from fsdp_cp.checkpoint.save_load import staging
 from fsdp_cp.launch import process_group
 from fsdp_cp.measure.memory import resident_gib
 from fsdp_cp.measure.phases import at_borders, phase_now
@@ -99,3 +103,23 @@ def phases(context: Context, name: str, size: str, method: str, *more: str) -> N
                 "reserved over tensors": reserved / tensors, "retries": stats.get("num_alloc_retries", 0),
                 "MiB": used_mib(device)},
             )  # fmt: skip
+
+
+def copies(context: Context) -> None:
+    """Write the seconds of copies of a checkpoint's tensors to the host: pinned, a second time, and pageable."""
+    device, size = context.device, (MIB if context.tiny else 256 * MIB)
+    tensors = {str(i): torch.randn(size // 4, device=device) for i in range(4 if context.tiny else 32)}
+    total = sum(x.nbytes for x in tensors.values())
+    stager = staging(on_gpu=device.type == "cuda")
+
+    def measured(what: str, copy: Callable[[], dict[str, Tensor]]) -> None:
+        began = time.perf_counter()
+        copied = copy()
+        seconds = time.perf_counter() - began
+        assert all(torch.equal(copied[name], x.cpu()) for name, x in tensors.items())
+        context.row(what, GiB=total / GIB, seconds=seconds, **{"GB/s": total / seconds / 1e9})
+
+    measured("first copy, which pins memory", lambda: stager.stage(tensors))
+    measured("later copies", lambda: stager.stage(tensors))
+    measured("pageable memory", lambda: {name: x.to("cpu", copy=True) for name, x in tensors.items()})
+    stager.close()

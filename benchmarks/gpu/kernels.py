@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.child import Context, DeviceLost, said
+from benchmarks.gpu.child import Context, DeviceLost, error_line
 from fsdp_cp.attention.kernels.choose import all_kernels
 from fsdp_cp.attention.kernels.kernel import Kernel
 from tests.oracles.attention_kernels import CASES, TOLERANCE, check_derivative, check_kernel
@@ -89,7 +89,7 @@ def _row(context: Context, label: str, cases: Mapping[str, Callable[[], dict[str
         try:
             errors = check()
         except Exception as error:
-            wrong.append(f"{case}: {said(error)}")
+            wrong.append(f"{case}: {error_line(error)}")
         else:
             worst = max(errors, key=errors.__getitem__)
             if errors[worst] >= largest:

@@ -14,10 +14,11 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def memory(context: Context) -> None:
-    """Measure communicators, then the same steps under two settings of the allocator, and write their plan."""
+    """Measure communicators and checkpoint copies, then the same steps with two allocators, and write their plan."""
     settings = {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}
     gpu = [
         partial(context.isolated, "communicators", f"{HELD}:communicators", seconds=90),
+        partial(context.isolated, "checkpoint copies", f"{HELD}:copies", seconds=90),
         partial(context.isolated, PHASES, f"{HELD}:phases", PHASES, *RUN, seconds=120),
     ]
     if context.device_type == "cuda":

@@ -51,6 +51,13 @@ PARTS = (
         " against float64, relative by norm.",
     ),
     Part(
+        name="joint attention",
+        target="benchmarks.gpu.attention:joint",
+        seconds=120,
+        shows="HunyuanVideo 1.5's attention at 480p on one rank, bf16: text and video attend to each other, and 956 of"
+        " 1,256 text tokens are masked. Arithmetic counts masked keys too.",
+    ),
+    Part(
         name="wan 1.3B",
         target="benchmarks.gpu.wan:small",
         seconds=300,
@@ -71,10 +78,18 @@ PARTS = (
         shows="The same steps of DMD2 with compiled blocks. The first round compiles.",
     ),
     Part(
+        name="derivatives",
+        target="benchmarks.gpu.derivatives:derivatives",
+        seconds=300,
+        shows="One forward of a whole network with random weights, bf16, without and with its forward-mode derivative:"
+        " Wan 1.3B and HunyuanVideo 1.5 at 480p, LTX 2B at 704p.",
+    ),
+    Part(
         name="memory",
         target="benchmarks.gpu.memory:memory",
         seconds=300,
-        shows="What communicators and the allocator take, and the peak of each phase beside what `plan=true` says.",
+        shows="Memory of communicators and the allocator, a checkpoint's copy to the host, and the peak of each phase"
+        " next to the one that `plan=true` predicts.",
     ),
     Part(
         name="wan 14B block",

@@ -42,19 +42,19 @@ def run_part(part: Part, *, device_type: str, tiny: bool, seconds: float) -> Out
         rows, log = Path(folder) / "rows", Path(folder) / "log"
         command = command_of(part.target, part.name, rows, device_type, tiny, seconds)
         code = _run(command, log, seconds, outside_of_torchrun() | _environment(device_type))
-        found = read_rows(rows)
+        measured = read_rows(rows)
         printed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-PRINTED:]
     taken = time.monotonic() - began
     if code is None:
         late = f"ended after {seconds:.0f} s"
-        return Outcome(status=LATE, seconds=taken, error=_with_last_word(late, printed), rows=found, printed=printed)
+        return Outcome(status=LATE, seconds=taken, error=_with_last_word(late, printed), rows=measured, printed=printed)
     if code != 0:
-        raised = code == RAISED and bool(found) and "error" in found[-1]
-        reason = found[-1]["error"] if raised else _with_last_word(ended(code), printed)
-        return Outcome(status=FAILED, seconds=taken, error=reason, rows=found, printed=printed)
-    if all("error" in row for row in found):
-        return Outcome(status=FAILED, seconds=taken, error="nothing could be measured", rows=found, printed=printed)
-    return Outcome(status=FINISHED, seconds=taken, rows=found)
+        raised = code == RAISED and bool(measured) and "error" in measured[-1]
+        reason = measured[-1]["error"] if raised else _with_last_word(ended(code), printed)
+        return Outcome(status=FAILED, seconds=taken, error=reason, rows=measured, printed=printed)
+    if all("error" in row for row in measured):
+        return Outcome(status=FAILED, seconds=taken, error="nothing could be measured", rows=measured, printed=printed)
+    return Outcome(status=FINISHED, seconds=taken, rows=measured)
 
 
 def _environment(device_type: str) -> dict[str, str]:

@@ -40,13 +40,15 @@ class Results:
         if not results.file.is_file():
             return results
         try:
-            found = json.loads(results.file.read_text())
-            results.parts = {part: dict(record) for part, record in found["parts"].items()}
+            stored = json.loads(results.file.read_text())
+            results.parts = {part: dict(record) for part, record in stored["parts"].items()}
             for record in results.parts.values():
                 if not isinstance(record["rows"], list) or not isinstance(record["status"], str):
                     raise ValueError("a part without rows")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{results.file} is no result of this command; remove it or give another --out") from error
+            raise UserError(
+                f"{results.file} is not a result of this command; remove it or give another --out"
+            ) from error
         return results
 
     def has(self, name: str) -> bool:

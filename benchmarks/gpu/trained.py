@@ -12,17 +12,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp_cp.attention
-from benchmarks.attention_kernels import timed
 from benchmarks.gpu.child import Context
-from benchmarks.gpu.networks import GIB, Peak, architecture_of, fill_on_device, gib, shapes_of, words_of
+from benchmarks.gpu.networks import GIB, Peak, fill_on_device, gib, shapes_of, words_of
 from benchmarks.planning import planned
 from benchmarks.steps import open_trainer
-from distill.methods.common.derivatives import directional_derivative
 from distill.train.trainer import Trainer
 from fsdp_cp.launch import process_group
-from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
-from models.roles.condition import text_condition
 from tests.oracles.clips import RandomClips
 
 ROUNDS = 2
@@ -37,8 +33,8 @@ def plan(context: Context, name: str, size: str, method: str, *more: str) -> Non
     """Write the row of a run's plan. Call it in a process that sees no GPU, as for any plan."""
     words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
     began = time.monotonic()
-    found = planned([*words, "plan=true", "world=1"])["allocated_gib"]
-    context.row(name, seconds=time.monotonic() - began, **{"planned GiB": found})
+    allocated = planned([*words, "plan=true", "world=1"])["allocated_gib"]
+    context.row(name, seconds=time.monotonic() - began, **{"planned GiB": allocated})
 
 
 def adapters(context: Context, name: str, size: str, method: str, *more: str) -> None:
@@ -75,7 +71,7 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
         most, _ = _round(trainer, data, cycle, peak)
         taken = time.monotonic() - began
         context.row(f"{name}: first round", seconds=taken)
-        found: dict[str, list[dict[str, Any]]] = {role: [] for role in cycle}
+        lines: dict[str, list[dict[str, Any]]] = {role: [] for role in cycle}
         for i in range(1 if context.tiny else ROUNDS):
             # Make one round in any case. Skip further rounds if time is short.
             if i and context.left() < 2 * taken + 30:
@@ -85,14 +81,14 @@ def steps(context: Context, name: str, size: str, method: str, *more: str) -> No
             taken = time.monotonic() - began
             most = {role: _larger(most[role], of_round[role]) for role in cycle}
             for role, line in metrics.items():
-                found[role].append(line)
+                lines[role].append(line)
         for role in dict.fromkeys(cycle):
-            context.row(f"{name}: {role} step", **_cells(role, found[role], most[role]))
+            context.row(f"{name}: {role} step", **_cells(role, lines[role], most[role]))
         whole = max((size for size in most.values() if size is not None), default=None)
         context.row(f"{name}: whole run", **{"peak GiB": gib(whole), "reserved GiB": _reserved(device)})
         if context.left() > 3 * taken + 30:
             for role, (share, busy) in _attention(trainer, data, cycle).items():
-                idle = 1 - busy / statistics.median(line["perf/seconds_per_step"] for line in found[role])
+                idle = 1 - busy / statistics.median(line["perf/seconds_per_step"] for line in lines[role])
                 cells = {"GPU idle": idle} if device.type == "cuda" else {}
                 context.row(f"{name}: {role} step, profiled", attention=share, **cells)
 
@@ -172,53 +168,9 @@ def _attention(trainer: Trainer, data: Any, cycle: list[str]) -> dict[str, tuple
     return shares
 
 
-def derivative(context: Context, name: str) -> None:
-    """Measure a forward with and without its forward-mode derivative, of an unsharded network."""
-    device, peak = context.device, Peak(context.device)
-    words = words_of("1_3b", "rcm", device=context.device_type, tiny=context.tiny)
-    (latents, conditions), dtype = shapes_of(words), torch.bfloat16
-    with process_group(device), torch.no_grad(), peak.watched():
-        family, network = Wan(), _plain_network(architecture_of("1_3b", context.tiny), device)
-        family.parallelize(network, build_mesh(cp=1, device_type=device.type))
-        generator = torch.Generator(device).manual_seed(0)
-        x, t_x = (torch.randn(1, *latents, generator=generator, device=device).to(dtype) for _ in range(2))
-        text = torch.randn(1, *conditions["text"], generator=generator, device=device).to(dtype)
-        time_of, t_time = torch.full((1,), 0.5, device=device), torch.ones(1, device=device)
-        condition = text_condition(text)
-
-        def plain() -> torch.Tensor:
-            return family.outputs(network, x, time_of, condition)[0]
-
-        def dual() -> torch.Tensor:
-            tangent = directional_derivative(
-                lambda x, t: family.outputs(network, x, t, condition)[0], (x, time_of), (t_x, t_time), mode="exact",
-                step=0.0,
-            )  # fmt: skip
-            assert bool(tangent.isfinite().all())
-            return tangent
-
-        def measured(run: Any) -> dict[str, Any]:
-            peak.reset()
-            run()
-            most = peak.read()
-            return {"seconds": timed(run, context.device_type, limit=5.0), "peak GiB": gib(most)}
-
-        context.attempt(f"{name}: without, unsharded", lambda: measured(plain))
-        context.attempt(f"{name}: with, unsharded", lambda: measured(dual))
-
-
-def _plain_network(architecture: dict[str, Any], device: torch.device) -> Any:
-    """Build a bf16 network with random weights drawn on the device. As in roles, rotary tables stay in fp32."""
-    with torch.device(device):
-        network = Wan().build(architecture, "student.architecture")
-    network.to(torch.bfloat16)
-    Wan().restore_buffers(network, device)
-    return network.eval().requires_grad_(False)
-
-
 def plan_of_phases(context: Context, name: str, size: str, method: str, *more: str) -> None:
     """Write the rows of a run's plan, by training phase. Call it like :func:`plan`."""
     words = words_of(size, method, *more, device="cpu", tiny=context.tiny)
-    for phase, found in planned([*words, "plan=true", "world=1"])["phases"].items():
+    for phase, predicted in planned([*words, "plan=true", "world=1"])["phases"].items():
         if not phase.startswith(("encode/", "sample/", "decode")):
-            context.row(name, phase=phase or "between phases", **{"planned GiB": found["gib"]})
+            context.row(name, phase=phase or "between phases", **{"planned GiB": predicted["gib"]})

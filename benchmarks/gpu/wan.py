@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from benchmarks.gpu.child import Context, in_two_lanes
 
@@ -26,11 +25,9 @@ DMD2, RCM = ("1_3b", "dmd2"), ("1_3b", "rcm")
 
 
 def small(context: Context) -> None:
-    """Measure DMD2 and rCM of 1.3B with full recomputation, and a derivative of a plain network; with their plans."""
+    """Measure DMD2 and rCM of 1.3B with full recomputation; with their plans."""
     runs = {"DMD2": DMD2, "rCM": RCM}
-    name = "derivative of a forward"
-    derivative = partial(context.isolated, name, f"{TRAINED}:derivative", name)
-    with_plans(context, f"{TRAINED}:steps", runs, runs, last=[derivative])
+    with_plans(context, f"{TRAINED}:steps", runs, runs)
 
 
 def recomputed(context: Context) -> None:
@@ -73,9 +70,8 @@ def with_plans(
     target: str,
     runs: Mapping[str, Sequence[str]],
     plans: Mapping[str, Sequence[str]],
-    last: Sequence[Any] = (),
 ) -> None:
-    """Call ``target`` for each of ``runs``, then ``last``; make ``plans`` in parallel; write rows that compare them.
+    """Call ``target`` for each of ``runs``; make ``plans`` in parallel; write rows that compare them.
 
     The plans are made in processes that see no GPU.
     """
@@ -85,17 +81,16 @@ def with_plans(
         context.isolated(name, target, name, *words, seconds=context.left() * (SHARE if after else 1.0))
 
     def plan(name: str, words: Sequence[str]) -> None:
-        said = plan_name(name)
-        context.isolated(said, f"{TRAINED}:plan", said, *words, CUDA_VISIBLE_DEVICES="")
+        plan_row = plan_name(name)
+        context.isolated(plan_row, f"{TRAINED}:plan", plan_row, *words, CUDA_VISIBLE_DEVICES="")
 
-    count = len(runs) + len(last)
-    lane = [partial(run, name, words, count - 1 - i) for i, (name, words) in enumerate(runs.items())]
-    in_two_lanes([*lane, *last], [partial(plan, name, words) for name, words in plans.items()])
+    lane = [partial(run, name, words, len(runs) - 1 - i) for i, (name, words) in enumerate(runs.items())]
+    in_two_lanes(lane, [partial(plan, name, words) for name, words in plans.items()])
     known = {row["what"]: row for row in context.written()}
     for name in plans:
-        said, measured = known.get(plan_name(name), {}), known.get(f"{name}: whole run", {})
-        if said.get("planned GiB") and measured.get("peak GiB"):
-            context.row(f"{name}: plan against peak", **against_plan(said["planned GiB"], measured["peak GiB"]))
+        plan_row, measured = known.get(plan_name(name), {}), known.get(f"{name}: whole run", {})
+        if plan_row.get("planned GiB") and measured.get("peak GiB"):
+            context.row(f"{name}: plan against peak", **against_plan(plan_row["planned GiB"], measured["peak GiB"]))
 
 
 def plan_name(name: str) -> str:

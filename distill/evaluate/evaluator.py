@@ -103,11 +103,11 @@ class Evaluator:
         """Return the teacher's clips that are stored with its weights, on every rank, or ``None``."""
         if not (isinstance(self.data, MovingShapes) and isinstance(self.method, FewStepMethod)):
             return None
-        how = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
-        found = on_all_ranks(lambda: read_clips(self.config, self.data, **how) if rank() == 0 else None)[0]
-        if found is None:
+        options = {"steps": steps, "captions": captions, "seed": SAMPLE_SEED}
+        stored = on_all_ranks(lambda: read_clips(self.config, self.data, **options) if rank() == 0 else None)[0]
+        if stored is None:
             return None
-        clips, self.stored[steps] = found
+        clips, self.stored[steps] = stored
         log.info("teacher, %s: %s %s", _steps(steps), counted(len(clips), "clip"), self.stored[steps])
         return clips
 
@@ -252,13 +252,13 @@ class Evaluator:
         waiting: dict[str, list[int]] = {}
         for position in reversed(range(len(captions))):
             waiting.setdefault(captions[position], []).append(position)
-        found: dict[int, int] = {}
+        items: dict[int, int] = {}
         for i in itertools.count():
-            if len(found) == len(captions):
-                return [found[position] for position in range(len(captions))]
+            if len(items) == len(captions):
+                return [items[position] for position in range(len(captions))]
             caption = source[i % len(source)]["caption"]
             if waiting.get(caption):
-                found[waiting[caption].pop()] = i % len(source)
+                items[waiting[caption].pop()] = i % len(source)
 
     def _measures(self, clips: np.ndarray, captions: list[str]):
         if self._heldout is None:
@@ -283,7 +283,7 @@ def write_scheduler(method: Method, folder: Path) -> None:
         try:
             scheduler = method.scheduler(method.roles["student"].family.pipeline_times)
         except UserError as error:
-            log.warning("%s is not written: %s", folder, error)
+            log.warning("could not write %s: %s", folder, error)
     export_scheduler(folder, scheduler)
 
 
@@ -296,7 +296,7 @@ def _written(folder: Path) -> Iterator[None]:
         path = error.filename2 or error.filename or folder
         raise UserError(
             f"{path} cannot be written ({error.strerror}); make room there and start the same"
-            " command again: what was trained is in the newest checkpoint"
+            " command again: the newest checkpoint holds what was trained"
         ) from error
 
 

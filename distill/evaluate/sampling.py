@@ -40,10 +40,10 @@ def decode(data: ClipDataset, latents: Tensor) -> np.ndarray | None:
     All ranks must call this. Rank ``i % world`` decodes clip i; a rank without a clip does not load its VAE.
     """
     mine = latents[rank() :: world_size()]
-    parts = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
-    if parts is None:
+    decoded = gathered(lambda: data.decode(mine.float().cpu()) if len(mine) else None)
+    if decoded is None:
         return None
-    return torch.stack([parts[i % len(parts)][i // len(parts)] for i in range(len(latents))]).numpy()
+    return torch.stack([decoded[i % len(decoded)][i // len(decoded)] for i in range(len(latents))]).numpy()
 
 
 def sampling_batch(roles: Iterable[Role], mesh: Mesh, device: torch.device) -> int:

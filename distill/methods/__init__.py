@@ -53,10 +53,10 @@ def add_installed_methods() -> None:
     """Add the methods of other packages to :data:`METHODS`. Methods that cannot be loaded go to :data:`BROKEN`."""
     for name in set(installed_names(ENTRY_POINTS)) - METHODS.keys():
 
-        def add(found: Any, name: str = name) -> None:
-            method, settings = found
+        def add(registered: Any, name: str = name) -> None:
+            method, settings = registered
             if not issubclass(method, Method) or settings().name != name:
-                raise TypeError(f"{found!r} is not (a subclass of Method, its settings with name={name})")
+                raise TypeError(f"{registered!r} is not (a subclass of Method, its settings with name={name})")
             folder = Path(inspect.getfile(method)).parent / "configs"
             if not (folder / "method" / f"{name}.yaml").is_file():
                 raise FileNotFoundError(f"{folder}/method/{name}.yaml")

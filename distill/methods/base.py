@@ -241,4 +241,4 @@ def scale_at(role: Role, scale: Guidance, at: float | None) -> float:
     """Return the guidance scale of the expert of ``role`` that serves the time ``at``; without experts, the first."""
     if not isinstance(scale, tuple):
         return scale
-    return scale[role.expert_at(at) if role.boundaries else 0]
+    return scale[role.expert_at(at) if role.has_experts else 0]

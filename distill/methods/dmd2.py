@@ -71,7 +71,7 @@ class Dmd2Settings(StepListSettings):
             )
         if self.fake_knows_last_step and (self.rollout == "full" or len(self.step_list) == 1):
             raise UserError(
-                "method.fake_knows_last_step=true: every rollout has the same last step, so there is nothing to know;"
+                "method.fake_knows_last_step=true: every rollout has the same last step;"
                 " leave it out, or use method.rollout=random and a method.step_list of several times"
             )
         if self.gan_blocks is not None:
@@ -172,7 +172,7 @@ class Dmd2(FewStepMethod):
             return times
         student = self.roles["student"]
         lengths = range(1, len(times) + 1)
-        if student.boundaries:
+        if student.has_experts:
             lengths = [n for n in lengths if student.trains_at(times[n - 1])]
         return times[: lengths[random.shared_integer("dmd2/rollout_length", 1, len(lengths)) - 1]]
 
@@ -209,8 +209,8 @@ class Dmd2(FewStepMethod):
 
     def _score_time(self, purpose: str, batch: Batch, random: StepRandom, *roles: str) -> Times:
         """Draw times at which ``roles`` are evaluated."""
-        of = [self.roles[name] for name in roles]
-        return draw_times(self._draw_score_time, random, purpose, batch.dtype, [of])[0]
+        scored = [self.roles[name] for name in roles]
+        return draw_times(self._draw_score_time, random, purpose, batch.dtype, [scored])[0]
 
     def _draw_score_time(self, random: StepRandom, purpose: str, dtype: torch.dtype) -> list[Tensor]:
         """Draw uniform times, shift them, and clamp them to [``min_time``, ``max_time``]."""

@@ -79,10 +79,10 @@ class OdeRegression(FewStepMethod):
     @classmethod
     def check_files(cls, config: Any) -> None:
         folder = TrajectoryFolder(config.method.trajectories)
-        given = trajectory_settings(config)
+        expected = trajectory_settings(config)
         if config.teacher.checkpoint is None:  # then any teacher's trajectories will do
-            del given["teacher.checkpoint"]
-        folder.check(given)
+            del expected["teacher.checkpoint"]
+        folder.check(expected)
         folder.check_complete(config.method.num_trajectories)
 
     def training_data(self, data: ClipDataset) -> ClipDataset:
@@ -97,13 +97,13 @@ class OdeRegression(FewStepMethod):
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
         times = self.settings.student_times()
         # Draw in fp64: fp32 could round a draw just below 1 up to 1, beyond the last state.
-        which = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
-        t = torch.tensor(times, dtype=batch.dtype, device=which.device)[which]
-        x = batch.trajectory[torch.arange(len(which), device=which.device), which]
+        index = (len(times) * random.uniform("ode_regression/step", torch.float64)).long()
+        t = torch.tensor(times, dtype=batch.dtype, device=index.device)[index]
+        x = batch.trajectory[torch.arange(len(index), device=index.device), index]
         prediction = denoise(x, self.roles["student"].velocity(x, t, batch.condition), t)
         errors = per_sample_mean((prediction - batch.latents).square())
         for i, time in enumerate(times):
-            self.observations.add(f"loss/t{time:.4f}", errors, where=which == i)
+            self.observations.add(f"loss/t{time:.4f}", errors, where=index == i)
         observe_latents(self.observations, "prediction", prediction)
         observe_latents(self.observations, "data", batch.latents)
         return errors.mean()
@@ -148,6 +148,6 @@ def trajectory(
     x, states = noise, []
     for start, end in pairwise([*settings.step_list, 0.0]):
         states.append(x)
-        part = [time for time in times if end <= time <= start]
-        x = euler_sample(velocity, x, times=part)
+        segment = [time for time in times if end <= time <= start]
+        x = euler_sample(velocity, x, times=segment)
     return torch.stack(states, dim=1), x

@@ -138,10 +138,10 @@ class Rcm(Scm):
         student, fake = self.roles["student"], self.roles["fake"]
         if self.trained_role(step) == "fake":
             return {"fake_score": expert_of_step(self._draw_score_time, random, "rcm/fake_time", fake)}
-        found = {"scm": self._consistency_expert(random)}
+        experts = {"scm": self._consistency_expert(random)}
         if step >= self.settings.consistency_steps:
-            found["dmd"] = expert_of_step(self._draw_rollout(step), random, "rcm/rollout_time", student)
-        return found
+            experts["dmd"] = expert_of_step(self._draw_rollout(step), random, "rcm/rollout_time", student)
+        return experts
 
     def _rollout_times(self, step: int, batch: Batch, random: StepRandom) -> list[Times]:
         """Draw the rollout's times. All samples of a step get the same number of times, drawn per sample."""

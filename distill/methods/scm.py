@@ -138,7 +138,7 @@ class Scm(FewStepMethod):
         # Multiply by cos t sin t after the derivative: as part of its direction, a small factor would make a finite
         # difference's step too small. Both sides of the difference use one expert, also beyond its boundary; a step in
         # flow time is at most as long as in TrigFlow time.
-        over = student.boundaries and settings.jvp == "finite_difference"
+        over = student.has_experts and settings.jvp == "finite_difference"
         with student.differences(settings.jvp_step) if over else nullcontext():
             derivative = per_sample(torch.cos(t) * torch.sin(t), x) * directional_derivative(
                 lambda x, t: trig_field(student, x, t, batch.condition, at=at),

@@ -112,4 +112,4 @@ def shallow(role: RolePlan, layers: int) -> RolePlan:
     assert config is not None
     with torch.device("meta"):
         network = role.family.build(config, f"{role.name}.architecture")
-    return role.of(network, ())
+    return role.for_network(network, ())

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader
 from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, Prediction, hardware_names
 from distill.planning.roles import KINDS
 
-_COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#7a6a8f")
+_COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#c9a227", "#7a6a8f")
 """Color of each kind of memory."""
 
 

@@ -19,6 +19,7 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
+from models.causal import Cache, CausalForward, Record
 from models.families.base import LatentShape, Shape
 from models.roles.condition import Condition
 from models.roles.load import build_network, trained_with
@@ -28,7 +29,9 @@ from models.roles.role_plan import RolePlan, sharing
 
 Shapes = tuple[LatentShape, Mapping[str, Shape]]
 """Shapes of a sample's latents and condition."""
-KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
+KINDS = (
+    "parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "cache", "workspace",
+)  # fmt: skip
 """Kinds of device memory, in the order of the tables."""
 HOST = "host"
 """Kind of host memory (``offload=cpu``, ``activation_offload``), which does not count as device memory."""
@@ -55,16 +58,32 @@ class WatchedRole(Role):
     idle: tuple[Network, ...] = ()
     """Trained experts that do not run: all experts have one size, so a step's memory does not depend on its expert."""
 
-    def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
+    def _outputs(
+        self,
+        network: Network,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        depth: float = 1.0,
+        causal: CausalForward | None = None,
+    ) -> Any:
         settings = settings_of(network.module)
         if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
+            flops = self.flops_of(network, x, t, condition, causal)
             if settings.activation_checkpointing != "none":
-                again = network.forward_flops - (network.attention_flops if keeps_attention(settings) else 0)
+                again = flops.forward - (flops.attention if keeps_attention(settings) else 0)
                 self.recomputed += depth * x.shape[0] * again
-            size = x.shape[0] * network.tokens * network.family.width(network.config)
+            size = x.shape[0] * self.tokens_of(network, x, causal) * network.family.width(network.config)
             self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
         with self.storages.labelled((self.name, "activations")):
-            return super()._outputs(network, x, t, condition, depth)
+            return super()._outputs(network, x, t, condition, depth, causal)
+
+    def record_chunk(self, x: Tensor, t: Tensor, cache: Cache) -> Record:
+        record = super().record_chunk(x, t, cache)
+        chunk = [tensor for each in record.layers.values() for tensor in (each.k, each.v)]
+        for tensor in (*chunk, *(tensor for pair in record.text.values() for tensor in pair)):
+            self.storages.relabel(tensor, (self.name, "cache"))
+        return record
 
 
 class WatchedSharding(ShardingMemory):
@@ -129,7 +148,8 @@ def build_watched(
         # A shared base counts for the role without adapters, if any.
         holder = next((each.name for each in group if each.lora is None), group[0].name)
         for each in group:
-            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained)
+            role = WatchedRole(name=each.name, networks=(network,), trainable=each.name in trained, causal=each.causal)
+            role.trained_frames = latent_shape[1]
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
             role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if each.name in trained_of[i])
             roles[each.name] = role

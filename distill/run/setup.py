@@ -26,7 +26,7 @@ from fsdp_cp.mesh import Mesh, MeshShape, resolve_mesh
 from fsdp_cp.sharding.fp8 import linear_layers, require_fp8
 from fsdp_cp.sharding.settings import COMPUTE_DTYPE, TRAINED_ONLY, ShardSettings, require_compiler
 from models.families.base import LatentShape, Shape
-from models.files.published import refuse_input
+from models.files.atomic_folder import refuse_input
 from models.lora.saved import find_adapters
 from models.roles.load import build_roles
 from models.roles.role import Role
@@ -159,6 +159,7 @@ def _plan_role(
         lora=settings.lora if trained else None,
         saved=saved,
         experts=settings.experts if name == "student" else "both",
+        causal=None if name == "fake" else settings.causal,
     )
     if sharding.fp8 != "none":
         in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]

@@ -20,8 +20,8 @@ from fsdp_cp.measure.diagnostics import parameter_norms
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.reduce import on_all_ranks
 from fsdp_cp.runtime.timeouts import long_timeout
+from models.files.atomic_folder import withdraw
 from models.files.export_folder import export_adapters, export_weights
-from models.files.published import withdraw
 from models.roles.role import EXPERTS
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Export(Callback):
             about=about,
             bases=bases,
             scale=scale,
+            causal=role.causal_file,
         )
         whole = [name for network in trained for name in weights[network.index] if ".lora_" not in name]
         adapters = {} if role.adapters is None or whole else {network.adapter_folder: network for network in trained}
@@ -108,16 +109,22 @@ class Export(Callback):
             folder = run_dir / "export" / name
             if name in adapters:
                 adapter_weights = weights[adapters[name].index]
-                export_adapters(folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about)
+                export_adapters(
+                    folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about, causal=role.causal_file
+                )
             else:  # an earlier run in this directory may have left such a folder
                 on_all_ranks(lambda folder=folder: withdraw(folder) if rank() == 0 else None)
         scheduler = run_dir / "export" / "scheduler"
         on_all_ranks(lambda: write_scheduler(self.trainer.method, scheduler) if rank() == 0 else None)
         if rank() == 0:
             if role.adapters is not None and whole:
-                log.info("no export/student_lora: %s and %d others fit no such file", whole[0], len(whole) - 1)
+                log.info(
+                    "skipped export/student_lora: an adapter file cannot hold %s and %d others",
+                    whole[0],
+                    len(whole) - 1,
+                )
             if has_average and not averaged:
-                log.info("export.weights=raw: samples and report are of the average, the exported student is not")
+                log.info("export.weights=raw: exporting the raw student; samples and report use the average")
             merged = "" if role.adapters is None else ", merged into its base,"
             log.info("exported the student (%s weights)%s to %s", about["weights"], merged, run_dir / "export/student")
 

@@ -48,12 +48,12 @@ def accumulate_gradients(
     roots = [other.network for other in method.roles.values()]
     streams = [random(i) for i in range(len(micro_batches))]
     # List all losses first, to know the last backward of each network. Only their closures compute.
-    parts = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
-    work = list(chain.from_iterable(parts))
+    by_batch = [list(method.losses(step, batch, draws)) for batch, draws in zip(micro_batches, streams, strict=True)]
+    work = list(chain.from_iterable(by_batch))
     networks = [0 for _ in work]
-    if role.boundaries:
+    if role.has_experts:
         trains = [method.networks(step, draws) for draws in streams]
-        networks = [by_loss[loss.name] for part, by_loss in zip(parts, trains, strict=True) for loss in part]
+        networks = [by_loss[loss.name] for batch, by_loss in zip(by_batch, trains, strict=True) for loss in batch]
     losses = Losses({}, {}, set(networks))
     with phase(f"{name}/gradients", roots), ExitStack() as frozen:
         frozen.enter_context(role.training(set(networks)))

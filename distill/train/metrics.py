@@ -178,19 +178,19 @@ class StepLine:
             number = metrics.get(key)
             return f"{'-' if number is None else format(number, form):>{width}}"
 
-        parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        columns = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
         for role, names in self._rates.items():
             rates = "/".join(value(f"{name}/lr", ".2e", 8) for name in names)
             loss, norm = value(f"{role}/loss", ".4g", 9), value(f"{role}/grad_norm", ".3g", 8)
-            parts.append(f"{role} loss {loss} norm {norm} lr {rates}")
-        parts.append(f"{value('perf/seconds_per_step', '.3g', 6)} s")
-        parts.append(f"{value('perf/tokens_per_second', ',.0f', 8)} tokens/s")
+            columns.append(f"{role} loss {loss} norm {norm} lr {rates}")
+        columns.append(f"{value('perf/seconds_per_step', '.3g', 6)} s")
+        columns.append(f"{value('perf/tokens_per_second', ',.0f', 8)} tokens/s")
         if metrics.get("perf/mfu") is not None:  # unknown on a CPU, at all steps
-            parts.append(f"MFU {value('perf/mfu', '.1%', 5)}")
-        parts.append(f"{value('memory/peak_gib', '.2f', 5)} GiB")
+            columns.append(f"MFU {value('perf/mfu', '.1%', 5)}")
+        columns.append(f"{value('memory/peak_gib', '.2f', 5)} GiB")
         if step < self._steps:
-            parts.append(f"{duration(self._seconds_left(step)):>8} left")
-        return "  ".join(parts)
+            columns.append(f"{duration(self._seconds_left(step)):>8} left")
+        return "  ".join(columns)
 
     def _seconds_left(self, step: int) -> float:
         """Extrapolate from the wall time since the first line, to leave out compilation and other first calls."""

@@ -124,13 +124,13 @@ class StepProfiler:
         try:
             try:
                 if self._memory:
-                    with atomic_path(self._folder / f"{stem}{_MEMORY}") as part:
-                        dump_allocations(part)
+                    with atomic_path(self._folder / f"{stem}{_MEMORY}") as temporary:
+                        dump_allocations(temporary)
             finally:
                 profiler.stop()
             if with_trace:
-                with atomic_path(self._folder / f"{stem}{_TRACE}") as part:
-                    profiler.export_chrome_trace(str(part))
+                with atomic_path(self._folder / f"{stem}{_TRACE}") as temporary:
+                    profiler.export_chrome_trace(str(temporary))
         finally:
             if self._memory:
                 record_allocations(False)

@@ -110,11 +110,11 @@ def planned_updates(config: Config, method: Method) -> Counter[tuple[str, int]]:
     counts: Counter[tuple[str, int]] = Counter()
     for step in range(config.steps):
         role = method.roles[method.trained_role(step)]
-        if not role.boundaries:
+        if not role.has_experts:
             counts[role.name, 0] += 1
             continue
-        parts = (StepRandom(seed=config.seed, step=step, positions=(), part=i) for i in range(config.expert_draws))
-        networks = {index for draws in parts for index in method.networks(step, draws).values()}
+        streams = (StepRandom(seed=config.seed, step=step, positions=(), part=i) for i in range(config.expert_draws))
+        networks = {index for draws in streams for index in method.networks(step, draws).values()}
         counts.update((role.name, index) for index in networks)
     return counts
 

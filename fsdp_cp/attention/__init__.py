@@ -6,7 +6,7 @@ derivatives. See docs/attention.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -17,16 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_cp.attention.arguments import check_cross_attention, check_self_attention
 from fsdp_cp.attention.kernels.derivative import choose_dual
 from fsdp_cp.attention.layout import Layout
+from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.attention.operators import attend_in_ring, make_ring
 from fsdp_cp.attention.ring import ring_dual
-from fsdp_cp.attention.ulysses import (
-    finish_exchange,
-    pack_heads,
-    pack_tokens,
-    start_exchange,
-    unpack_heads,
-    unpack_tokens,
-)
+from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.context.duals import may_be_dual, unpack_duals
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
 from fsdp_cp.sequence import gather_tokens, local_token_count, split_tokens
@@ -46,6 +40,7 @@ def context_parallel_attention(
     scale: float | None = None,
     backend: str = "auto",
     key_mask: Tensor | None = None,
+    mask: BlockMask | None = None,
     causal_block: int | None = None,
     joint: tuple[Tensor, Tensor, Tensor] | None = None,
     head_groups: int = 1,
@@ -72,8 +67,11 @@ def context_parallel_attention(
             ``"cudnn"``, ``"efficient"``, ``"flash_attn_3"``, ``"transformer_engine"``, ``"reference"``.
         key_mask: ``(B, all tokens)`` bool, True where a key may be attended to; the same on all ranks. It covers the
             segments in order; with ``joint``, first the text, then the video. A row with no allowed key gives 0.
-        causal_block: number of tokens in a block (frames x tokens per frame). A query attends to its own block and to
-            earlier ones (block-causal, for causal video students). A rank skips keys that none of its queries sees.
+        mask: keys that each query sees (:func:`fsdp_cp.attention.mask.block_causal`, :func:`teacher_forcing
+            <fsdp_cp.attention.mask.teacher_forcing>`), counted like ``key_mask``; a query sees a key if both masks
+            allow it. Ranks skip keys that none of their queries sees.
+        causal_block: shorthand for ``mask=block_causal(...)`` with this many tokens (frames x tokens per frame) in
+            every block but the last, which may have fewer. Takes one segment, and no ``joint`` text.
         joint: q, k, v of text ``(B, L, H or Hk, D)`` that every rank holds in full. Text and video attend to each
             other, and each text token counts once.
         head_groups: number of groups of heads that are exchanged and attended to one after another, so that one
@@ -93,14 +91,14 @@ def context_parallel_attention(
             for this rank until it exits (docs/attention.md, "When it fails").
     """
     groups = context_groups(mesh)
-    (q, k, v), text, segments = check_self_attention(
+    (q, k, v), text, segments, mask = check_self_attention(
         q, k, v, mesh=mesh, groups=groups, total_tokens=total_tokens, scale=scale, backend=backend, key_mask=key_mask,
-        causal_block=causal_block, joint=joint, head_groups=head_groups,
+        mask=mask, causal_block=causal_block, joint=joint, head_groups=head_groups,
     )  # fmt: skip
     if text is not None:
         assert isinstance(mesh, Mesh)
         q, k, v = (torch.cat([split_tokens(x, mesh), video], dim=1) for x, video in zip(text, (q, k, v), strict=True))
-    layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, causal_block=causal_block)
+    layout = Layout(segments, segments, ulysses=groups.ulysses_size, ring=groups.ring_size, mask=mask)
     out = _attend(q, k, v, key_mask, scale, backend, layout, groups, head_groups)
     if text is None:
         return out
@@ -156,7 +154,7 @@ def cross_attention(
     return _attend(q, k, v, key_mask, scale, backend, layout, _ONE_RANK, 1)
 
 
-def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
+def _attend(q, k, v, key_mask, scale, backend, layout: Layout, groups: ContextGroups, head_groups: int) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if may_be_dual(q):
         primals, tangents = unpack_duals((q, k, v), "context-parallel attention")
@@ -167,50 +165,20 @@ def _attend(q, k, v, mask, scale, backend, layout: Layout, groups: ContextGroups
                 tangents = tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
             ring = make_ring(layout, groups.ring_rank, groups.ring_group)
 
-            def attend_dual(x: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            def attend_dual(x: Sequence[Tensor], _part: int) -> tuple[Tensor, Tensor]:
                 q, k, v, t_q, t_k, t_v = x
-                return ring_dual(q, k, v, t_q, t_k, t_v, mask, scale, ring, attention_dual)
+                return ring_dual(q, k, v, t_q, t_k, t_v, key_mask, scale, ring, attention_dual)
 
             # Tangents may be None only on one rank, where nothing packs them.
             inputs = cast("tuple[Tensor, ...]", (*primals, *tangents))
-            out, t_out = _exchanged(inputs, attend_dual, 2, groups, head_groups)
+            out, t_out = with_all_tokens(inputs, attend_dual, 2, groups, head_groups)
             return forward_ad.make_dual(out, t_out)
     # Kernels assume that a head's row is contiguous, and would read the wrong memory otherwise.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
-    def attend(x: Sequence[Tensor]) -> tuple[Tensor]:
-        block = layout.causal_block or 0
-        sizes = (list(layout.segments), list(layout.keys), block, layout.ulysses, layout.ring)
-        return (attend_in_ring(*x, mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend),)
+    def attend(x: Sequence[Tensor], _part: int) -> tuple[Tensor]:
+        runs = [] if layout.mask is None else layout.mask.as_numbers()
+        sizes = (list(layout.segments), list(layout.keys), runs, layout.ulysses, layout.ring)
+        return (attend_in_ring(*x, key_mask, scale, *sizes, groups.ring_rank, groups.ring_group, backend),)
 
-    return _exchanged((q, k, v), attend, 1, groups, head_groups)[0]
-
-
-def _exchanged(
-    tensors: Sequence[Tensor],
-    attend: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    outputs: int,
-    groups: ContextGroups,
-    head_groups: int,
-) -> Sequence[Tensor]:
-    """Exchange tokens for heads, call ``attend`` on all tokens of the rank's heads, and exchange its outputs back."""
-    ranks, group, head_dim = groups.ulysses_size, groups.ulysses_group, tensors[0].shape[-1]
-    if ranks == 1:
-        return attend(tensors)
-    heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
-    # Start all exchanges at once. Start each exchange back as soon as its heads are done.
-    coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
-    coming.reverse()
-    going: list[Tensor] = []
-    try:
-        while coming:  # pop, so that a group's buffer is freed when its heads are done
-            done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim))
-            going.append(start_exchange(pack_heads(done, ranks), group))
-            del done
-    except BaseException:
-        # Exchanges that nobody waits for would keep their buffers forever. The exception may be no error: activation
-        # checkpointing stops a recomputation early by raising, on all ranks at the same place.
-        for x in (*coming, *going):
-            finish_exchange(x.detach(), group)
-        raise
-    return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)
+    return with_all_tokens((q, k, v), attend, 1, groups, head_groups)[0]

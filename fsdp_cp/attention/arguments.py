@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.kernels.choose import choose_kernel
+from fsdp_cp.attention.mask import BlockMask, block_causal
 from fsdp_cp.context.sequence_lengths import refuse_split_keys, segments_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, check_mesh
@@ -30,27 +31,28 @@ def check_self_attention(
     scale: Any,
     backend: Any,
     key_mask: Any,
+    mask: Any,
     causal_block: Any,
     joint: Any,
     head_groups: Any,
-) -> tuple[QKV, QKV | None, tuple[int, ...]]:
+) -> tuple[QKV, QKV | None, tuple[int, ...], BlockMask | None]:
     """Check the arguments of :func:`fsdp_cp.attention.context_parallel_attention`.
 
     Returns:
-        q, k and v in autocast's dtype; those of the joint text; the total tokens of each segment, text first.
+        q, k and v in autocast's dtype; those of the joint text; the total tokens of each segment, text first; the mask.
 
     Raises:
         ValueError: an invalid argument.
     """
-    q, k, v = _check_tensors(q, k, v)
+    q, k, v = check_tensors(q, k, v)
     segments = segments_of(total_tokens, q.shape[1], groups)
-    _check_split(q, k, segments, causal_block, head_groups, groups)
+    check_split(q, k, segments, head_groups, groups)
     text = None
     if joint is not None:
-        text = _check_joint(joint, (q, k, v), segments, causal_block, mesh)
+        text = _check_joint(joint, (q, k, v), segments, mesh)
         segments = (text[0].shape[1], *segments)
-    _check_options(q, key_mask, scale, backend, sum(segments))
-    return (q, k, v), text, segments
+    check_options(q, key_mask, scale, backend, sum(segments))
+    return (q, k, v), text, segments, _check_mask(mask, causal_block, segments)
 
 
 def check_cross_attention(
@@ -64,7 +66,7 @@ def check_cross_attention(
     Raises:
         ValueError: an invalid argument.
     """
-    q, k, v = _check_tensors(q, k, v)
+    q, k, v = check_tensors(q, k, v)
     keys = k.shape[1]
     if mesh is not None:
         check_mesh(mesh)
@@ -78,11 +80,11 @@ def check_cross_attention(
         refuse_split_keys(q.shape[1], keys)
     elif total_keys != keys:
         raise UserError(f"k has {keys} tokens, but total_keys={total_keys!r}; give mesh=mesh where k is split")
-    _check_options(q, key_mask, scale, backend, keys)
+    check_options(q, key_mask, scale, backend, keys)
     return (q, k, v), keys
 
 
-def _check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
+def check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     """Check that q, k and v fit each other. Return them in the dtype of autocast for scaled_dot_product_attention.
 
     Messages prefix a tensor's name with ``where``.
@@ -107,7 +109,7 @@ def _check_tensors(q: Any, k: Any, v: Any, where: str = "") -> QKV:
     return q, k, v
 
 
-def _check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
+def check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int) -> None:
     """Check the options that all attention functions share. A compiled graph checks ``backend`` when it runs."""
     wanted = (q.shape[0], keys)
     if key_mask is not None and (
@@ -124,15 +126,28 @@ def _check_options(q: Tensor, key_mask: Any, scale: Any, backend: Any, keys: int
         choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=masked)
 
 
-def _check_split(
-    q: Tensor, k: Tensor, segments: tuple[int, ...], causal_block: Any, head_groups: Any, groups: ContextGroups
-) -> None:
-    """Check that the rank's token counts match ``segments`` and that the mesh divides the heads."""
-    if causal_block is not None and (not is_count(causal_block) or len(segments) > 1):
+def _check_mask(mask: Any, causal_block: Any, segments: tuple[int, ...]) -> BlockMask | None:
+    """Check the two ways to give a mask over all segments; return the mask."""
+    tokens = sum(segments)
+    if mask is not None and (not isinstance(mask, BlockMask) or mask.tokens != tokens or causal_block is not None):
+        described = f"one of {mask.tokens} tokens" if isinstance(mask, BlockMask) else _shown(mask)
         raise UserError(
-            "causal_block must be a number of tokens of at least 1, of one segment (total_tokens), got"
-            f" {causal_block!r} and {len(segments)} segments"
+            f"mask must be a BlockMask of all {tokens} tokens, without causal_block, got {described} and"
+            f" causal_block={causal_block!r}"
         )
+    if causal_block is None:
+        return mask
+    if not is_count(causal_block) or len(segments) > 1:
+        raise UserError(
+            "causal_block must be a number of tokens of at least 1, of one segment (total_tokens, no joint text), got"
+            f" {causal_block!r} and {len(segments)} segments; use mask"
+        )
+    whole, rest = divmod(tokens, causal_block)
+    return block_causal([causal_block] * whole + [rest] * (rest > 0))
+
+
+def check_split(q: Tensor, k: Tensor, segments: tuple[int, ...], head_groups: Any, groups: ContextGroups) -> None:
+    """Check that the rank's token counts match ``segments`` and that the mesh divides the heads."""
     ranks, cp = groups.ulysses_size, groups.cp_size
     local = sum(local_token_count(total, cp) for total in segments)
     for name, x in (("q", q), ("k", k)):
@@ -154,15 +169,13 @@ def _check_split(
             )
 
 
-def _check_joint(
-    joint: Any, tensors: QKV, segments: tuple[int, ...], causal_block: Any, mesh: Mesh | DeviceMesh
-) -> QKV:
+def _check_joint(joint: Any, tensors: QKV, segments: tuple[int, ...], mesh: Mesh | DeviceMesh) -> QKV:
     """Check the text that every rank holds in full; return its q, k and v."""
     if not isinstance(joint, (tuple, list)) or len(joint) != 3 or not isinstance(mesh, Mesh):
         raise UserError("joint must be q, k and v of the text, (batch, L, heads, head_dim), on a mesh of build_mesh")
-    if causal_block is not None or len(segments) > 1:
-        raise UserError("joint text takes neither causal_block nor total_tokens of several segments")
-    text = _check_tensors(joint[0], joint[1], joint[2], where="joint ")
+    if len(segments) > 1:
+        raise UserError("joint text takes no total_tokens of several segments")
+    text = check_tensors(joint[0], joint[1], joint[2], where="joint ")
     for name, x, video in zip("qkv", text, tensors, strict=True):
         wanted = (video.shape[0], text[0].shape[1], *video.shape[2:])
         if (x.shape, x.dtype, x.device) != (wanted, video.dtype, video.device):

@@ -7,15 +7,16 @@ rank order, each rank's tokens padded to the same length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from fsdp_cp.attention.mask import BlockMask, Range
 from fsdp_cp.sequence import local_token_count, local_token_range
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Chunk:
         """Return the true tokens of ``(B, padded, ...)``, as a view if they are one range."""
         if self.is_whole:
             return x
-        parts = [x[:, start:stop] for start, stop in self.positions]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else x[:, :0]
+        pieces = [x[:, start:stop] for start, stop in self.positions]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else x[:, :0]
 
     def put(self, x: Tensor) -> Tensor:
         """Return ``(B, padded, ...)`` with ``x`` ``(B, size, ...)`` at the true tokens and zeros at the pads."""
@@ -68,8 +69,8 @@ class Chunk:
 
     def select(self, mask: Tensor) -> Tensor:
         """Return the columns of a mask ``(B, all tokens)`` that belong to this chunk, ``(B, size)``."""
-        parts = [mask[:, start:stop] for start, stop in self.tokens]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else mask[:, :0]
+        pieces = [mask[:, start:stop] for start, stop in self.tokens]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1) if pieces else mask[:, :0]
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Layout:
     """Number of true tokens in each segment of keys and values; differs only in cross-attention, on one rank."""
     ulysses: int
     ring: int
-    causal_block: int | None = None
-    """Number of tokens in a block. A query sees the keys of its own and earlier blocks; with ``None`` it sees all."""
+    mask: BlockMask | None = None
+    """Keys that each query sees, counted over all segments in order; ``None`` if queries see all keys."""
 
     def chunk(self, ring_rank: int) -> Chunk:
         return _chunk(self.segments, self.ulysses, self.ring, ring_rank)
@@ -107,14 +108,17 @@ class Layout:
 
     def tiles(self, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
         """Return the rectangles in which queries of one ring rank see keys of another ring rank."""
-        return _tiles(self, query_rank, key_rank)
+        return self._all_tiles[query_rank, key_rank]
+
+    @cached_property
+    def _all_tiles(self) -> dict[tuple[int, int], tuple[Tile, ...]]:
+        ranks = range(self.ring)
+        return {(i, j): _tiles(self.mask, self.chunk(i), self.key_chunk(j)) for i, j in product(ranks, ranks)}
 
     def alone(self, ring_rank: int) -> bool:
-        """Return whether nothing is merged: the ring has one rank, and one tile covers all its queries."""
-        if self.ring > 1:
-            return False
-        tiles = self.tiles(ring_rank, ring_rank)
-        return len(tiles) == 1 and tiles[0].queries == (0, self.chunk(ring_rank).size)
+        """Return whether nothing is merged: the ring has one rank, and one tile covers all its queries and keys."""
+        queries, keys = self.chunk(ring_rank), self.key_chunk(ring_rank)
+        return self.ring == 1 and self.tiles(ring_rank, ring_rank) == (Tile((0, queries.size), (0, keys.size)),)
 
     def keys_travel(self, chunk: int, hop: int) -> bool:
         """Return whether a rank at or after the ``hop``-th hop (from 0) of ``chunk``'s K and V attends to them."""
@@ -147,25 +151,46 @@ def _chunk(segments: tuple[int, ...], ulysses: int, ring: int, ring_rank: int) -
     return Chunk(tuple(positions), tuple(tokens), position)
 
 
-@lru_cache(maxsize=16384)
-def _tiles(layout: Layout, query_rank: int, key_rank: int) -> tuple[Tile, ...]:
-    queries, keys = layout.chunk(query_rank), layout.key_chunk(key_rank)
+def _tiles(mask: BlockMask | None, queries: Chunk, keys: Chunk) -> tuple[Tile, ...]:
+    """Return the visible rectangles of a query chunk and a key chunk. Rectangles with the same keys are joined."""
     if not queries.size or not keys.size:
         return ()
-    block = layout.causal_block
-    if block is None:
+    if mask is None:
         return (Tile((0, queries.size), (0, keys.size)),)
-    assert len(layout.segments) == 1 and layout.keys == layout.segments, "blocks are counted over one segment"
-    ((first_query, end_query),), ((first_key, end_key),) = queries.tokens, keys.tokens
     tiles: list[Tile] = []
-    for number in range(first_query // block, (end_query - 1) // block + 1):
-        start = max(first_query, number * block) - first_query
-        stop = min(end_query, (number + 1) * block) - first_query
-        seen = min(end_key, (number + 1) * block) - first_key
-        if seen <= 0:
-            continue
-        if tiles and tiles[-1].keys == (0, seen):  # the previous block already sees all keys: extend its tile
-            tiles[-1] = Tile((tiles[-1].queries[0], stop), (0, seen))
-        else:
-            tiles.append(Tile((start, stop), (0, seen)))
+    ends: dict[Range, int] = {}  # of key ranges: index of their last tile
+    first = 0
+    for count, ranges in zip(mask.queries, mask.keys, strict=True):
+        for start, stop in _held(queries, [(first, first + count)]):
+            for columns in _held(keys, ranges):
+                last = ends.get(columns)
+                if last is not None and tiles[last].queries[1] == start:
+                    tiles[last] = Tile((tiles[last].queries[0], stop), columns)
+                else:
+                    ends[columns] = len(tiles)
+                    tiles.append(Tile((start, stop), columns))
+        first += count
     return tuple(tiles)
+
+
+def _held(chunk: Chunk, ranges: Sequence[Range]) -> list[Range]:
+    """Return ranges of the full sequence as ranges of the chunk's true tokens, joined where they touch."""
+    held: list[Range] = []
+    for first, end in ranges:
+        offset = 0
+        for start, stop in chunk.tokens:
+            low, high = max(first, start) - start + offset, min(end, stop) - start + offset
+            if held and held[-1][1] == low:
+                held[-1] = (held[-1][0], max(high, low))
+            elif low < high:
+                held.append((low, high))
+            offset += stop - start
+    return held
+
+
+@lru_cache(maxsize=1024)
+def make_layout(
+    segments: tuple[int, ...], keys: tuple[int, ...], mask: tuple[int, ...], ulysses: int, ring: int
+) -> Layout:
+    """Return the layout for the operators' numbers; ``mask`` is from :meth:`BlockMask.as_numbers`, empty for none."""
+    return Layout(segments, keys, ulysses=ulysses, ring=ring, mask=BlockMask.from_numbers(mask) if mask else None)

@@ -97,32 +97,32 @@ class _Travelling:
         return received
 
 
-class _Merged:
+class Merged:
     """Attention of the rank's queries to the keys so far, in fp32 (fp64 for fp64); with tangents if ``moves``."""
 
     def __init__(self, q: Tensor, moves: bool = False):
         self.q, self.moves = q, moves
         self.sum: Dual | None = None
 
-    def add(self, rows: slice, part: Dual) -> None:
+    def add(self, rows: slice, other: Dual) -> None:
         """Merge the attention of some ``rows`` of the queries to further keys."""
-        if self.sum is None and part.out.shape[1] == self.q.shape[1]:
+        if self.sum is None and other.out.shape[1] == self.q.shape[1]:
             # Cast to fp32 only at a merge: a ring of one never needs it.
-            self.sum = part
+            self.sum = other
             return
         out, lse, t_out, t_lse = self._widened()
         o, s = out[:, rows], lse[:, :, rows]
-        w = _weight(s, part.lse)
-        # Merge the tangents first: they need the outputs from before this part.
+        w = _weight(s, other.lse)
+        # Merge the tangents first: they need the outputs from before.
         # Use out=: lerp_ of fake tensors prints its arguments, which fails inside a level of forward-mode AD.
         if t_out is not None and t_lse is not None:
-            assert part.t_out is not None and part.t_lse is not None
+            assert other.t_out is not None and other.t_lse is not None
             t_o, t_s = t_out[:, rows], t_lse[:, :, rows]
-            shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)
-            torch.lerp(t_o, part.t_out, w, out=t_o).add_(shift * (part.out - o))
-            torch.lerp(t_s, part.t_lse, w.squeeze(-1).transpose(1, 2), out=t_s)
-        torch.lerp(o, part.out.to(o.dtype), w, out=o)
-        torch.logaddexp(s, part.lse, out=s)
+            shift = w * (1 - w) * (other.t_lse - t_s).transpose(1, 2).unsqueeze(-1)
+            torch.lerp(t_o, other.t_out, w, out=t_o).add_(shift * (other.out - o))
+            torch.lerp(t_s, other.t_lse, w.squeeze(-1).transpose(1, 2), out=t_s)
+        torch.lerp(o, other.out.to(o.dtype), w, out=o)
+        torch.logaddexp(s, other.lse, out=s)
 
     def _widened(self) -> Dual:
         dtype = accumulation_dtype(self.q.dtype)
@@ -143,7 +143,7 @@ class _Merged:
 
 def _weight(lse: Tensor, other: Tensor) -> Tensor:
     """Return the share of ``other`` in the merged rows, ``(B, H, S)`` to ``(B, S, H, 1)``."""
-    # Rows without a key in both parts give NaN (-inf - -inf).
+    # Rows without a key in both give NaN (-inf - -inf).
     return torch.sigmoid(other - lse).nan_to_num_(nan=0.0).transpose(1, 2).unsqueeze(-1)
 
 
@@ -151,7 +151,8 @@ def _tile_mask(mask: Tensor | None, layout: Layout, chunk: int, tile: Tile) -> T
     return None if mask is None else layout.key_chunk(chunk).select(mask)[:, slice(*tile.keys)]
 
 
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Dual:
+def attend_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Dual:
+    """Compute attention of some queries to some keys. Rows without a key give 0 and a log-sum-exp of -inf."""
     out, lse = kernel.forward(q, k, v, mask, scale)
     if mask is not None:
         # Kernels return different values for rows without any key (LSE 0 on the CPU, +inf from FlashAttention 2).
@@ -216,28 +217,30 @@ def ring_forward(
         rows without a key.
     """
     layout, me = ring.layout, ring.rank
-    own = layout.chunk(me)
-    merged = _Merged(own.take(q))
+    local = layout.chunk(me)
+    merged = Merged(local.take(q))
     with closing(_visited((k, v), ring)) as visited:
         for chunk, tensors in visited:
             keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
             for tile in layout.tiles(me, chunk):
                 rows, columns = slice(*tile.queries), slice(*tile.keys)
                 seen = _tile_mask(mask, layout, chunk, tile)
-                merged.add(rows, _attend(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale))
+                merged.add(
+                    rows, attend_tile(kernel, merged.q[:, rows], keys[:, columns], values[:, columns], seen, scale)
+                )
             del tensors, keys, values  # otherwise three chunks are in memory while the next one arrives
     out, lse, *_ = merged.result()
-    return own.put(out), _put_rows(own, lse)
+    return local.put(out), put_rows(local, lse)
 
 
-def _put_rows(own: Chunk, lse: Tensor) -> Tensor:
+def put_rows(chunk: Chunk, lse: Tensor) -> Tensor:
     """Apply :meth:`Chunk.put` to ``(B, H, S)``."""
-    return lse if own.is_whole else own.put(lse.transpose(1, 2)).transpose(1, 2)
+    return lse if chunk.is_whole else chunk.put(lse.transpose(1, 2)).transpose(1, 2)
 
 
-def _take_rows(own: Chunk, lse: Tensor) -> Tensor:
+def take_rows(chunk: Chunk, lse: Tensor) -> Tensor:
     """Apply :meth:`Chunk.take` to ``(B, H, S)``."""
-    return lse if own.is_whole else own.take(lse.transpose(1, 2)).transpose(1, 2)
+    return lse if chunk.is_whole else chunk.take(lse.transpose(1, 2)).transpose(1, 2)
 
 
 def ring_backward(
@@ -258,11 +261,11 @@ def ring_backward(
     are in fp32 (fp64 for fp64).
     """
     layout, me, size = ring.layout, ring.rank, ring.size
-    own = layout.chunk(me)
+    local = layout.chunk(me)
     sums = accumulation_dtype(q.dtype)
 
-    g_own, q_own, out_own = (own.take(x) for x in (grad_out, q, out))
-    lse_own = _take_rows(own, lse)
+    g_own, q_own, out_own = (local.take(x) for x in (grad_out, q, out))
+    lse_own = take_rows(local, lse)
     if mask is not None:  # exp(logit - inf) = 0: rows without a key have no gradient
         lse_own = lse_own.masked_fill(lse_own == -torch.inf, torch.inf)
     if layout.alone(me):
@@ -272,14 +275,14 @@ def ring_backward(
         dq_own, dk_own, dv_own = kernel.backward(
             g_own, q_own, keys_own.take(k), keys_own.take(v), out_own, lse_own, seen_by_all, scale
         )
-        return own.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
+        return local.put(dq_own), keys_own.put(dk_own), keys_own.put(dv_own)
 
     dq = torch.zeros_like(q_own, dtype=sums, memory_format=torch.contiguous_format)
 
     def chunk_grads(chunk: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
         """Add to ``dq``; return (first key, dK, dV) of each tile."""
         keys, values = (layout.key_chunk(chunk).take(x) for x in tensors)
-        parts = []
+        tile_grads = []
         for tile in layout.tiles(me, chunk):
             rows, columns = slice(*tile.queries), slice(*tile.keys)
             g, queries, o = (x[:, rows] for x in (g_own, q_own, out_own))
@@ -288,15 +291,15 @@ def ring_backward(
                 g, queries, keys[:, columns], values[:, columns], o, lse_own[:, :, rows], seen, scale
             )
             dq[:, rows] += dq_tile
-            parts.append((tile.keys[0], dk, dv))
+            tile_grads.append((tile.keys[0], dk, dv))
             del dq_tile, dk, dv
-        return parts
+        return tile_grads
 
-    def add_parts(total: Tensor, chunk: int, parts: list[tuple[int, Tensor, Tensor]]) -> None:
-        for start, dk, dv in parts:
+    def add_tile_grads(total: Tensor, chunk: int, tile_grads: list[tuple[int, Tensor, Tensor]]) -> None:
+        for start, dk, dv in tile_grads:
             layout.key_chunk(chunk).add_into(total[0], dk, start)
             layout.key_chunk(chunk).add_into(total[1], dv, start)
-        parts.clear()
+        tile_grads.clear()
 
     heads_first = _prefers_heads_first(k, backward=True)
     kv = _packed((k, v), heads_first) if size > 1 else None
@@ -314,18 +317,18 @@ def ring_backward(
             kv = None if is_last else keys.wait()  # overwrite the sent chunk, or a third one would stay in memory
             if step < size - 2:
                 keys.start(kv, chunk, step + 1)
-            parts: list[tuple[int, Tensor, Tensor]] = []
+            tile_grads: list[tuple[int, Tensor, Tensor]] = []
             if layout.tiles(me, chunk):
-                parts = chunk_grads(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
+                tile_grads = chunk_grads(chunk, (k, v) if is_last else _unpacked(kv, heads_first))
             total = grads.wait() if step > 0 else None
-            if total is None and (parts or is_last):
+            if total is None and (tile_grads or is_last):
                 total = torch.zeros((2, *k.shape), dtype=sums, device=k.device)
             if total is not None:
-                add_parts(total, chunk, parts)
+                add_tile_grads(total, chunk, tile_grads)
             if not is_last:
                 grads.start(total, chunk, step)
     assert total is not None
-    return own.put(dq.to(q.dtype)), total[0].to(k.dtype), total[1].to(v.dtype)
+    return local.put(dq.to(q.dtype)), total[0].to(k.dtype), total[1].to(v.dtype)
 
 
 def ring_dual(
@@ -349,9 +352,9 @@ def ring_dual(
         ``out`` and ``t_out``, ``(B, S, H, D)`` in the dtype of ``q``.
     """
     layout, me = ring.layout, ring.rank
-    own = layout.chunk(me)
+    local = layout.chunk(me)
 
-    merged, t_q_own = _Merged(own.take(q), moves=True), None if t_q is None else own.take(t_q)
+    merged, t_q_own = Merged(local.take(q), moves=True), None if t_q is None else local.take(t_q)
 
     def attend(chunk: int, tensors: Sequence[Tensor | None]) -> None:
         taken = [None if x is None else layout.key_chunk(chunk).take(x) for x in tensors]
@@ -368,4 +371,4 @@ def ring_dual(
             del tensors  # otherwise three chunks are in memory while the next one arrives
     out, _, t_out, _ = merged.result()
     assert t_out is not None
-    return own.put(out), own.put(t_out.to(q.dtype))
+    return local.put(out), local.put(t_out.to(q.dtype))

@@ -10,11 +10,13 @@ F = sum over the tensors of h D / P.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+from fsdp_cp.mesh import ContextGroups
 
 
 def _begin(x: Tensor, group: str) -> Tensor:
@@ -68,12 +70,14 @@ def finish_exchange(x: Tensor, group: str) -> Tensor:
     return _Wait.apply(x, group) if torch.is_grad_enabled() else _finish(x)
 
 
-def pack_tokens(tensors: Sequence[Tensor], ranks: int, part: int = 0, parts: int = 1) -> Tensor:
+def pack_tokens(tensors: Sequence[Tensor], ranks: int, head_group: int = 0, head_groups: int = 1) -> Tensor:
     """Pack ``(B, s, h, D)`` tensors for :func:`start_exchange`: ``(P, B, s, F)``.
 
-    Rank p gets the ``part``-th of ``parts`` equal pieces of the p-th of P equal shares of the heads.
+    Rank p gets the ``head_group``-th of ``head_groups`` equal pieces of the p-th of P equal shares of the heads.
     """
-    pieces = [rearrange(x, "b s (p g h) d -> g p b s h d", p=ranks, g=parts)[part].flatten(-2) for x in tensors]
+    pieces = [
+        rearrange(x, "b s (p g h) d -> g p b s h d", p=ranks, g=head_groups)[head_group].flatten(-2) for x in tensors
+    ]
     return torch.cat(pieces, dim=-1)
 
 
@@ -85,9 +89,9 @@ def unpack_heads(x: Tensor, heads: Sequence[int], head_dim: int) -> list[Tensor]
     """
     sizes = [h * head_dim for h in heads]
     if x.device.type == "cpu":
-        parts = (rearrange(part, "p b s (h d) -> b h (p s) d", d=head_dim) for part in x.split(sizes, dim=-1))
-        return [part.contiguous().transpose(1, 2) for part in parts]
-    return [part.unflatten(-1, (-1, head_dim)) for part in rearrange(x, "p b s f -> b (p s) f").split(sizes, dim=-1)]
+        pieces = (rearrange(piece, "p b s (h d) -> b h (p s) d", d=head_dim) for piece in x.split(sizes, dim=-1))
+        return [piece.contiguous().transpose(1, 2) for piece in pieces]
+    return [piece.unflatten(-1, (-1, head_dim)) for piece in rearrange(x, "p b s f -> b (p s) f").split(sizes, dim=-1)]
 
 
 def pack_heads(tensors: Sequence[Tensor], ranks: int) -> Tensor:
@@ -96,8 +100,41 @@ def pack_heads(tensors: Sequence[Tensor], ranks: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
 
-def unpack_tokens(parts: Sequence[Tensor], count: int, head_dim: int) -> list[Tensor]:
-    """Unpack the exchanges of :func:`pack_heads`, one per part of the heads, to ``count`` tensors ``(B, s, h, D)``."""
-    x = parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+def unpack_tokens(received: Sequence[Tensor], count: int, head_dim: int) -> list[Tensor]:
+    """Unpack the exchanges of :func:`pack_heads`, one per group of heads, to ``count`` tensors ``(B, s, h, D)``."""
+    x = received[0].unsqueeze(0) if len(received) == 1 else torch.stack(list(received))
     x = x.unflatten(-1, (count, -1, head_dim))
     return [rearrange(x[..., i, :, :], "g p b s h d -> b s (p g h) d") for i in range(count)]
+
+
+def with_all_tokens(
+    tensors: Sequence[Tensor],
+    attend: Callable[[Sequence[Tensor], int], Sequence[Tensor]],
+    outputs: int,
+    groups: ContextGroups,
+    head_groups: int,
+) -> Sequence[Tensor]:
+    """Exchange tokens for heads, call ``attend`` on all tokens of the rank's heads, and exchange its outputs back.
+
+    ``attend`` gets the tensors and the number of the head group, from 0 to ``head_groups - 1`` in order.
+    """
+    ranks, group, head_dim = groups.ulysses_size, groups.ulysses_group, tensors[0].shape[-1]
+    if ranks == 1:
+        return attend(tensors, 0)
+    heads = [x.shape[2] // (ranks * head_groups) for x in tensors]
+    # Start all exchanges at once. Start each exchange back as soon as its heads are done.
+    coming = [start_exchange(pack_tokens(tensors, ranks, i, head_groups), group) for i in range(head_groups)]
+    coming.reverse()
+    going: list[Tensor] = []
+    try:
+        while coming:  # pop, so that a group's buffer is freed when its heads are done
+            done = attend(unpack_heads(finish_exchange(coming.pop(), group), heads, head_dim), len(going))
+            going.append(start_exchange(pack_heads(done, ranks), group))
+            del done
+    except BaseException:
+        # Exchanges that nobody waits for would keep their buffers forever. The exception may be no error: activation
+        # checkpointing stops a recomputation early by raising, on all ranks at the same place.
+        for x in (*coming, *going):
+            finish_exchange(x.detach(), group)
+        raise
+    return unpack_tokens([finish_exchange(x, group) for x in going], outputs, head_dim)

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_cp.checkpoint.folder import (
@@ -93,13 +93,16 @@ class Checkpoints:
         folder: folder on a file system that all ranks see. Leftovers of killed saves are removed from it.
         keep: number of newest checkpoints to keep; 0 keeps all.
         keep_every: never delete checkpoints whose step is a multiple of this; 0 turns this off.
-        asynchronous: copy the tensors to host memory and write from there while training continues. If the copy does
-            not fit, training waits until that checkpoint is written.
+        asynchronous: copy the tensors to host memory and write from there while training continues. The memory of the
+            copy is kept for the next checkpoint; for tensors on a GPU it is pinned. If the copy does not fit, training
+            waits until that checkpoint is written.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0, asynchronous: bool = False):
         self.folder, self.keep, self.keep_every, self.asynchronous = folder, keep, keep_every, asynchronous
         self._writing: tuple[int, Future[Any]] | None = None
+        self._stager: DefaultStager | None = None
+        self._staged_bytes = 0
         # Saves need a separate group: on the default group their collectives would mix with those of training, in
         # another order on every rank.
         distributed = dist.is_initialized() and dist.get_world_size() > 1
@@ -136,8 +139,9 @@ class Checkpoints:
         staged = self.asynchronous and self._fits(tensors)
         writer = _Writer(unfinished, partial(self._publish, step, json.dumps(dict(state), indent=1)), staged=staged)
         if staged:
+            self._stager = self._stager or staging(on_gpu=any(x.is_cuda for x in _flat(tensors).values()))
             saving = dcp.async_save(
-                dict(tensors), storage_writer=writer, process_group=self._group, async_stager=BlockingAsyncStager()
+                dict(tensors), storage_writer=writer, process_group=self._group, async_stager=self._stager
             )
             assert isinstance(saving, Future), "only stagers that copy in a thread return two"
             self._writing = step, saving
@@ -213,18 +217,20 @@ class Checkpoints:
 
     def _fits(self, tensors: Mapping[str, Any]) -> bool:
         """Return whether a copy of its ranks' tensors fits in every host's memory. Called by all ranks."""
-        own = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
-        needed = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size = sum(shard.numel() * shard.element_size() for shard in map(local_shard, _flat(tensors).values()))
+        needed = (size - self._staged_bytes) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         hosts = all_gather_objects((needed, available_host_memory()))
-        full = [(size, room) for size, room in hosts if room is not None and size + _SPARE > room]
+        full = [(missing, room) for missing, room in hosts if room is not None and missing + _SPARE > room]
         if full and rank() == 0:
-            size, room = full[0]
+            missing, room = full[0]
             log.warning(
                 "a copy of the checkpoint takes %.1f GB of a host's memory, but %.1f GB are free: training waits until"
                 " it is written",
-                size / 1e9,
+                missing / 1e9,
                 room / 1e9,
             )
+        if not full:
+            self._staged_bytes = size
         return not full
 
     def _failed(self, step: int, error: BaseException) -> UserError:
@@ -238,6 +244,15 @@ class Checkpoints:
             f" GB are free there); the newest complete checkpoint is of step {newest}: make room and start the same"
             " command again"
         )
+
+
+def staging(*, on_gpu: bool) -> DefaultStager:
+    """Return a stager that keeps its copies: memory is pinned once, and a GPU copies to it at the bus's full rate."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu, use_shared_memory=False, use_async_staging=False
+        )
+    )
 
 
 def _remove(checkpoint: Path) -> None:

@@ -24,7 +24,8 @@ from fsdp_cp.measure.host_memory import host_buffer
 from fsdp_cp.runtime.torch_versions import compile_options
 from fsdp_cp.sharding.settings import ShardSettings, find_operator
 
-ATTENTION = "fsdp_cp.ring_attention"
+ATTENTION = ("fsdp_cp.ring_attention", "fsdp_cp.cached_attention")
+"""Attention operators, whose outputs selective checkpointing keeps by default."""
 MOST_GRAPHS = 64
 """Maximum number of compiled variants of one class of units."""
 SMALLEST_OFFLOADED = 64 * 1024
@@ -63,13 +64,13 @@ def apply_activation_offload(unit: nn.Module, settings: ShardSettings) -> None:
 
 
 def _kept(settings: ShardSettings) -> tuple[str, ...]:
-    return tuple(settings.keep_operators) or (ATTENTION,)
+    return tuple(settings.keep_operators) or ATTENTION
 
 
 def keeps_attention(settings: ShardSettings) -> bool:
     """Return whether recomputation skips attention because its output is kept."""
     names = {name.replace("::", ".").removesuffix(".default") for name in _kept(settings)}
-    return settings.activation_checkpointing == "selective" and ATTENTION in names
+    return settings.activation_checkpointing == "selective" and ATTENTION[0] in names
 
 
 def recompute_in_backward(module: nn.Module, keep: tuple[str, ...] = (), *, offload: bool = False) -> None:

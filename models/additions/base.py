@@ -51,7 +51,7 @@ def named_additions(tensors: Iterable[str]) -> set[str]:
     return {name.removeprefix(PREFIX).partition(".")[0] for name in tensors if name.startswith(PREFIX)}
 
 
-def own(tensors: Mapping[str, T]) -> dict[str, T]:
+def network_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors of the network itself, by parameter name."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
 

@@ -73,7 +73,7 @@ class GanHead(Addition):
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         """Return logits ``(B, S_local, K)`` for the features ``(B, S_local, width)`` after each of the K blocks."""
-        return torch.cat([head(each) for head, each in zip(self.heads, features, strict=True)], dim=-1)
+        return torch.cat([head(feature) for head, feature in zip(self.heads, features, strict=True)], dim=-1)
 
     def attach(self, network: nn.Module, family: Family, mesh: Mesh) -> None:
         blocks = family.blocks(network)

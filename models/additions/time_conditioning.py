@@ -99,7 +99,7 @@ def second_time(additions: Mapping[str, Addition], t: Tensor, r: Tensor | None) 
     Raises:
         RuntimeError: ``r`` is given for a role without the addition, or missing for a role with it.
     """
-    addition = next((each for each in additions.values() if isinstance(each, SecondTime)), None)
+    addition = next((candidate for candidate in additions.values() if isinstance(candidate, SecondTime)), None)
     if addition is None:
         if r is not None:
             raise RuntimeError("a second time was given to a network without an addition for it")

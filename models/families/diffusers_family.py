@@ -92,8 +92,8 @@ class DiffusersFamily(Family):
         try:
             return self.transformer.from_config(dict(config))
         except (TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, AssertionError) as error:
-            given = {key: value for key, value in config.items() if not key.startswith("_")}
-            reason = " ".join(f"{given} ({error})".split())[:400]
+            arguments = {key: value for key, value in config.items() if not key.startswith("_")}
+            reason = " ".join(f"{arguments} ({error})".split())[:400]
             raise UserError(f"{setting}: cannot build a {self.label} network of {reason}") from error
 
     def check_keys(self, architecture: Mapping[str, Any], setting: str) -> None:
@@ -140,12 +140,12 @@ class DiffusersFamily(Family):
                 f" {latent_shape[0]}; {use}"
             )
         for name, shape in needed.items():
-            given, start = condition.get(name), 1 if name in open_counts else 0
-            if given is None or given[start:] != shape[start:]:
+            data_shape, start = condition.get(name), 1 if name in open_counts else 0
+            if data_shape is None or data_shape[start:] != shape[start:]:
                 image = ", and data.image=first_frame with data=video_folder for an image" if "image" in name else ""
                 raise UserError(
                     f"{setting} ({self.label}) takes {name} of shape {shape}, but the data give"
-                    f" {'none' if given is None else f'shape {given}'}; {use}{image}"
+                    f" {'none' if data_shape is None else f'shape {data_shape}'}; {use}{image}"
                 )
         for name in ("image_latents", "image_embeds", FIRST_FRAME):
             if name in condition and name not in needed:
@@ -201,7 +201,7 @@ def _fits(value: Any, hint: Any, least: int, most: int) -> bool:
     if value is None or isinstance(value, (bool, str)):
         return type(value) in kinds
     if isinstance(value, (list, tuple)):
-        return any(get_origin(kind) is tuple for kind in kinds) and all(_fits(each, int, 1, most) for each in value)
+        return any(get_origin(kind) is tuple for kind in kinds) and all(_fits(item, int, 1, most) for item in value)
     if type(value) is int and int in kinds:
         return least <= value <= most
     return float in kinds and isinstance(value, (int, float)) and (0 < value < math.inf or value == least == 0)
@@ -230,7 +230,7 @@ def token_positions(
         mesh: the mesh.
         device: of the result.
     """
-    frames, height, width = (size // of for size, of in zip(hidden_states.shape[2:], patch, strict=True))
+    frames, height, width = (size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True))
     total = frames * height * width
     local = local_token_count(total, mesh.cp_size)
     tokens = torch.arange(mesh.cp_rank * local, (mesh.cp_rank + 1) * local, device=device).clamp_max(total - 1)

@@ -95,17 +95,17 @@ class Hunyuan(DiffusersFamily):
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
-        given = self.defaults() | dict(config)
-        if given["in_channels"] != 2 * (given["out_channels"] or 0) + 1:
-            wanted = f"the latents' {given['out_channels']} twice, an image's behind a clip's, and a mask's one"
-            refuse(given, "in_channels", wanted, setting)
-        axes, head_dim = given["rope_axes_dim"], given["attention_head_dim"]
+        values = self.defaults() | dict(config)
+        if values["in_channels"] != 2 * (values["out_channels"] or 0) + 1:
+            expected = f"2 x {values['out_channels']} + 1: the latents of a clip and of an image, and a mask"
+            refuse(values, "in_channels", expected, setting)
+        axes, head_dim = values["rope_axes_dim"], values["attention_head_dim"]
         if len(axes) != 3 or any(dim % 2 for dim in axes) or sum(axes) != head_dim:
-            refuse(given, "rope_axes_dim", f"three even numbers whose sum is attention_head_dim, {head_dim}", setting)
-        if given["qk_norm"] != "rms_norm":
-            refuse(given, "qk_norm", "rms_norm", setting)
-        if given["use_meanflow"]:
-            refuse(given, "use_meanflow", "false: networks with a second time of their own are not supported", setting)
+            refuse(values, "rope_axes_dim", f"three even numbers whose sum is attention_head_dim, {head_dim}", setting)
+        if values["qk_norm"] != "rms_norm":
+            refuse(values, "qk_norm", "rms_norm", setting)
+        if values["use_meanflow"]:
+            refuse(values, "use_meanflow", "false: networks with a second time of their own are not supported", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return one configuration for text and images, and one with patches, no refiner and another inner width."""
@@ -211,20 +211,20 @@ class Hunyuan(DiffusersFamily):
         network.forward = OwnForward(network, mesh)
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given, image = condition.tensors, torch.zeros_like(x)
+        tensors, image = condition.tensors, torch.zeros_like(x)
         mask = image[:, :1]
-        if FIRST_FRAME in given:
-            image = frames.put_in(image, given[FIRST_FRAME])
+        if FIRST_FRAME in tensors:
+            image = frames.put_in(image, tensors[FIRST_FRAME])
             mask = frames.put_in(mask, torch.ones_like(mask[:, :, :1]))
         return network(
             hidden_states=torch.cat([x, image, mask], dim=1),
             timestep=self.time_scale * t.to(torch.promote_types(t.dtype, x.dtype)),
-            encoder_hidden_states=given["text"],
-            encoder_attention_mask=given["text_mask"].bool(),
-            encoder_hidden_states_2=given["glyphs"],
-            encoder_attention_mask_2=given["glyph_mask"].bool(),
+            encoder_hidden_states=tensors["text"],
+            encoder_attention_mask=tensors["text_mask"].bool(),
+            encoder_hidden_states_2=tensors["glyphs"],
+            encoder_attention_mask_2=tensors["glyph_mask"].bool(),
             # Without an image pass no features. Pipelines pass zeros, which the network masks.
-            image_embeds=given.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
+            image_embeds=tensors.get("image_embeds", x.new_zeros(len(x), 0, config_of(network)["image_embed_dim"])),
             return_dict=False,
         )
 
@@ -289,20 +289,20 @@ class OwnForward:
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens ``(B, L, width)`` of image, quoted text and caption, and their mask ``(B, L)``."""
         network, (caption, quoted, image) = self.network, texts
-        parts = [
+        embedded = [
             network.context_embedder(caption, timestep, masks[0]),
             network.context_embedder_2(quoted),
             network.image_embedder(image),
         ]
         kinds = network.cond_type_embed.weight.unbind()
-        marked = [part + kind for part, kind in zip(parts, kinds, strict=True)]
+        marked = [tokens + kind for tokens, kind in zip(embedded, kinds, strict=True)]
         return torch.cat(marked[::-1], dim=1), torch.cat([masks[0].new_ones(image.shape[:2]), *masks[::-1]], dim=1)
 
     def _unpatched(self, tokens: Tensor, latents: Tensor) -> Tensor:
         """Convert ``(B, S, features of a patch)`` to ``(B, C, T, H, W)``."""
-        of_time, of_space = self.network.config.patch_size_t, self.network.config.patch_size
-        patch = (of_time, of_space, of_space)
-        grid = [size // of for size, of in zip(latents.shape[2:], patch, strict=True)]
+        frames, pixels = self.network.config.patch_size_t, self.network.config.patch_size
+        patch = (frames, pixels, pixels)
+        grid = [size // patch_size for size, patch_size in zip(latents.shape[2:], patch, strict=True)]
         x = tokens.unflatten(1, grid).unflatten(4, (-1, *patch))
         # (B, t, h, w, C, pt, ph, pw) to (B, C, t, pt, h, ph, w, pw)
         return x.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
@@ -328,10 +328,12 @@ class HunyuanJointAttention:
         """Attend from video ``(B, S_local, width)`` and texts ``(B, L, width)`` to keys that the mask ``(B, L + S)``
         selects. A masked text token also attends; diffusers sets it to 0. Nothing reads its result."""
         *tables, total = image_rotary_emb
-        q, k, v = (of(hidden_states).unflatten(2, (attn.heads, -1)) for of in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
         q, k = (apply_rotary_emb(x, tables, sequence_dim=1) for x in (attn.norm_q(q), attn.norm_k(k)))
-        of_text = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text_q, text_k, text_v = (of(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for of in of_text)
+        text_projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text_q, text_k, text_v = (
+            linear(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for linear in text_projections
+        )
         out, text = context_parallel_attention(
             q,
             k,
@@ -368,7 +370,7 @@ class HunyuanRefinerAttention:
         count."""
         if encoder_hidden_states is not None or attention_mask is None:
             raise ValueError("HunyuanVideo's token refiner attends to its own tokens alone, under a mask")
-        q, k, v = (of(hidden_states).unflatten(2, (attn.heads, -1)) for of in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = (linear(hidden_states).unflatten(2, (attn.heads, -1)) for linear in (attn.to_q, attn.to_k, attn.to_v))
         # Masked tokens also attend; nothing reads their results. total_keys states that the caption is not split, since
         # it can have as many tokens as a rank's share of the video.
         out = cross_attention(
@@ -389,5 +391,5 @@ def own_rotary_tables(rope: HunyuanVideo15RotaryPosEmbed, mesh: Mesh, hidden_sta
         get_1d_rotary_pos_embed(dim, at.float(), rope.theta, use_real=True)
         for dim, at in zip(rope.rope_dim, positions, strict=True)
     ]
-    cos, sin = (torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
+    cos, sin = (torch.cat(axes, dim=1) for axes in zip(*tables, strict=True))
     return cos, sin, total

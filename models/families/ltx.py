@@ -73,20 +73,20 @@ class LTX(DiffusersFamily):
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
-        given = self.defaults() | dict(config)
+        values = self.defaults() | dict(config)
         for key in ("patch_size", "patch_size_t"):
-            if given[key] != 1:
-                refuse(given, key, "1: diffusers' LTX pipelines count a token for each latent", setting)
-        if given["out_channels"] not in (None, given["in_channels"]):
-            refuse(given, "out_channels", f"as many as go in, {given['in_channels']}", setting)
-        width = self.width(given)
+            if values[key] != 1:
+                refuse(values, key, "1: diffusers' LTX pipelines count a token for each latent", setting)
+        if values["out_channels"] not in (None, values["in_channels"]):
+            refuse(values, "out_channels", f"as many as go in, {values['in_channels']}", setting)
+        width = self.width(values)
         if width % 2:
-            refuse(given, "attention_head_dim", "even, or the heads, for the rotary embedding", setting)
-        if given["cross_attention_dim"] != width:
+            refuse(values, "attention_head_dim", "even, or the heads, for the rotary embedding", setting)
+        if values["cross_attention_dim"] != width:
             wanted = f"the network's width {width}, to which it projects the text"
-            refuse(given, "cross_attention_dim", wanted, setting)
-        if given["activation_fn"] not in ("gelu", "gelu-approximate"):  # products() counts a plain feed-forward
-            refuse(given, "activation_fn", "gelu-approximate or gelu", setting)
+            refuse(values, "cross_attention_dim", wanted, setting)
+        if values["activation_fn"] not in ("gelu", "gelu-approximate"):  # products() counts a plain feed-forward
+            refuse(values, "activation_fn", "gelu-approximate or gelu", setting)
 
     def examples(self) -> dict[str, dict[str, Any]]:
         """Return the published layout (norms without weights, linear layers with biases) and the opposite.
@@ -169,18 +169,18 @@ class LTX(DiffusersFamily):
         network.time_embed.emb.register_forward_hook(_in_hidden_dtype, with_kwargs=True)
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given = condition.tensors
+        tensors = condition.tensors
         grid = (x.shape[2], x.shape[3], x.shape[4])
         hidden, times = x, t
-        if FIRST_FRAME in given:
-            hidden = frames.put_in(x, given[FIRST_FRAME])
+        if FIRST_FRAME in tensors:
+            hidden = frames.put_in(x, tensors[FIRST_FRAME])
             times = frames.token_times(t, x, (1, 1, 1))
         velocity, *others = network(
             hidden_states=hidden.flatten(2).transpose(1, 2),
-            encoder_hidden_states=given["text"],
+            encoder_hidden_states=tensors["text"],
             timestep=self.time_scale * times,
-            encoder_attention_mask=given["text_mask"].bool(),
-            video_coords=video_coordinates(given["latent_spacing"], grid),
+            encoder_attention_mask=tensors["text_mask"].bool(),
+            video_coords=video_coordinates(tensors["latent_spacing"], grid),
             return_dict=False,
         )
         return self.hold(velocity.transpose(1, 2).unflatten(2, grid), x, t, condition), *others

@@ -51,7 +51,9 @@ class DiscretePrediction:
         if len(alphas) < 2 or not (alphas.diff() < 0).all() or alphas[0] >= 1 or alphas[-1] < 0:
             raise ValueError("alphas_cumprod must be at least two values that fall strictly, below 1 and not below 0")
         if prediction == "epsilon" and alphas[-1] == 0:
-            raise ValueError("a network that predicts the noise cannot have a level of noise alone; use v_prediction")
+            raise ValueError(
+                "a network that predicts the noise cannot have a noise level without signal; use v_prediction"
+            )
         self.prediction = prediction
         signal, noise = alphas.sqrt(), (1 - alphas).sqrt()
         self.levels: list[float] = (noise / (signal + noise)).tolist()

@@ -21,8 +21,8 @@ ADDITIONS = "additions.safetensors"
 it."""
 EXPERT_FOLDERS = ("transformer", "transformer_2")
 """Folders of a pipeline's two experts: first the expert for the noisier times, then the other."""
-_SAMPLES, _SAMPLE = 64, 4096
-"""Number of samples, and bytes of a sample, in the fingerprint of a file."""
+_HASHED_PIECES, _HASHED_BYTES = 64, 4096
+"""Number of pieces, and bytes of a piece, that the fingerprint of a file hashes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ def inspect_transformer(checkpoint: str, setting: str) -> TransformerFolder:
         UserError: the folder or its ``config.json`` is missing, the pipeline has two experts, the safetensors files are
             missing or broken, or an index names files outside the folder.
     """
-    found = inspect_checkpoint(checkpoint, setting, alone=True)
-    if found.boundaries:
+    inspected = inspect_checkpoint(checkpoint, setting, alone=True)
+    if inspected.boundaries:
         raise UserError(
             f"{setting}={checkpoint} is a model of two experts, one for high and one for low noise (boundary_ratio"
-            f" {found.boundaries[0]:g}), where one network is wanted; give the folder of one"
+            f" {inspected.boundaries[0]:g}), where one network is wanted; give the folder of one"
         )
-    return found.folders[0]
+    return inspected.folders[0]
 
 
 def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) -> Checkpoint:
@@ -90,7 +90,7 @@ def inspect_checkpoint(checkpoint: str, setting: str, *, alone: bool = False) ->
         boundary = _boundary(root, where)
     elif not alone and root.absolute().name == "transformer" and _boundary(root.absolute().parent, where) is not None:
         raise UserError(
-            f"{where} is the expert for high noise of a model of two, and no network for other times; give the folder"
+            f"{where} is only the high-noise expert of a model with two; give the folder"
             f" above it, {root.absolute().parent}, for both"
         )
     if not (path / "config.json").is_file():
@@ -116,17 +116,19 @@ def _inspect(path: Path, where: str) -> TransformerFolder:
         raise UserError(f"{where}: {path / 'config.json'} cannot be read as a JSON object ({reason})") from error
     if "quantization_config" in config:
         raise UserError(
-            f"{where} is quantised ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
+            f"{where} is quantized ({one_line(config['quantization_config'])}), which FSDP2 cannot shard; give the"
             " weights in bf16 or fp32"
         )
-    found = [
+    entries = [
         (name, shape, file.name)
         for file in _weight_files(path, where)
         for name, shape in _read_shapes(file, where).items()
     ]
     shapes: dict[str, tuple[int, ...]] = {}
     stored: dict[str, str] = {}
-    for name, (in_file, shape, file_name) in zip(_without_prefixes([each[0] for each in found]), found, strict=True):
+    for name, (in_file, shape, file_name) in zip(
+        _without_prefixes([entry[0] for entry in entries]), entries, strict=True
+    ):
         if name in shapes:  # the reader would take either tensor
             raise UserError(
                 f"{where} holds {name} twice, as {stored[name]} and as {in_file} in {file_name}; remove one"
@@ -219,16 +221,16 @@ def fingerprint(folder: TransformerFolder) -> str:
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Hash names, sizes and samples of ``files``, in order. Hashing all bytes of 14B parameters would take minutes."""
-    found = hashlib.sha256()
+    """Hash names, sizes and pieces of ``files``, in order. Hashing all bytes of 14B parameters would take minutes."""
+    digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as data:
-            for i in range(_SAMPLES):
-                data.seek(i * max(0, size - _SAMPLE) // (_SAMPLES - 1))
-                found.update(data.read(_SAMPLE))
-    return found.hexdigest()[:32]
+            for i in range(_HASHED_PIECES):
+                data.seek(i * max(0, size - _HASHED_BYTES) // (_HASHED_PIECES - 1))
+                digest.update(data.read(_HASHED_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def _boundary(pipeline: Path, where: str) -> float | None:
@@ -275,7 +277,7 @@ def indexed_files(index: Path, where: str) -> list[str]:
         raise UserError(f"{where}: {index.name} is not an index of safetensors files; copy it again")
     for name in names:
         if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
-            raise UserError(f"{where}: {index.name} names {name[:80]!r}, which is no safetensors file of its folder")
+            raise UserError(f"{where}: {index.name} names {name[:80]!r}, which is not a safetensors file in its folder")
         if not (index.parent / name).is_file():
             raise UserError(f"{where} lacks {name}, which {index.name} names")
     return names
@@ -288,8 +290,8 @@ def _read_shapes(file: Path, where: str) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}
-            shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
-            dtypes = {name: str(each.get_dtype()) for name, each in slices.items()}
+            shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
+            dtypes = {name: str(piece.get_dtype()) for name, piece in slices.items()}
             sharded = "DCP_SHARDING_INFO" in (tensors.metadata() or {})
     except Exception as error:  # safetensors raises its own SafetensorError, which is not public everywhere
         refuse_pointer(file, where)
@@ -333,19 +335,19 @@ def check_tensors(folder: TransformerFolder, expected: dict[str, tuple[int, ...]
     Raises:
         UserError: tensors are missing, unexpected or of another shape.
     """
-    found = folder.shapes
+    shapes = folder.shapes
     problems = [
-        f"has {name} of shape {found[name]}, but the network of its config.json needs {expected[name]}"
-        for name in sorted(expected.keys() & found.keys())
-        if expected[name] != found[name]
+        f"has {name} of shape {shapes[name]}, but the network of its config.json needs {expected[name]}"
+        for name in sorted(expected.keys() & shapes.keys())
+        if expected[name] != shapes[name]
     ]
-    for what, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("has the unexpected", found.keys() - expected.keys()),
+    for problem, names in (
+        ("lacks", expected.keys() - shapes.keys()),
+        ("has the unexpected", shapes.keys() - expected.keys()),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            problems.append(f"{what} {', '.join(sorted(names)[:3])}{more}")
+            problems.append(f"{problem} {', '.join(sorted(names)[:3])}{more}")
     if problems:
         raise UserError(
             f"{setting}={folder.path} {', and '.join(problems[:3])}; is it a checkpoint of another model, or one with"

@@ -30,22 +30,22 @@ _SHIFTS = (0.01, 30.0)
 
 
 def few_step_scheduler(
-    times: list[float], *, stochastic: bool, given: Callable[[int], list[float] | None] | None = None
+    times: list[float], *, stochastic: bool, pipeline_times: Callable[[int], list[float] | None] | None = None
 ) -> FlowMatchEulerDiscreteScheduler:
     """Return the scheduler whose ``len(times)`` steps are nearest to ``times``, each within ``TOLERANCE``.
 
     Args:
         times: rectified-flow times of the student, descending, above 0.
         stochastic: re-noise between the steps; Euler steps otherwise.
-        given: function from a number of steps to the times that the pipeline passes to the scheduler; ``None`` if it
-        passes none.
+        pipeline_times: function from a number of steps to the times that the pipeline passes to the scheduler;
+            ``None`` if it passes none.
 
     Raises:
         UserError: no scheduler of diffusers has these times.
     """
 
     def distance(log_shift: float) -> float:
-        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times, given)
+        return _distance(_scheduler(math.exp(log_shift), times, stochastic), times, pipeline_times)
 
     shift = 1.0
     if len(times) > 2:  # with two, the shift changes nothing
@@ -55,7 +55,7 @@ def few_step_scheduler(
         bounds = tuple(map(math.log, _SHIFTS))
         shift = math.exp(minimize_scalar(distance, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x)
     scheduler = _scheduler(round(shift, 6), times, stochastic)
-    off = _distance(scheduler, times, given)
+    off = _distance(scheduler, times, pipeline_times)
     if off > TOLERANCE:
         raise UserError(
             f"diffusers has no scheduler for a student with the times {', '.join(f'{t:.6g}' for t in times)}"
@@ -73,7 +73,9 @@ def _scheduler(shift: float, times: list[float], stochastic: bool) -> FlowMatchE
 
 
 def _distance(
-    scheduler: FlowMatchEulerDiscreteScheduler, times: list[float], given: Callable[[int], list[float] | None] | None
+    scheduler: FlowMatchEulerDiscreteScheduler,
+    times: list[float],
+    pipeline_times: Callable[[int], list[float] | None] | None,
 ) -> float:
-    scheduler.set_timesteps(len(times), sigmas=given(len(times)) if given else None)
+    scheduler.set_timesteps(len(times), sigmas=pipeline_times(len(times)) if pipeline_times else None)
     return max(abs(a - b) for a, b in zip(scheduler.sigmas.tolist(), times, strict=False))

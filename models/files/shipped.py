@@ -13,10 +13,10 @@ def find_shipped(path: str | Path) -> Path:
     ``assets/quickstart_teacher`` thus means the shipped folder in any working directory. A path that exists in the
     working directory takes precedence.
     """
-    given = Path(path)
+    relative = Path(path)
     # Skip an empty setting: Path reads it as the working directory, so it would become the project's folder.
-    if not given.is_absolute() and given.parts and ".." not in given.parts and not given.exists():
-        shipped = PROJECT / given
+    if not relative.is_absolute() and relative.parts and ".." not in relative.parts and not relative.exists():
+        shipped = PROJECT / relative
         if shipped.exists():
             return shipped
-    return given
+    return relative

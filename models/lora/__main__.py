@@ -12,8 +12,8 @@ from fsdp_cp.errors import UserError, paths_of_the_user
 from fsdp_cp.launch import exit_code
 from fsdp_cp.paths import user_path
 from models.families.registry import family_names, family_of
+from models.files.atomic_folder import refuse_input, refuse_occupied
 from models.files.checkpoint_files import inspect_transformer
-from models.files.published import refuse_input, refuse_occupied
 from models.lora.extract import extract
 from models.lora.files import FORMATS, file_tensors, write_file
 from models.lora.settings import LoraSettings
@@ -54,19 +54,19 @@ def main(argv: list[str] | None = None) -> int:
         family = family_of(args.family, "--family")
         with torch.device("meta"):
             network = family.build(base.config, "BASE")
-        found = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
+        extracted = extract(full, base, network, family, LoraSettings(rank=args.rank, targets=args.targets))
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
         tensors = file_tensors(
-            args.format, found.adapters, found.adapters.__getitem__, family=family, scale=1.0, dtype=dtype
+            args.format, extracted.adapters, extracted.adapters.__getitem__, family=family, scale=1.0, dtype=dtype
         )
         about = {"made by": "models.lora extract", "full": str(full.path), "base": str(base.path), "rank": args.rank}
         write_file(out, tensors, about | {"format": args.format})
-        print(f"{out}: adapters of rank {args.rank} for {len(found.adapters) // 2} layers, which hold {found.kept:.2%}"
-              " of the squared difference there")  # fmt: skip
-        if found.left_out:
-            most = max(found.left_out, key=found.left_out.__getitem__)
-            print(f"left out: {len(found.left_out)} other tensors that differ, the most {most} (by"
-                  f" {found.left_out[most]:.2g} of its norm)")  # fmt: skip
+        print(f"{out}: adapters of rank {args.rank} for {len(extracted.adapters) // 2} layers, which hold"
+              f" {extracted.kept:.2%} of the squared difference there")  # fmt: skip
+        if extracted.left_out:
+            most = max(extracted.left_out, key=extracted.left_out.__getitem__)
+            print(f"left out: {len(extracted.left_out)} other tensors that differ, the most {most} (by"
+                  f" {extracted.left_out[most]:.2g} of its norm)")  # fmt: skip
 
     return exit_code(work)
 

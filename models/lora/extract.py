@@ -49,14 +49,15 @@ def extract(
     for folder in (full, base):
         if folder.additions:
             raise UserError(
-                f"{folder.path} has additions ({', '.join(sorted(named_additions(folder.additions)))}), without which"
-                " its network is another, and which no file of adapters can hold"
+                f"{folder.path} has additions ({', '.join(sorted(named_additions(folder.additions)))}), which an"
+                " adapter file cannot hold; give a folder without additions"
             )
     if full.shapes != base.shapes:
         other = sorted(name for name in full.shapes.keys() | base.shapes.keys()
                        if full.shapes.get(name) != base.shapes.get(name))  # fmt: skip
         raise UserError(
-            f"{full.path} and {base.path} differ in {other[0]} ({len(other)} tensors): not one architecture"
+            f"{full.path} and {base.path} differ in {other[0]} ({len(other)} tensors); give two networks"
+            " of one architecture"
         )
     targets = {f"{name}.weight" for name in target_layers(network, family, settings, "--")}
     of_full, of_base = tensor_reader(full), tensor_reader(base)
@@ -82,7 +83,7 @@ def extract(
         others = f", though in {len(left_out)} other tensors" if left_out else ""
         raise UserError(
             f"{full.path} and {base.path} do not differ in the {len(targets)} layers that have adapters{others}; give"
-            " the trained network as FULL, and the one that it began as as BASE"
+            " the trained network as FULL and the network it started from as BASE"
         )
     return Extracted(adapters=adapters, kept=1.0 - lost / whole, left_out=left_out)
 

@@ -16,20 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from models.causal import write_causal
 from models.families.base import Family
-from models.files.published import published
+from models.files.atomic_folder import atomic_folder
 
 FORMATS = ("diffusers-lora", "wan-lora")
 NAME = "pytorch_lora_weights.safetensors"
 """File name that diffusers' ``load_lora_weights`` expects."""
 
 
-def refuse_whole(names: Iterable[str], what: str) -> None:
+def refuse_whole(names: Iterable[str], source: str) -> None:
     """Refuse parameters that an adapter file cannot hold.
 
     Args:
         names: names of a role's own parameters.
-        what: their owner, for the message.
+        source: owner of the parameters, for the message.
 
     Raises:
         UserError: a module was trained whole or added to the network.
@@ -37,8 +38,8 @@ def refuse_whole(names: Iterable[str], what: str) -> None:
     whole = sorted(name for name in names if ".lora_" not in name)
     if whole:
         raise UserError(
-            f"{what} has {whole[0]} beside its adapters ({len(whole)} such tensors), which no file of adapters can"
-            " hold; use --format merged"
+            f"{source} has {whole[0]} in addition to adapters ({len(whole)} such tensors), which an adapter file"
+            " cannot hold; use --format merged"
         )
 
 
@@ -60,34 +61,43 @@ def file_tensors(
     """
     tensors: dict[str, Tensor] = {}
     for name in names:
-        layer, _, which = name.rpartition(".lora_")
+        layer, _, matrix = name.rpartition(".lora_")
         value = read(name).cpu()
         if kind == "wan-lora":
             original = family.original_name(layer)
             prefix = f"diffusion_model.{original}"
             # diffusers (0.42) reads alpha only in blocks. Without alpha every reader uses scale 1.
             has_alpha = original.startswith("blocks.")
-            factor = 1.0 if which == "A.weight" or (has_alpha and which == "B.weight") else scale
-            theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[which]
+            factor = 1.0 if matrix == "A.weight" or (has_alpha and matrix == "B.weight") else scale
+            theirs = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight", "B.bias": "diff_b"}[matrix]
             tensors[f"{prefix}.{theirs}"] = (factor * value).to(dtype)
-            if has_alpha and which == "A.weight":
+            if has_alpha and matrix == "A.weight":
                 tensors[f"{prefix}.alpha"] = torch.tensor(scale * value.shape[0], dtype=torch.float32)
         else:
-            factor = 1.0 if which == "A.weight" else scale
+            factor = 1.0 if matrix == "A.weight" else scale
             tensors[f"transformer.{name}"] = (factor * value).to(dtype)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def write_file(
-    folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, move_aside: bool = False
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    causal: Mapping[str, Any] | None = None,
+    *,
+    move_aside: bool = False,
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``; see :func:`models.files.published.published`.
+    """Write ``folder/pytorch_lora_weights.safetensors``, and ``causal.json`` for the adapters of a causal network.
+
+    ``folder``, ``about`` and ``move_aside`` are as for :func:`models.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written.
     """
     try:
-        with published(folder, about, move_aside=move_aside) as unfinished:
+        with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
             save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
+            if causal is not None:
+                write_causal(unfinished, causal)
     except SafetensorError as error:  # includes a full disk
         raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error

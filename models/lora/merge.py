@@ -18,27 +18,27 @@ class Weights(NamedTuple):
     """Function that returns a whole tensor by name. On a mesh every rank must call it."""
 
 
-def merged(base: Weights, own: Weights, scale: float) -> Weights:
+def merged(base: Weights, trained: Weights, scale: float) -> Weights:
     """Return ``W + scale B A``, summed in fp32 without rounding, with trained copies and additions.
 
     Args:
         base: weights of the base.
-        own: weights of the role's own parameters.
+        trained: weights of the parameters that the role trained.
         scale: ``alpha / rank``.
     """
-    whole = {name: shape for name, shape in own.shapes.items() if ".lora_" not in name}
+    whole = {name: shape for name, shape in trained.shapes.items() if ".lora_" not in name}
 
     def read(name: str) -> Tensor:
         if name in whole:
-            return own.read(name)
+            return trained.read(name)
         layer, _, kind = name.rpartition(".")
         weight, b = base.read(name), f"{layer}.lora_B.{kind}"
-        if b not in own.shapes:
+        if b not in trained.shapes:
             return weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        difference = own.read(b).to(dtype)
+        difference = trained.read(b).to(dtype)
         if kind == "weight":
-            difference = difference @ own.read(f"{layer}.lora_A.weight").to(dtype)
+            difference = difference @ trained.read(f"{layer}.lora_A.weight").to(dtype)
         return weight.to(dtype) + scale * difference
 
     return Weights({**base.shapes, **whole}, read)

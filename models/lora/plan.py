@@ -70,7 +70,7 @@ class LoraPlan:
             "train": list(self.train),
         }
 
-    def of(self, network: nn.Module) -> LoraPlan:
+    def for_network(self, network: nn.Module) -> LoraPlan:
         """Return the plan for a network of the same kind with fewer blocks."""
         names = {name for name, _ in network.named_modules()}
         targets, train = (tuple(name for name in chosen if name in names) for chosen in (self.targets, self.train))
@@ -105,18 +105,20 @@ class LoraPlan:
         The values come from the file. Without one, A is drawn from ``seed`` as peft does for a linear layer, and B is
         zero.
         """
-        own = {name: p.detach() for name, p in module.named_parameters() if owner(name)[0] == role and ".lora_" in name}
+        parameters = {
+            name: p.detach() for name, p in module.named_parameters() if owner(name)[0] == role and ".lora_" in name
+        }
         if self.saved is None:
             initialise(module, seed=seed, stream=lambda name: name if name.endswith(f".lora_A.{role}") else None)
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 if ".lora_B." in name:
                     local_shard(parameter).zero_()
             return
-        found = self.saved.read()
-        for name, parameter in own.items():
-            layer, _, which = owner(name)[1].rpartition(".lora_")
-            value = found[layer].get(which, torch.zeros(parameter.shape))  # zero if only other layers have a bias
-            copy_own_part(parameter, value / (1.0 if which == "A.weight" else self.settings.scale), name)
+        values = self.saved.read()
+        for name, parameter in parameters.items():
+            layer, _, matrix = owner(name)[1].rpartition(".lora_")
+            value = values[layer].get(matrix, torch.zeros(parameter.shape))  # zero if only other layers have a bias
+            copy_own_part(parameter, value / (1.0 if matrix == "A.weight" else self.settings.scale), name)
 
 
 def plan_lora(
@@ -135,27 +137,27 @@ def plan_lora(
         UserError: the file has another rank or other layers, or :func:`target_layers`, :func:`trained_modules` or
             :func:`models.lora.saved.inspect_adapters` raises.
     """
-    where, found = f"{role}.lora.", None
+    where, inspected = f"{role}.lora.", None
     settings.check(where)
     if saved is not None:
-        found = inspect_adapters(saved, network, family, f"{role}.checkpoint")
-        if settings.rank not in (0, found.rank):
+        inspected = inspect_adapters(saved, network, family, f"{role}.checkpoint")
+        if settings.rank not in (0, inspected.rank):
             raise UserError(
                 f"{where}rank={settings.rank}, but the adapters in {role}.checkpoint={saved.parent} have rank"
-                f" {found.rank}; leave it out"
+                f" {inspected.rank}; leave it out"
             )
-        kept = _without_unread(found.tensors, network, family, str(saved))
-        found = replace(found, tensors={name: found.tensors[name] for name in kept})
-        settings = replace(settings, rank=found.rank, targets=settings.targets or kept)
+        kept = _without_unread(inspected.tensors, network, family, str(saved))
+        inspected = replace(inspected, tensors={name: inspected.tensors[name] for name in kept})
+        settings = replace(settings, rank=inspected.rank, targets=settings.targets or kept)
     targets = target_layers(network, family, settings, where, fresh=saved is None)
-    if saved is not None and found is not None and set(targets) != found.tensors.keys():
+    if saved is not None and inspected is not None and set(targets) != inspected.tensors.keys():
         raise UserError(
             f"{where}targets names {len(targets)} layers, but the adapters in {role}.checkpoint={saved.parent} are for"
-            f" {len(found.tensors)} others whose output is read; leave it out, or give other adapters"
+            f" {len(inspected.tensors)} others whose output is read; leave it out, or give other adapters"
         )
     train = trained_modules(network, family, settings, targets, where)
-    biased = found is not None and found.biased
-    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=found, biased=biased)
+    biased = inspected is not None and inspected.biased
+    return LoraPlan(settings=settings, targets=tuple(targets), train=tuple(train), saved=inspected, biased=biased)
 
 
 def target_layers(
@@ -241,16 +243,16 @@ def _matching(
     Raises:
         UserError: a pattern matches none.
     """
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        matching = [name for name, called in names.items() if any(fnmatchcase(each, pattern) for each in called)]
+        matching = [name for name, called in names.items() if any(fnmatchcase(alias, pattern) for alias in called)]
         if not (trains := _without_unread(matching, network, family, setting)):
             why = f"matches {matching[0]}, whose output nothing reads" if matching else "matches nothing"
             raise UserError(
                 f"{setting}: {pattern!r} {why}; names are as {next(iter(names))} and {next(reversed(names))}"
             )
-        found.update(trains)
-    return [name for name in names if name in found]
+        matched.update(trains)
+    return [name for name in names if name in matched]
 
 
 def _without_unread(names: Collection[str], network: nn.Module, family: Family, where: str) -> list[str]:

@@ -88,11 +88,13 @@ class SavedAdapters:
         """
         tensors, weights = _read(self.file, self.family), {}
         for layer, (names, scale) in self.tensors.items():
-            found = {which: (1.0 if which == "A.weight" else scale) * tensors[n].float() for which, n in names.items()}
-            missing = self.rank - len(found["A.weight"])
-            found["A.weight"] = nn.functional.pad(found["A.weight"], (0, 0, 0, missing))
-            found["B.weight"] = nn.functional.pad(found["B.weight"], (0, missing))
-            weights[layer] = found
+            matrices = {
+                matrix: (1.0 if matrix == "A.weight" else scale) * tensors[n].float() for matrix, n in names.items()
+            }
+            missing = self.rank - len(matrices["A.weight"])
+            matrices["A.weight"] = nn.functional.pad(matrices["A.weight"], (0, 0, 0, missing))
+            matrices["B.weight"] = nn.functional.pad(matrices["B.weight"], (0, missing))
+            weights[layer] = matrices
         return weights
 
 
@@ -117,7 +119,7 @@ def _read(file: Path, family: Family) -> dict[str, Tensor]:
             " it to diffusers' own names"
         ) from error
     read = {id(tensor) for tensor in converted.values()}  # scaled pairs are new tensors; none is dropped
-    pairs = tuple(end for end, which in _ENDS.items() if which != "B.bias")
+    pairs = tuple(end for end, matrix in _ENDS.items() if matrix != "B.bias")
     for name, tensor in sorted(tensors.items()):
         pair = name.endswith(pairs)
         if not pair and id(tensor) not in read and tensor.any():
@@ -152,20 +154,20 @@ def inspect_adapters(file: Path, network: nn.Module, family: Family, setting: st
         raise UserError(f"{where}: {error}") from error
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{where}: the scale of its adapters cannot be read ({one_line(error)})") from error
-    found: dict[str, dict[str, str]] = {}
+    layers: dict[str, dict[str, str]] = {}
     for name in read:
         short = next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)
         end = next((end for end in _ENDS if short.endswith(end)), None)
         layer = short.removesuffix(end or "")
         if end is None or layer not in linear:
             raise UserError(f"{where} holds {name}, which is not an adapter of a linear layer of the base")
-        found.setdefault(layer, {})[_ENDS[end]] = name
+        layers.setdefault(layer, {})[_ENDS[end]] = name
     tensors = {}
-    for layer, names in found.items():
+    for layer, names in layers.items():
         module, alpha = linear[layer], names.pop("alpha", None)
         if not {"A.weight", "B.weight"} <= names.keys():
             raise UserError(f"{where} has {', '.join(names.values())}, but not A and B of {layer}; copy it again")
-        shapes = {which: tuple(read[name].shape) for which, name in names.items()}
+        shapes = {matrix: tuple(read[name].shape) for matrix, name in names.items()}
         rank = (*shapes["A.weight"], 0)[0]
         wanted: dict[str, tuple[int, ...]] = {
             "A.weight": (rank, module.in_features),
@@ -203,13 +205,13 @@ def _scales(file: Path, metadata: Mapping[str, str]) -> Callable[[str, int], flo
     Raises:
         UserError: the configuration lacks ``lora_alpha``.
     """
-    beside = file.parent / "adapter_config.json"
-    if beside.is_file():
-        config, name = json.loads(beside.read_text(encoding="utf-8")), beside.name
+    config_file = file.parent / "adapter_config.json"
+    if config_file.is_file():
+        config, name = json.loads(config_file.read_text(encoding="utf-8")), config_file.name
     elif "lora_adapter_metadata" in metadata:
-        given, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
+        entries, name = json.loads(metadata["lora_adapter_metadata"]), "its metadata"
         # A pipeline's file has prefixed keys of several components; a network's own file has no prefix.
-        config = {key.removeprefix("transformer."): value for key, value in given.items()}
+        config = {key.removeprefix("transformer."): value for key, value in entries.items()}
     else:
         return _unscaled
     if not config.get("lora_alpha"):

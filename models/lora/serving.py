@@ -78,13 +78,13 @@ def _take_the_role(unit: nn.Module, layers: list[_Layer]) -> None:
 
 def _layers(module: nn.Module) -> list[_Layer]:
     """Return the adapted layers and copies in ``module``, each with the roles that have one."""
-    found: list[_Layer] = []
-    for each in module.modules():
-        if isinstance(each, BaseTunerLayer):
-            found.append((each, frozenset(cast(nn.ModuleDict, each.lora_A))))
-        elif isinstance(each, ModulesToSaveWrapper):
-            found.append((each, frozenset(cast(nn.ModuleDict, each.modules_to_save))))
-    return found
+    layers: list[_Layer] = []
+    for child in module.modules():
+        if isinstance(child, BaseTunerLayer):
+            layers.append((child, frozenset(cast(nn.ModuleDict, child.lora_A))))
+        elif isinstance(child, ModulesToSaveWrapper):
+            layers.append((child, frozenset(cast(nn.ModuleDict, child.modules_to_save))))
+    return layers
 
 
 def _bind(layers: list[_Layer], role: str) -> None:

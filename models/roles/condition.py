@@ -52,7 +52,7 @@ class Condition:
 
     def __getitem__(self, samples: slice | Tensor) -> Condition:
         """Select samples by a slice or an index ``(n,)``."""
-        return self._of({name: value[samples] for name, value in self.tensors.items()})
+        return self._with({name: value[samples] for name, value in self.tensors.items()})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +95,7 @@ class Condition:
     def cat(conditions: Sequence[Condition]) -> Condition:
         """Concatenate conditions with tensors of the same names. ``null`` and ``empty`` come from the first."""
         first = conditions[0]
-        return first._of({name: torch.cat([each.tensors[name] for each in conditions]) for name in first.tensors})
+        return first._with({name: torch.cat([c.tensors[name] for c in conditions]) for name in first.tensors})
 
     @staticmethod
     def where(choice: Tensor, first: Condition, second: Condition) -> Condition:
@@ -104,15 +104,15 @@ class Condition:
             name: torch.where(choice.view(-1, *[1] * (value.ndim - 1)), value, second.tensors[name])
             for name, value in first.tensors.items()
         }
-        return second._of(chosen)
+        return second._with(chosen)
 
     def _replaced(self, values: Mapping[str, Tensor]) -> Condition:
         missing = values.keys() - self.tensors.keys()
         assert not missing, f"the condition has no {sorted(missing)}"
         replaced = {name: value.expand(len(self), *value.shape) for name, value in values.items()}
-        return self._of({**self.tensors, **replaced})
+        return self._with({**self.tensors, **replaced})
 
-    def _of(self, tensors: Mapping[str, Tensor]) -> Condition:
+    def _with(self, tensors: Mapping[str, Tensor]) -> Condition:
         return Condition(tensors, self.null_values, self.empty_values)
 
 

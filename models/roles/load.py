@@ -50,7 +50,7 @@ def build_role(
         precision: replaces the plan's precision; the only way to use ``"fp64"``.
         latent_shape: ``(C, T, H, W)`` of a sample.
         condition_shapes: shape of each tensor of a sample's condition, by name.
-        seed: seed of random weights if there is no checkpoint; weights do not depend on the mesh.
+        seed: seed of random weights without a checkpoint; weights do not depend on the mesh.
 
     Raises:
         UserError: the network cannot take data of these shapes; or, on every rank, a file is unreadable or
@@ -108,8 +108,17 @@ def build_roles(
                 trainable=plan.name in trained,
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
+                causal=plan.causal,
+                trained_frames=_trained_frames(plan, latent_shape, plan.name in trained),
             )
     return {plan.name: built[plan.name] for plan in plans}
+
+
+def _trained_frames(plan: RolePlan, latent_shape: LatentShape, trains: bool) -> int | None:
+    """Return the latent frames of a clip in the training of a causal role: those of this run, or of its checkpoint."""
+    if plan.causal is None:
+        return None
+    return latent_shape[1] if trains or plan.trained_frames is None else plan.trained_frames
 
 
 def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:
@@ -204,14 +213,14 @@ def set_first_values(network: Network, plans: Sequence[RolePlan], seed: int) -> 
             if plan.additions:
                 initialise(module.get_submodule(f"additions.{plan.name}"), seed=seed)
             if plan.additions or plan.lora is not None:  # saved additions, and copies of modules trained whole
-                own = network.named_parameters(plan.name)
-                _load({name: weight for name, weight in own.items() if name not in base}, plan)
+                parameters = network.named_parameters(plan.name)
+                _load({name: weight for name, weight in parameters.items() if name not in base}, plan)
     for plan in plans:
         if plan.lora is not None:
             plan.lora.fill(module, plan.name, seed)
             if plan.lora.saved is not None:
-                own = network.named_parameters(plan.name)
-                _require_finite(own, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
+                parameters = network.named_parameters(plan.name)
+                _require_finite(parameters, f"{plan.name}.checkpoint={plan.lora.saved.file.parent}")
 
 
 def _load(weights: Mapping[str, Tensor], plan: RolePlan) -> None:
@@ -241,7 +250,7 @@ def _require_finite(weights: Mapping[str, Tensor], where: str) -> None:
         UserError: the same on every rank, for the first such tensor.
     """
     mine = sorted(name for name, weight in weights.items() if not local_shard(weight).isfinite().all())
-    broken = sorted({name for part in on_all_ranks(lambda: mine) for name in part})
+    broken = sorted({name for names in on_all_ranks(lambda: mine) for name in names})
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UserError(f"{where}: {broken[0]}{more} holds numbers that are not finite; copy the checkpoint again")

@@ -23,16 +23,16 @@ def owner(name: str) -> tuple[str | None, str]:
         copy of a base module has the base's name. Names with ``lora_A.weight`` and ``additions.gan_head`` are the same
         for every role.
     """
-    parts = name.split(".")
-    if parts[0] == ADDITIONS:
-        return parts[1], ".".join([ADDITIONS, *parts[2:]])
-    role, public, rest = None, [], iter(parts)
-    for part in rest:
-        if part in _OF_BASE:
+    path = name.split(".")
+    if path[0] == ADDITIONS:
+        return path[1], ".".join([ADDITIONS, *path[2:]])
+    role, public, rest = None, [], iter(path)
+    for component in rest:
+        if component in _OF_BASE:
             continue
-        if part in _OF_ROLE:
+        if component in _OF_ROLE:
             role = next(rest)
-            if part == "modules_to_save":
+            if component == "modules_to_save":
                 continue
-        public.append(part)
+        public.append(component)
     return role, ".".join(public)

@@ -18,6 +18,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import PREFIX, Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import LastStep, SecondTime
+from models.causal import CausalSettings, read_causal
 from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import (
@@ -30,6 +31,7 @@ from models.files.checkpoint_files import (
 )
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
+from models.roles.condition import FIRST_FRAME
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ ADDITIONS: dict[str, type[Addition]] = {"gan_head": GanHead, "second_time": Seco
 def build_additions(chosen: Chosen, family: Family, config: Mapping[str, Any]) -> nn.ModuleDict:
     """Build the additions ``chosen`` for a network of ``config``, on the current default device."""
     arguments = chosen if isinstance(chosen, Mapping) else dict.fromkeys(chosen, {})
-    return nn.ModuleDict({name: ADDITIONS[name](family, config, **given) for name, given in arguments.items()})
+    return nn.ModuleDict({name: ADDITIONS[name](family, config, **settings) for name, settings in arguments.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,10 @@ class RolePlan:
     """The additions as modules on the meta device; never changed."""
     lora: LoraPlan | None = None
     """Adapters of the role; ``None`` for a role that owns the whole network."""
+    causal: CausalSettings | None = None
+    """Settings of a causal role; ``None`` for a role that attends to all frames."""
+    trained_frames: int | None = None
+    """Number of latent frames of a clip in the training of a causal checkpoint (``causal.json``)."""
     network: nn.Module
     """One of its networks, on the meta device, without adapters and additions; never changed."""
 
@@ -83,9 +89,9 @@ class RolePlan:
     def expert(self, index: int) -> RolePlan:
         """Return the plan with one of its networks only; without adapters if that network does not train."""
         lora = self.lora if index in self.trained_experts else None
-        beside = index not in self.trained_experts
+        is_frozen = index not in self.trained_experts
         folders = self.folders[index : index + 1]
-        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=beside)
+        return replace(self, folders=folders, boundaries=(), trained_experts=(0,), lora=lora, as_it_is=is_frozen)
 
     @property
     def setting(self) -> str:
@@ -96,9 +102,16 @@ class RolePlan:
         """Return the number of tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
 
         Raises:
-            UserError: the network cannot take these shapes.
+            UserError: the network cannot take these shapes, or they are not whole chunks of a causal role.
         """
         self.family.check_sample(self.config, latent_shape, condition_shapes, self.setting)
+        if self.causal is not None:
+            self.causal.chunks(latent_shape[1], f"{self.name}.causal.")
+            if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
+                raise UserError(
+                    f"{self.name}.causal.first_chunk={self.causal.size(0)}: the given first frame (data.image) is a"
+                    f" chunk; use {self.name}.causal.first_chunk=1"
+                )
         return self.family.tokens(self.config, latent_shape)
 
     @property
@@ -118,18 +131,18 @@ class RolePlan:
         """Return the shapes of the role's parameters in each network, by public name: adapters or the network, and
         additions."""
         if self.lora is not None:
-            own = self.lora.shapes(self.network)
+            shapes = self.lora.shapes(self.network)
         else:
-            own = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
-        return own | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
+            shapes = {name: tuple(p.shape) for name, p in self.network.named_parameters()}
+        return shapes | {PREFIX + name: tuple(p.shape) for name, p in self.added.named_parameters()}
 
-    def of(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
+    def for_network(self, network: nn.Module, folders: tuple[TransformerFolder, ...]) -> RolePlan:
         """Return the plan for another network of its family, on the meta device, with weights in ``folders``. Roles
         that share this plan's network share the new one."""
         config = {"_class_name": self.family.class_name} | defining(config_of(network))
         with torch.device("meta"):
             added = build_additions(self.additions, self.family, config_of(network))
-        lora = None if self.lora is None else self.lora.of(network)
+        lora = None if self.lora is None else self.lora.for_network(network)
         return replace(self, config=config, folders=folders, network=network, added=added, lora=lora)
 
 
@@ -147,6 +160,7 @@ def plan_role(
     lora: LoraSettings | None = None,
     saved: Path | None = None,
     experts: str = "both",
+    causal: CausalSettings | None = None,
 ) -> RolePlan:
     """Check a role's settings. Reads headers and builds a network on the meta device only.
 
@@ -154,7 +168,7 @@ def plan_role(
         name: the role.
         checkpoint: a diffusers pipeline or transformer folder, or ``None`` for random weights.
         architecture: the network's configuration if there is no checkpoint.
-        boundary: time from which the first of two experts serves, if there is no checkpoint; a checkpoint has its own.
+        boundary: time from which the first of two experts serves, without a checkpoint; a checkpoint has its own.
         family: the model family.
         sharding: sharding settings; plain fp32 by default.
         attention_backend, head_groups: see :func:`fsdp_cp.attention.context_parallel_attention`.
@@ -162,10 +176,11 @@ def plan_role(
         lora: settings of the adapters that the role trains on a frozen network.
         saved: file with the adapters' first values.
         experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
+        causal: settings of a causal role. A checkpoint with a ``causal.json`` has its own. ``fake`` is never causal.
 
     Raises:
         UserError: a folder is missing, files do not fit the network, checkpoint and architecture are both missing, or
-            the network cannot have these adapters.
+            the network cannot have these adapters or be causal.
     """
     chosen = family_of(family, name)
     setting = f"{name}.checkpoint"
@@ -178,8 +193,8 @@ def plan_role(
                 else f" (or set {name}.architecture for random weights)"
             )
         )
-    found = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
-    boundaries = found.boundaries
+    inspected = inspect_checkpoint(checkpoint, setting) if checkpoint is not None else Checkpoint((), ())
+    boundaries = inspected.boundaries
     if boundary is not None:
         if checkpoint is not None:
             raise UserError(
@@ -192,14 +207,14 @@ def plan_role(
     if architecture is not None:
         chosen.check_keys(architecture, f"{name}.architecture")
     with torch.device("meta"):
-        if found.folders:
-            network, *others = (chosen.build(folder.config, setting) for folder in found.folders)
+        if inspected.folders:
+            network, *others = (chosen.build(folder.config, setting) for folder in inspected.folders)
         else:
             network, others = chosen.build(dict(architecture or {}), f"{name}.architecture"), []
         extra = build_additions(additions, chosen, config_of(network))  # refuses additions that do not fit the network
     _check_experts([network, *others], f"{setting}={checkpoint}")
     shapes = {PREFIX + key: tuple(value.shape) for key, value in extra.state_dict().items()}
-    for folder in found.folders:
+    for folder in inspected.folders:
         check_tensors(folder, {key: tuple(value.shape) for key, value in network.state_dict().items()}, setting)
         _check_additions(folder, shapes, setting)
     if saved is not None and boundaries and experts == "both":
@@ -210,16 +225,19 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
+    settings, trained_frames = _causal(name, causal, inspected, saved)
+    if settings is not None:
+        _check_causal(name, settings, chosen, network, boundaries, sharding)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
-    weights = "\n".join(str(folder.path.resolve()) for folder in found.folders)
-    if not found.folders:
+    weights = "\n".join(str(folder.path.resolve()) for folder in inspected.folders)
+    if not inspected.folders:
         weights = json.dumps([config, *boundaries], sort_keys=True)
     return RolePlan(
         name=name,
         family=chosen,
         config=config,
         base=(chosen.name, weights),
-        folders=found.folders,
+        folders=inspected.folders,
         boundaries=boundaries,
         trained_experts=_trained_experts(name, boundaries, experts),
         sharding=sharding or ShardSettings(),
@@ -228,8 +246,56 @@ def plan_role(
         additions=additions,
         added=extra,
         lora=adapters,
+        causal=settings,
+        trained_frames=trained_frames,
         network=network,
     )
+
+
+def _causal(
+    name: str, given: CausalSettings | None, checkpoint: Checkpoint, saved: Path | None
+) -> tuple[CausalSettings | None, int | None]:
+    """Return the causal settings of a role and the latent frames in its checkpoint's training; ``None`` for none.
+
+    Args:
+        name: the role.
+        given: its settings.
+        checkpoint: its networks on disk.
+        saved: file with its adapters, whose folder comes first.
+
+    Raises:
+        UserError: the settings contradict the checkpoint's, or are incomplete.
+    """
+    given, where = given or CausalSettings(), f"{name}.causal."
+    if name == "fake":
+        return None, None
+    for folder in (*([saved.parent] if saved is not None else []), *(each.path for each in checkpoint.folders)):
+        if (of_folder := read_causal(folder, f"{name}.checkpoint={folder}")) is not None:
+            return given.merged(of_folder[0], where, folder), of_folder[1]
+    if not given.enabled and given != CausalSettings():
+        raise UserError(f"{where}chunk is not set, so the other {where}* have no effect; set it, or leave them out")
+    return (given if given.enabled else None), None
+
+
+def _check_causal(
+    name: str,
+    settings: CausalSettings,
+    family: Family,
+    network: nn.Module,
+    boundaries: tuple[float, ...],
+    sharding: ShardSettings | None,
+) -> None:
+    """Check that a role can be causal.
+
+    Raises:
+        UserError: its family, its network, its two experts or ``compile`` forbid it.
+    """
+    setting = f"{name}.causal.chunk={settings.chunk}"
+    family.check_causal(config_of(network), setting)
+    if boundaries:
+        raise UserError(f"{setting}: a model of two experts (A14B) cannot be causal; use one network")
+    if sharding is not None and sharding.compile:
+        raise UserError(f"{setting} does not work with {name}.compile=true; use {name}.compile=false")
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:
@@ -263,9 +329,9 @@ def _check_experts(networks: Sequence[nn.Module], where: str) -> None:
 def _check_additions(folder: TransformerFolder, expected: dict[str, tuple[int, ...]], setting: str) -> None:
     """Check the additions that ``folder`` holds. A seed initializes chosen additions that it does not hold."""
     saved, chosen = named_additions(folder.additions), named_additions(expected)
-    found = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
+    shapes = {key: shape for key, shape in folder.additions.items() if named_additions([key]) <= chosen}
     wanted = {key: shape for key, shape in expected.items() if named_additions([key]) <= saved}
-    check_tensors(replace(folder, shapes=found), wanted, setting)
+    check_tensors(replace(folder, shapes=shapes), wanted, setting)
     if saved - chosen and rank() == 0:
         log.warning("%s=%s: its additions %s are not used", setting, folder.path, ", ".join(sorted(saved - chosen)))
 

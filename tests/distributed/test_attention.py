@@ -1,11 +1,14 @@
 """Context-parallel attention against attention written out in float64 in one process: output, gradients, tangent."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.attention.mask import BlockMask, block_causal, teacher_forcing
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, all_on_ranks, context_mesh, errors, on_ranks, oracle, plain_attention
 
@@ -41,6 +44,12 @@ def test_values_gradients_and_tangents(pools, ring, ulysses):
         {"tokens": (23,), "block": 4, "head_groups": 2, "masked": True},
         {"tokens": (4 * world,), "block": world},
         {"tokens": (5,), "block": 7},
+        {"tokens": (23,), "mask": block_causal((5, 4, 9, 2, 3), window=1, sink=1)},
+        {"tokens": (22,), "mask": teacher_forcing((4, 3, 3, 1)), "masked": True},
+        {"tokens": (22,), "mask": teacher_forcing((1, 4, 2, 4), window=1, sink=1), "head_groups": 2},
+        {"tokens": (2,), "mask": teacher_forcing((1,))},
+        {"tokens": (3, 9), "mask": BlockMask((2, 1, 9), (((0, 3),), (), ((1, 2), (4, 8))))},
+        {"tokens": (9,), "text": 3, "mask": BlockMask((3, 9), (((0, 12),), ((0, 2), (5, 12))))},
         {"tokens": (17,), "text": 3, "masked": True, "head_groups": 2},
         {"tokens": (2 * world,), "text": world},
         {"tokens": (3, 18, 4), "masked": True},
@@ -52,6 +61,16 @@ def test_values_gradients_and_tangents(pools, ring, ulysses):
 
 
 @st.composite
+def block_masks(draw, tokens):
+    """Draw a mask of any runs and key ranges, some of them empty."""
+    cuts = draw(st.lists(st.integers(1, tokens - 1), unique=True, max_size=4)) if tokens > 1 else []
+    queries = tuple(b - a for a, b in pairwise([0, *sorted(cuts), tokens]))
+    bounds = st.lists(st.integers(0, tokens), unique=True, max_size=7).map(sorted)
+    keys = (draw(bounds) for _ in queries)
+    return BlockMask(queries, tuple(tuple(zip(x[::2], x[1::2], strict=False)) for x in keys))
+
+
+@st.composite
 def _cases(draw):
     world = draw(st.sampled_from((2, 3, 4)))
     ulysses = draw(st.sampled_from([u for u in range(1, world + 1) if world % u == 0]))
@@ -59,11 +78,15 @@ def _cases(draw):
     kv_heads = ulysses * head_groups * draw(st.integers(1, 2))
     kind = draw(st.sampled_from(("plain", "block", "text", "segments")))
     segments = draw(st.lists(st.integers(1, 13), min_size=2, max_size=3)) if kind == "segments" else None
+    tokens = tuple(segments) if segments else (draw(st.integers(1, 40)),)
+    text = draw(st.integers(1, 9)) if kind == "text" else 0
+    mask = draw(block_masks(text + sum(tokens))) if kind != "block" and draw(st.booleans()) else None
     return Case(
         ring=world // ulysses,
         ulysses=ulysses,
-        tokens=tuple(segments) if segments else (draw(st.integers(1, 40)),),
-        text=draw(st.integers(1, 9)) if kind == "text" else 0,
+        tokens=tokens,
+        text=text,
+        mask=mask,
         block=draw(st.integers(1, 20)) if kind == "block" else None,
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention, ring
 from fsdp_cp.attention.layout import Layout
+from fsdp_cp.attention.mask import teacher_forcing
 from tests.oracles.attention import Case, context_mesh
 
 FACTORS = [(1, 2), (3, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (2, 3)))]
@@ -75,7 +76,8 @@ def _local(case, mesh):
     def attend(q, k, v):
         out = context_parallel_attention(
             q, k, v, mesh=mesh, total_tokens=case.tokens if len(case.tokens) > 1 else case.tokens[0], key_mask=mask,
-            causal_block=case.block, joint=tuple(text) if case.text else None, head_groups=case.head_groups,
+            mask=case.mask, causal_block=case.block, joint=tuple(text) if case.text else None,
+            head_groups=case.head_groups,
         )  # fmt: skip
         return torch.cat(out, dim=1) if case.text else out
 
@@ -167,6 +169,8 @@ SPARSE = [
     (Case(ring=4, tokens=(12,), block=3), (1, 2, 3, 0), (2, 2, 2, 3)),
     # Blocks 0-5 and 6-11, ranks of 4 tokens: all see all, but rank 0 does not see rank 2's.
     (Case(ring=3, tokens=(12,), block=6), (2, 2, 2), (1, 2, 2)),
+    # Clean tokens on ranks 0 and 1, noisy ones on 2 and 3. Ranks 1 and 3 see rank 0's keys, nobody those of the others.
+    (Case(ring=4, tokens=(12,), mask=teacher_forcing((3, 3))), (1, 1, 1, 0), (0, 1, 1, 1)),
     # 3 tokens on each of ranks 0 to 2, none on rank 3, which passes on what others look at.
     (Case(ring=4, tokens=(9,)), (2, 2, 2, 2), (2, 2, 2, 2)),
     (Case(ring=2, ulysses=2, tokens=(8,), block=4), (1, 0), (0, 1)),

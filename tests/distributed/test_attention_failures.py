@@ -44,7 +44,7 @@ def _calls(owner, name, broken=None):
 
 PLACES = [
     ("forward", CpuFlash, "forward"),
-    ("forward", ring._Merged, "add"),
+    ("forward", ring.Merged, "add"),
     ("backward", CpuFlash, "backward"),
     ("backward", Chunk, "add_into"),
     ("dual", reference, "attention_dual"),

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.attention.mask import block_causal
 from fsdp_cp.mesh import build_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from tests.oracles.attention import Case, errors, make_inputs, on_ranks, oracle, plain_attention
@@ -96,6 +97,9 @@ def _mistakes():
         ("key_mask", (q, k, v), {"key_mask": mask.float()}),
         ("causal_block", (q, k, v), {"causal_block": 0}),
         ("segment", (q, k, v), {"causal_block": 2, "total_tokens": (8, 12)}),
+        ("mask", (q, k, v), {"mask": mask}),
+        ("mask", (q, k, v), {"mask": block_causal((8, 8))}),
+        ("mask", (q, k, v), {"mask": block_causal((8, 9)), "causal_block": 8}),
         ("backend", (q, k, v), {"backend": "flashy"}),
         ("backend", (q, k, v), {"backend": "flash"}),
         ("causal_block", (q, k, v), {"joint": (q, k, v), "causal_block": 2}),

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -36,9 +37,13 @@ def holds(folder, step: int) -> bool:
     return all(torch.equal(loaded["student"][name].to_local(), x.to_local()) for name, x in wanted.items())
 
 
+HALFWAY = threading.Event()
+
+
 def _slowly(self, path, mode):
-    """Open a file after another time on each rank, so that their collectives do not come in step."""
-    time.sleep(0.1 * (1 + dist.get_rank()))
+    """Open a file in the second half of the collectives, later on each rank, so that the ranks are out of step."""
+    assert HALFWAY.wait(timeout=60)
+    time.sleep(0.01 * (1 + dist.get_rank()))
     return path.open(mode)
 
 
@@ -47,9 +52,11 @@ def _beside_the_training(folder):
     checkpoints = Checkpoints(folder, keep=3, asynchronous=True)
     set_timeout(timedelta(seconds=50))  # as a training does after its first steps
     kept = timeout_of(checkpoints._group)
-    sums, during = [], 0
+    sums, during, state = [], 0, tensors(0)
     for step in (1, 2, 3):
-        state = tensors(step)
+        HALFWAY.clear()
+        for name, x in tensors(step)["student"].items():
+            state["student"][name].to_local().copy_(x.to_local())
         checkpoints.save(step, state, {"step": step})
         for x in state["student"].values():
             x.to_local().zero_()  # the copy is of before
@@ -57,8 +64,10 @@ def _beside_the_training(folder):
             x = torch.full((257,), float(i * (dist.get_rank() + 1)))
             dist.all_reduce(x)
             sums.append(bool((x == i * 10).all()))
-        during += checkpoints.is_writing()
-    checkpoints.wait()
+            if i == 25:
+                during += checkpoints.is_writing()
+                HALFWAY.set()
+        checkpoints.wait()
     return all(sums), published_steps(folder), [holds(step_folder(folder, s), s) for s in (1, 2, 3)], kept, during
 
 
@@ -91,7 +100,7 @@ def test_collectives_of_the_training_go_on_beside_a_save(pools, tmp_path):
     for exact, steps, whole, kept, during in pools[4].run(_beside_the_training, tmp_path):
         assert exact and steps == [1, 2, 3] and whole == [True] * 3
         assert kept == timedelta(hours=2), "a step's timeout is not that of a slow disk"
-        assert during > 0, "no save outlasted the collectives: the test saw nothing"
+        assert during == 3, "training waited for a save"
 
 
 def test_a_checkpoint_is_published_whole_and_all_ranks_see_its_damage(pools, tmp_path):

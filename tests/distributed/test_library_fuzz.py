@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_cp import build_mesh, shard_module
 from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.attention.mask import block_causal
 from fsdp_cp.context_parallel import EmbedOwnTokens, GatherTokens, SplitTokens, parallelize_context
 from fsdp_cp.runtime.local_ranks import run_ranks
 from fsdp_cp.sequence import gather_tokens, split_tokens
@@ -92,6 +93,7 @@ def _attend(mesh, data):
         "backend": st.one_of(st.sampled_from(["cpu_flash", "reference", "flash", "sdpa", ""]), junk),
         "key_mask": tensors(),
         "causal_block": sizes,
+        "mask": st.one_of(st.builds(block_causal, st.lists(st.integers(1, 3), min_size=1)), junk),
         "head_groups": sizes,
         "joint": st.one_of(st.tuples(tensors(), tensors(), tensors()), tensors(), st.just((q, k, v))),
     }
@@ -101,7 +103,7 @@ def _attend(mesh, data):
     out = call(context_parallel_attention, names, q, k, v, mesh=mesh, **values)
     if out is not None:
         assert (out if isinstance(out, torch.Tensor) else out[0]).shape == q.shape
-    for name in ("total_tokens", "causal_block", "head_groups", "joint"):
+    for name in ("total_tokens", "causal_block", "mask", "head_groups", "joint"):
         values.pop(name, None)
     k, v = (x if data.draw(st.booleans()) else torch.ones(1, keys, heads, 4, dtype=dtype) for x in (k, v))
     out = call(cross_attention, names, q, k, v, **values)

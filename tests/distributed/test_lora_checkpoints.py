@@ -15,7 +15,7 @@ from distill.run.resume_checks import check_resume
 from fsdp_cp.checkpoint.save_load import reader, step_folder
 from fsdp_cp.errors import UserError
 from models.export import main as export
-from models.files.published import published
+from models.files.atomic_folder import atomic_folder
 from models.lora.settings import LoraSettings
 from models.roles.condition import text_condition
 from models.roles.role_plan import plan_role
@@ -134,7 +134,7 @@ def test_bases(checkpoints, straight, tmp_path, capsys):
     """One that has moved, another one, one that would be overwritten."""
     assert _export(straight, tmp_path / "out", "--base", str(checkpoints / "teacher"), "--dtype", "bf16") == 0
     base = tmp_path / "base"
-    with published(base, {}) as folder:  # as an earlier export, which a new one may replace
+    with atomic_folder(base, {}) as folder:  # as an earlier export, which a new one may replace
         for file in (checkpoints / "teacher").iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
     before = {file.name: file.read_bytes() for file in base.iterdir()}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import build_mesh
 from models.families.wan import Wan
-from models.files.published import published
+from models.files.atomic_folder import atomic_folder
 from models.lora import extract as extraction
 from models.lora.__main__ import main
 from models.lora.files import file_tensors
@@ -186,7 +186,7 @@ def test_no_input_is_written_over(capsys, checkpoints, full, tmp_path):
     """An earlier export would be replaced, and may be what is read."""
     inputs = {}
     for name, source in (("FULL", full), ("BASE", checkpoints / "teacher")):
-        with published(tmp_path / name / "transformer", {}) as folder:
+        with atomic_folder(tmp_path / name / "transformer", {}) as folder:
             for file in source.iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
         inputs[name] = tmp_path / name

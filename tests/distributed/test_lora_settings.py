@@ -57,7 +57,7 @@ def test_a_shallower_network_keeps_the_layers_that_it_has(network):
     plan = plan_lora(network, Wan(), settings, "student")
     with torch.device("meta"):
         shallow = WanTransformer3DModel(**ARCHITECTURE | {"num_layers": 1})
-    assert plan.of(shallow).targets == ("blocks.0.attn1.to_q",) and plan.of(shallow).train == ()
+    assert plan.for_network(shallow).targets == ("blocks.0.attn1.to_q",) and plan.for_network(shallow).train == ()
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ FAULTS = (
         name="dual_merge_shift",
         room="attention: tangents",
         harm="rcm, scm, meanflow on a ring: the exact derivative of attention is wrong",
-        old="            shift = w * (1 - w) * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
-        new="            shift = w * (part.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
+        old="            shift = w * (1 - w) * (other.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
+        new="            shift = w * (other.t_lse - t_s).transpose(1, 2).unsqueeze(-1)\n",
         killed_by="distributed/test_attention.py::test_values_gradients_and_tangents[2-1]",
     ),
     Fault(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fsdp_cp.attention import context_parallel_attention
+from fsdp_cp.attention.mask import BlockMask
 from fsdp_cp.mesh import Mesh, build_mesh, resolve_mesh
 from fsdp_cp.sequence import gather_tokens, split_tokens
 
@@ -45,6 +46,8 @@ class Case:
     """Whether to mask random keys, all keys of one sample, and all keys of the first sample except the last key of the
     last segment."""
     block: int | None = None
+    mask: BlockMask | None = None
+    """Mask over all tokens, text first."""
     head_groups: int = 1
     backend: str = "auto"
     dtype: torch.dtype = torch.float64
@@ -85,6 +88,16 @@ def make_inputs(case: Case) -> Inputs:
     return Inputs(primals, tangents, draw(case.heads), mask)
 
 
+def dense_mask(mask: BlockMask) -> Tensor:
+    """Return ``(tokens, tokens)`` bool, True where the query of the row sees the key of the column."""
+    dense, first = torch.zeros(mask.tokens, mask.tokens, dtype=torch.bool), 0
+    for count, ranges in zip(mask.queries, mask.keys, strict=True):
+        for start, stop in ranges:
+            dense[first : first + count, start:stop] = True
+        first += count
+    return dense
+
+
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, case: Case, mask: Tensor | None) -> Tensor:
     """Attend by matrix product, softmax and matrix product. A row without keys is 0."""
     k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=2) for x in (k, v))
@@ -95,6 +108,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, case: Case, mask: Tensor | 
     if case.block:
         number = torch.arange(q.shape[1]) // case.block
         logits = logits.masked_fill(number[:, None] < number[None, :], -torch.inf)
+    if case.mask:
+        logits = logits.masked_fill(~dense_mask(case.mask), -torch.inf)
     dead = (logits == -torch.inf).all(-1, keepdim=True)
     weights = logits.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
     return torch.einsum("bhst,bthd->bshd", weights, v)
@@ -129,6 +144,7 @@ def attend_on_rank(case: Case, mesh, tensors: list[Tensor], mask: Tensor | None)
         scale=case.scale,
         backend=case.backend,
         key_mask=mask,
+        mask=case.mask,
         causal_block=case.block,
         joint=tuple(text) if case.text else None,
         head_groups=case.head_groups,

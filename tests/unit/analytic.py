@@ -26,7 +26,7 @@ def marginal_variance(variance: Tensor, t: Tensor) -> Tensor:
 class Gaussian:
     """Data distributed as N(mean, covariance) over all N elements of a sample, with a full covariance matrix."""
 
-    boundaries = ()
+    has_experts = False
 
     def __init__(self, shape=(2, 2, 2, 2), seed=0):
         self.shape = shape
@@ -58,7 +58,7 @@ class Gaussian:
 class Mixture:
     """Data whose elements are all drawn from one mixture of Gaussians in one dimension."""
 
-    boundaries = ()
+    has_experts = False
 
     def __init__(self, shape=(2, 2, 2, 2), weights=(0.3, 0.7), means=(-1.2, 0.8), stds=(0.3, 0.5)):
         self.shape = shape
@@ -122,7 +122,7 @@ TO_LEARN = [Gaussian(shape=(1, 1, 2, 2)), Mixture(shape=(1, 4, 4, 4), means=(-0.
 class ExactStudent(nn.Module):
     """The consistency map ``x_t -> x_0`` of ``problem`` as a velocity. Its parameters are 0."""
 
-    boundaries = ()
+    has_experts = False
 
     def __init__(self, problem):
         super().__init__()
@@ -143,7 +143,7 @@ class SmallNet(nn.Module):
     It sees each element with the time, and, for a problem whose elements depend on each other, the whole sample.
     """
 
-    boundaries = ()
+    has_experts = False
 
     def __init__(self, problem, width=48, seed=0):
         super().__init__()

@@ -37,7 +37,7 @@ class Call:
 class Recorder(nn.Module):
     """Role that records its calls."""
 
-    boundaries, causal = (), None
+    has_experts, causal = False, None
 
     def __init__(self):
         super().__init__()

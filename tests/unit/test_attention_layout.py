@@ -1,11 +1,16 @@
 """The layout of tokens over ranks and the tiles of attention, against lists and matrices written out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_cp.attention.layout import Layout
+from fsdp_cp.attention.mask import BlockMask, block_causal, teacher_forcing
+from tests.distributed.test_attention import block_masks
+from tests.oracles.attention import dense_mask
 
 
 def _local_sequences(layout):
@@ -56,17 +61,13 @@ def test_chunks_hold_every_token_once(layout):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    tokens=st.integers(1, 40),
-    ulysses=st.integers(1, 3),
-    ring=st.integers(1, 5),
-    block=st.one_of(st.none(), st.integers(1, 15)),
-)
-def test_tiles_are_what_queries_see(tokens, ulysses, ring, block):
+@given(layout=_layouts, data=st.data())
+def test_tiles_are_what_queries_see(layout, data):
     """Every visible pair once, no other; and K, V and gradients travel exactly as far as somebody needs them."""
-    layout = Layout((tokens,), (tokens,), ulysses=ulysses, ring=ring, causal_block=block)
-    number = torch.arange(tokens) // (block or tokens)
-    visible = (number[:, None] >= number[None, :]).int()
+    tokens, ring = sum(layout.segments), layout.ring
+    layout = replace(layout, mask=data.draw(st.one_of(st.none(), block_masks(tokens))))
+    visible = torch.ones(tokens, tokens, dtype=torch.int32) if layout.mask is None else dense_mask(layout.mask).int()
+    assert layout.mask is None or visible.sum() == layout.mask.pairs
     counted = torch.zeros_like(visible)
     needs = torch.zeros(ring, ring, dtype=torch.bool)
     for q_rank in range(ring):
@@ -101,9 +102,69 @@ def test_true_tokens_of_each_chunk(tokens, ring, ulysses, sizes):
 
 @pytest.mark.parametrize("ring", [1, 2])
 def test_alone_means_that_every_query_sees_every_key_at_once(ring):
-    for block in (None, 1, 11, 12, 13):
-        layout = Layout((12,), (12,), ulysses=3, ring=ring, causal_block=block)
-        assert layout.alone(0) == (ring == 1 and (block is None or block >= 12))
+    masks = (None, block_causal((12,)), block_causal((1,) * 12), block_causal((11, 1)), BlockMask((12,), (((0, 11),),)))
+    for mask in masks:
+        layout = Layout((12,), (12,), ulysses=3, ring=ring, mask=mask)
+        assert layout.alone(0) == (ring == 1 and mask in masks[:2])
         if layout.alone(0):
             (tile,) = layout.tiles(0, 0)
             assert tile.queries == tile.keys == (0, 12), "a ring of one takes this tile without looking"
+
+
+CHUNKS = (3 * 1560,) * 7  # 21 latent frames of 480p
+
+
+@pytest.mark.parametrize(
+    ("mask", "calls"),
+    [
+        (block_causal(CHUNKS), (7, 8)),
+        (block_causal(CHUNKS, window=2, sink=1), (7 + 1, 8)),
+        (teacher_forcing(CHUNKS), (7 + 6 + 7, 13)),
+        (teacher_forcing(CHUNKS, window=2, sink=1), (20, 20)),
+        (teacher_forcing((1560,) * 21), (62, 41)),
+    ],
+)
+def test_calls_of_a_kernel(mask, calls):
+    """Runs of queries that see the same keys share a call, so a sink costs one for all of them."""
+    for ring, most in zip((1, 2), calls, strict=True):
+        layout = Layout((mask.tokens,), (mask.tokens,), ulysses=4, ring=ring, mask=mask)
+        ranks = range(ring)
+        assert max(sum(len(layout.tiles(i, j)) for j in ranks) for i in ranks) == most, ring
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    blocks=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    window=st.one_of(st.none(), st.integers(0, 6)),
+    sink=st.integers(0, 6),
+)
+def test_masks_of_causal_networks(blocks, window, sink):
+    """Token by token: earlier blocks within the window or the sink; clean tokens their own block, noisy ones theirs."""
+    number = torch.tensor([i for i, n in enumerate(blocks) for _ in range(n)])
+    query, key = number[:, None], number[None, :]
+    earlier = (key < query) & ((key < sink) | (key >= query - (len(blocks) if window is None else window)))
+    same = query == key
+    assert torch.equal(dense_mask(block_causal(blocks, window=window, sink=sink)), earlier | same)
+    clean, noisy = torch.cat((earlier | same, torch.zeros_like(same)), 1), torch.cat((earlier, same), 1)
+    assert torch.equal(dense_mask(teacher_forcing(blocks, window=window, sink=sink)), torch.cat((clean, noisy)))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("blocks", lambda: block_causal(())),
+        ("blocks", lambda: block_causal((3, 0))),
+        ("blocks", lambda: teacher_forcing((2.0,))),
+        ("window", lambda: block_causal((3,), window=-1)),
+        ("sink", lambda: teacher_forcing((3,), sink=None)),
+        ("mask", lambda: BlockMask((), ())),
+        ("mask", lambda: BlockMask((2, 1), (((0, 3),),))),
+        ("mask", lambda: BlockMask((3,), (((0, 4),),))),
+        ("mask", lambda: BlockMask((3,), (((1, 3), (0, 2)),))),
+        ("mask", lambda: BlockMask((3,), (((1, 1),),))),
+    ],
+)
+def test_masks_that_are_refused(name, make):
+    with pytest.raises(ValueError, match=name) as raised:
+        make()
+    assert "\n" not in str(raised.value)

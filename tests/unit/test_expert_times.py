@@ -136,7 +136,7 @@ def test_a_boundary_is_the_noisier_experts():
     """As in diffusers, ``t >= boundary``; for times in fp32 too, in which .9 is a little less than .9."""
     of = role("student", 0.9)
     assert [of.expert_at(t) for t in (1.0, 0.9, 0.8999)] == [0, 0, 1]
-    assert expert_of_step(None, None, "x", SimpleNamespace(boundaries=())) == 0, "one network: no draw"
+    assert expert_of_step(None, None, "x", SimpleNamespace(has_experts=False)) == 0, "one network: no draw"
     in_fp32 = torch.tensor([0.9], dtype=torch.float32)
     assert float(in_fp32) < 0.9 and of.expert_at(float(in_fp32)) == 0
 

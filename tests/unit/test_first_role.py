@@ -28,7 +28,7 @@ class Alarm(torch.nn.Module):
         super().__init__()
         self.name = name
 
-    boundaries, causal = (), None
+    has_experts, causal = False, None
 
     def velocity(self, *arguments, at=None, clean=None):
         raise Called(self.name)

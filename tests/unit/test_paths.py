@@ -14,7 +14,7 @@ from distill.run.folder import refuse_foreign
 from distill.sample import main as sample
 from fsdp_cp.errors import paths_of_the_user
 from models.export import main as export
-from models.files.published import refuse_input
+from models.files.atomic_folder import refuse_input
 from models.lora.__main__ import main as lora
 from tests.unit.refused import refused
 from train import main as train

@@ -33,7 +33,7 @@ RECIPES = [
 class Recorder(nn.Module):
     """A role that notes the times at which it trains."""
 
-    boundaries = ()
+    has_experts = False
 
     def __init__(self, causal):
         super().__init__()

@@ -59,7 +59,7 @@ def draw_times(
         trains: role that trains at the last of the times; perhaps only some of its experts
             (:attr:`Role.trained_experts`).
     """
-    if not any(role.boundaries for group in roles for role in group):
+    if not any(role.has_experts for group in roles for role in group):
         return [Times(t) for t in draw(random, purpose, dtype)]
     pilot, host = pilot_times(draw, random, purpose, trains), replace(random, device="cpu")
     wanted = [
@@ -78,7 +78,7 @@ def draw_times(
 
 def expert_of_step(draw: Draw, random: StepRandom, purpose: str, role: Role) -> int:
     """Return the position of the expert of the trained ``role`` that serves the last of the drawn times."""
-    return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.boundaries else 0
+    return role.expert_at(pilot_times(draw, random, purpose, role)[-1]) if role.has_experts else 0
 
 
 def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | None = None) -> list[float]:
@@ -90,7 +90,7 @@ def pilot_times(draw: Draw, random: StepRandom, purpose: str, trains: Role | Non
     for attempt in range(_TRIES):
         stream = f"{purpose}/range_{attempt}" if attempt else f"{purpose}/range"
         times = [float(t) for t in draw(random.shared, stream, torch.float64)]
-        if trains is None or not trains.boundaries or trains.trains_at(times[-1]):
+        if trains is None or trains.trains_at(times[-1]):
             return times
     raise UserError(
         f"{trains.name}.experts: none of {_TRIES} draws of {purpose} is a time at which the chosen expert serves, so it"

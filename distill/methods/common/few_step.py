@@ -93,11 +93,11 @@ class FewStepMethod(Method):
         """Return the student's times for ``steps`` steps, at most as many as it was trained for."""
         return spread(self.settings.student_times(), steps)
 
-    def scheduler(self, given: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
+    def scheduler(self, pipeline_times: Callable[[int], list[float] | None] | None = None) -> SchedulerMixin:
         """Return the scheduler with which a diffusers pipeline samples the student like :meth:`generate` at full steps.
 
         Args:
-            given: function that returns the times that this pipeline passes to its scheduler
+            pipeline_times: function that returns the times that this pipeline passes to its scheduler
                 (``Family.pipeline_times``).
 
         Raises:
@@ -109,7 +109,7 @@ class FewStepMethod(Method):
                 " sample it with python -m distill.sample"
             )
         stochastic = self.settings.student_sampler == "renoise"
-        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, given=given)
+        return few_step_scheduler(self.settings.student_times(), stochastic=stochastic, pipeline_times=pipeline_times)
 
     def student_sample(
         self, noise: Tensor, condition: Condition, times: Sequence[float | Times], random: StepRandom, purpose: str

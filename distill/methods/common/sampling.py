@@ -188,21 +188,21 @@ def rollout(
             ``ode`` is ``x0 + t' v``, Euler's step along the student's velocity (FastGen).
     """
     assert sampler in get_args(StudentSampler), sampler
-    each = [
+    steps = [
         time
         if isinstance(time, Times)
         else Times(torch.full((len(noise),), time, dtype=noise.dtype, device=noise.device), time)
         for time in times
     ]
-    x = per_sample(each[0].t, noise) * noise
-    for k, (t, at) in enumerate(each):
+    x = per_sample(steps[0].t, noise) * noise
+    for k, (t, at) in enumerate(steps):
         with torch.set_grad_enabled(torch.is_grad_enabled() and k == len(times) - 1):
             v = student.velocity(x, t, condition, at=at)
             x0 = denoise(x, v, t)
         if k == len(times) - 1:
             break
         if sampler == "ode":
-            x = x0 + per_sample(each[k + 1].t, v) * v
+            x = x0 + per_sample(steps[k + 1].t, v) * v
         else:
-            x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), each[k + 1].t)
+            x = add_noise(x0, random.normal(f"{purpose}_{k + 1}", x.shape[1:], x.dtype), steps[k + 1].t)
     return x0

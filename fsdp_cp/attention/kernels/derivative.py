@@ -78,10 +78,10 @@ def _checked(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[A
         mask = (torch.rand(2, 200, generator=generator) < 0.8).to(device)
         chunked: AttendDual = reference.attention_dual
         fused: AttendDual = attention_dual
-        expected, found = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
+        expected, computed = (attend(*tensors, mask, head_dim**-0.5) for attend in (chunked, fused))
     except Exception as error:  # Triton is missing or too old, or its compiler fails: fall back to chunked torch
         return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    for name, a, b in zip(Dual._fields, found, expected, strict=True):
+    for name, a, b in zip(Dual._fields, computed, expected, strict=True):
         assert a is not None and b is not None
         difference = float((a - b).norm() / b.norm())
         if not difference < _TOLERANCE:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fsdp_cp.errors import UserError
+from models.files.atomic_folder import MANIFEST, atomic_folder, refuse_occupied, withdraw
 from models.files.export_folder import export_scheduler
-from models.files.published import MANIFEST, published, refuse_occupied, withdraw
 from tests.unit.refused import refused
 
 
@@ -25,7 +25,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path, text: str, names=("config.json", "weights.safetensors"), **options) -> None:
-    with published(folder, {"text": text}, **options) as unfinished:
+    with atomic_folder(folder, {"text": text}, **options) as unfinished:
         for name in names:
             (unfinished / name).write_text(text)
 
@@ -35,7 +35,7 @@ def test_a_new_an_empty_and_an_earlier_export_are_written(tmp_path):
     write(out, "one", ("config.json", "a", "b"))
     assert {p.name for p in out.iterdir()} == {"config.json", "a", "b", MANIFEST}
     assert out.stat().st_mode & 0o777 == 0o777 & ~_umask(), "not mkdtemp's, which others cannot read"
-    with published(out, {"text": "tensors"}) as unfinished:
+    with atomic_folder(out, {"text": "tensors"}) as unfinished:
         save_file({"a": torch.ones(2)}, unfinished / "a.safetensors")
     assert (out / "a.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask(), "safetensors' files are as private"
     write(out, "two")
@@ -58,12 +58,12 @@ def test_clips_and_weights_do_not_replace_each_other(tmp_path):
     clips, weights = {"made by": "distill.sample"}, {"run": "a"}
     for first, second, maker in ((weights, clips, "models.export"), (clips, weights, "distill.sample")):
         out = tmp_path / maker
-        with published(out, first) as unfinished:
+        with atomic_folder(out, first) as unfinished:
             (unfinished / "a").write_text("first")
         before = contents(out)
         with refused(f"--out {out}"):
             refuse_occupied(out, "--out", second)
-        with refused(maker), published(out, second):
+        with refused(maker), atomic_folder(out, second):
             raise AssertionError("it is refused before anything is made")
         assert contents(out) == before
         refuse_occupied(out, "--out", first)
@@ -142,7 +142,7 @@ def test_a_failure_leaves_the_earlier_export_whole(tmp_path):
     before = contents(tmp_path)
     for error in (RuntimeError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")):
         with pytest.raises(UserError if isinstance(error, OSError) else type(error)) as caught:
-            with published(out, {}) as unfinished:
+            with atomic_folder(out, {}) as unfinished:
                 (unfinished / "half").write_text("x")
                 raise error
         assert contents(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -155,7 +155,7 @@ def test_a_kill_between_the_two_renames_is_undone(tmp_path):
     before = contents(out)
     out.rename(tmp_path / ".out.replaced_abc")
     with pytest.raises(RuntimeError):
-        with published(out, {}):
+        with atomic_folder(out, {}):
             assert contents(out) == before, "the earlier one is back before anything else"
             raise RuntimeError
     assert contents(out) == before
@@ -168,7 +168,7 @@ def test_what_a_killed_export_left_is_named_and_kept_or_swept(tmp_path, caplog):
     write(tmp_path / "out", "one")
     assert str(left) in caplog.text and (left / "weights").is_file()
     write(tmp_path / ".out.replaced_abc", "zero")  # killed after the second of the two renames
-    with published(tmp_path / "out", {}, move_aside=True) as unfinished:  # in a run directory, which is locked
+    with atomic_folder(tmp_path / "out", {}, move_aside=True) as unfinished:  # in a run directory, which is locked
         assert not left.exists() and unfinished.is_dir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -196,7 +196,7 @@ def test_a_scheduler_is_withdrawn_unless_it_has_changed(tmp_path):
 
 
 def _experts(folder, text):
-    with published(folder, {}) as unfinished:
+    with atomic_folder(folder, {}) as unfinished:
         for name in ("transformer", "transformer_2"):
             (unfinished / name).mkdir()
             (unfinished / name / "weights").write_text(text)
@@ -242,6 +242,6 @@ def test_what_lies_behind_a_link_is_never_touched(tmp_path):
     earlier = out.with_name(f".{out.name}.replaced_x")  # left by a kill while it was removed
     out.rename(earlier)
     out.mkdir()
-    with published(out, {}, move_aside=True) as unfinished:
+    with atomic_folder(out, {}, move_aside=True) as unfinished:
         (unfinished / "new").write_text("")
     assert (moved / "weights").read_text() == "first" and (earlier / "transformer").is_symlink()

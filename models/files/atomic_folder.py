@@ -16,11 +16,11 @@ from fsdp_cp.errors import UserError
 log = logging.getLogger(__name__)
 
 MANIFEST = "fsdp_cp_export.json"
-"""File in every published folder that records its maker and its files."""
+"""File in every such folder that records its maker and its files."""
 
 
 def refuse_occupied(folder: Path, setting: str, about: Mapping[str, Any] | None = None) -> None:
-    """Refuse a folder that :func:`published` could not write without losing other files. Changes nothing.
+    """Refuse a folder that :func:`atomic_folder` could not write without losing other files. Changes nothing.
 
     Args:
         folder: the folder to be written.
@@ -59,12 +59,12 @@ def refuse_input(folder: Path, setting: str, inputs: Mapping[str, Path]) -> None
         UserError: ``folder`` is an input, or contains an input or the target of a link in an input.
     """
     real = folder.resolve()
-    for name, each in inputs.items():
+    for name, source in inputs.items():
         # Follow links: in a folder of links, such as a snapshot in a hub's cache, the files lie elsewhere.
-        links = [path for path in each.iterdir() if path.is_symlink()] if each.is_dir() else []
-        read = [path.resolve() for path in (each, *links)]
+        links = [path for path in source.iterdir() if path.is_symlink()] if source.is_dir() else []
+        read = [path.resolve() for path in (source, *links)]
         if any(real in (path, *path.parents) for path in read):
-            raise UserError(f"{setting} {folder} would replace {name} ({each}); give another folder")
+            raise UserError(f"{setting} {folder} would replace {name} ({source}); give another folder")
 
 
 def file_above(folder: Path) -> Path | None:
@@ -79,21 +79,21 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
     """
     if not folder.is_dir():
         return None
-    found = list(_entries(folder))
-    if not found:
+    entries = list(_entries(folder))
+    if not entries:
         return None
     try:
-        own, maker = _read_manifest(folder)
+        files, maker = _read_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"no earlier export: it holds {found[0]} and no readable {MANIFEST}"
-    if not all(map(_is_inside, own)):  # the files that it names would be deleted
+        return f"it is not an earlier export: it holds {entries[0]} and no readable {MANIFEST}"
+    if not all(map(_is_inside, files)):  # the files that it names would be deleted
         return f"its {MANIFEST} names files of other folders"
     if about is not None and maker.partition(".")[0] != _maker(about).partition(".")[0]:
-        return f"it holds what {maker} wrote"
-    for name in found:
-        if name != MANIFEST and name not in own:
-            return f"{name} is not of the earlier export in it"
-        if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != own[name]):
+        return f"it holds files of {maker}"
+    for name in entries:
+        if name != MANIFEST and name not in files:
+            return f"{name} does not belong to the earlier export in it"
+        if name != MANIFEST and (not (folder / name).is_file() or _state(folder / name) != files[name]):
             return f"{name} has changed since it was exported"
     return None
 
@@ -101,8 +101,8 @@ def _foreign(folder: Path, about: Mapping[str, Any] | None = None) -> str | None
 def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, int]], str]:
     """Return the files that the manifest in ``folder`` names, each with its state, and their maker."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    own = {str(name): (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
-    return own, _maker(manifest.get("about") or {})
+    files = {str(name): (int(size), int(time)) for name, (size, time) in manifest["files"].items()}
+    return files, _maker(manifest.get("about") or {})
 
 
 def _entries(folder: Path) -> Iterator[str]:
@@ -112,13 +112,13 @@ def _entries(folder: Path) -> Iterator[str]:
     """
     for path in sorted(folder.iterdir()):
         inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
-        yield from [f"{path.name}/{each.name}" for each in inside] or [path.name]
+        yield from [f"{path.name}/{child.name}" for child in inside] or [path.name]
 
 
 def _is_inside(name: str) -> bool:
     """Return whether ``name`` is a name that :func:`_entries` can yield."""
-    parts = name.split("/")
-    return len(parts) <= 2 and not {"", ".", ".."} & set(parts)
+    names = name.split("/")
+    return len(names) <= 2 and not {"", ".", ".."} & set(names)
 
 
 def _maker(about: Mapping[str, Any]) -> str:
@@ -133,13 +133,13 @@ def _state(file: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
+def atomic_folder(folder: Path, about: Mapping[str, Any], *, move_aside: bool = False) -> Iterator[Path]:
     """Yield a new folder to write into. On success rename it to ``folder``; on failure change nothing.
 
     An earlier export stays until the new one is complete. One process writes.
 
     Args:
-        folder: path of the published folder.
+        folder: path of the complete folder.
         about: JSON-serializable description for the manifest.
         move_aside: only for folders in a run directory that this process has locked. Renames an existing folder that is
             not an export to ``NAME_kept_1`` instead of refusing it, so that a long run does not fail at its end.
@@ -158,7 +158,9 @@ def published(folder: Path, about: Mapping[str, Any], *, move_aside: bool = Fals
         if move_aside:
             _sweep(folder)
         for left in folder.parent.glob(f".{folder.name}.unfinished_*"):
-            log.warning("%s is of an export that was killed, or is still being written; remove it if not", left)
+            log.warning(
+                "%s belongs to an export that was killed or is still running; remove it if none is running", left
+            )
         # Use a unique name: OUT.tmp could be a folder of the user or of another running export.
         unfinished = folder.with_name(f".{folder.name}.unfinished_{uuid.uuid4().hex}")
         unfinished.mkdir()
@@ -187,7 +189,7 @@ def withdraw(folder: Path) -> None:
         return
     foreign = _foreign(folder)
     if foreign is not None:
-        log.warning("%s is out of date and stays, since %s", folder, foreign)
+        log.warning("kept %s, which is out of date: %s", folder, foreign)
     elif any(folder.iterdir()):
         _remove_export(folder)
 
@@ -197,7 +199,7 @@ def _put_in_place(unfinished: Path, folder: Path, about: Mapping[str, Any], move
         number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}_kept_{n}").exists())
         kept = folder.with_name(f"{folder.name}_kept_{number}")
         folder.rename(kept)
-        log.warning("%s was not empty, and %s; it is kept as %s", folder, foreign, kept)
+        log.warning("%s was not empty, and %s; moved it to %s", folder, foreign, kept)
     refuse_occupied(folder, "the folder", about)  # files may have been added since
     if not folder.exists() or not any(folder.iterdir()):
         unfinished.rename(folder)  # replaces an empty folder
@@ -213,7 +215,7 @@ def _bring_back(folder: Path) -> None:
     if not folder.exists():
         for earlier in sorted(folder.parent.glob(f".{folder.name}.replaced_*"))[-1:]:
             earlier.rename(folder)
-            log.warning("%s was left half replaced by a killed export; the earlier one is back", folder)
+            log.warning("restored the earlier export %s, which a killed export had half replaced", folder)
 
 
 def _sweep(folder: Path) -> None:
@@ -230,10 +232,10 @@ def _sweep(folder: Path) -> None:
 
 def _remove_export(folder: Path) -> None:
     """Delete the files that the manifest names, and the folder if it is then empty."""
-    own = [name for name in _read_manifest(folder)[0] if _is_inside(name)]
-    folders = {folder / name.split("/")[0] for name in own if "/" in name}
+    files = [name for name in _read_manifest(folder)[0] if _is_inside(name)]
+    folders = {folder / name.split("/")[0] for name in files if "/" in name}
     links = {path for path in folders if path.is_symlink()}
-    for name in [*own, MANIFEST]:
+    for name in [*files, MANIFEST]:
         if (folder / name).parent not in links:
             (folder / name).unlink(missing_ok=True)
     for path in folders - links:
@@ -242,4 +244,4 @@ def _remove_export(folder: Path) -> None:
     try:
         folder.rmdir()
     except OSError:
-        log.warning("%s holds files that appeared while it was being replaced; they are kept there", folder)
+        log.warning("kept files in %s that appeared while it was being replaced", folder)

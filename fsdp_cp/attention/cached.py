@@ -1,0 +1,144 @@
+"""Attention of new tokens to their own and to cached keys and values, for causal video networks that run by chunks.
+
+A cache is a list of immutable :class:`KeyValues`, one per chunk of tokens. Each rank holds ``1 / cp`` of it and never
+sends it. See docs/library.md, "Masks and cached attention".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_cp.attention.arguments import check_options, check_split, check_tensors
+from fsdp_cp.attention.layout import Chunk, make_layout
+from fsdp_cp.attention.operators import attend_to_cache
+from fsdp_cp.attention.ulysses import with_all_tokens
+from fsdp_cp.context.duals import may_be_dual, unpack_duals
+from fsdp_cp.context.sequence_lengths import segments_of
+from fsdp_cp.errors import UserError
+from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValues:
+    """Keys and values of one chunk of tokens in one layer, as a rank holds them after the Ulysses exchange.
+
+    A value: nobody may change its tensors in place. A forward pass and its recomputation in backward must read the same
+    numbers, so :func:`cached_attention` refuses tensors that have changed since this object was made.
+    """
+
+    k: Tensor
+    """``(B, tokens of this ring rank without pads, heads / ulysses, D)``."""
+    v: Tensor
+    """The same shape as ``k``."""
+    tokens: int
+    """Number of tokens in the chunk on all ranks."""
+    _versions: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_versions", self._read_versions())
+
+    def token_indices(self, mesh: Mesh | DeviceMesh) -> Tensor:
+        """Return the indices within the chunk of the held tokens, ``(tokens of this ring rank,)`` int64.
+
+        Use them to rotate cached keys. Rotary embeddings compose: a key of frame f, rotated by d frames more, is the
+        key of frame f + d.
+        """
+        chunk = _held(self.tokens, context_groups(mesh))
+        start, stop = chunk.tokens[0] if chunk.tokens else (0, 0)
+        return torch.arange(start, stop, device=self.k.device)
+
+    def _read_versions(self) -> tuple[int, ...]:
+        if torch.compiler.is_compiling():
+            return ()
+        return tuple(0 if x.is_inference() else x._version for x in (self.k, self.v))
+
+
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Sequence[KeyValues],
+    *,
+    mesh: Mesh | DeviceMesh,
+    total_tokens: int | str | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    head_groups: int = 1,
+) -> tuple[Tensor, KeyValues]:
+    """Compute attention of a chunk of tokens, split over ``cp``, to itself and to all tokens of ``past``.
+
+    As in :func:`fsdp_cp.attention.context_parallel_attention`, an all-to-all exchanges a split of the chunk's tokens
+    for a split of its heads. Over the ring, each rank keeps its keys and values, cached and new: the chunk's queries
+    are gathered, each rank attends to the keys that it holds, and the results return and merge by their log-sum-exps.
+    Traffic therefore does not grow with ``past``, which is neither sent nor copied.
+
+    Gradients flow to ``q``, ``k`` and ``v``; ``past`` is constant. There is no forward-mode derivative.
+
+    Args:
+        q, k, v: the chunk's tokens, shapes as in :func:`fsdp_cp.attention.context_parallel_attention`.
+        past: keys and values of earlier chunks, in any order, from earlier calls on the same mesh.
+        mesh, scale, backend, head_groups: as in :func:`fsdp_cp.attention.context_parallel_attention`.
+        total_tokens: number of tokens in the chunk on all ranks, or a name from the plan; the default is as in
+            :func:`fsdp_cp.attention.context_parallel_attention`.
+
+    Returns:
+        ``(B, S_local, H, D)``, pads 0; and the chunk's keys and values, detached copies to append to ``past``.
+
+    Raises:
+        ValueError: invalid arguments, raised before anything is sent; entries of ``past`` that do not fit ``k`` and the
+            mesh, or whose tensors were changed in place.
+        RuntimeError: an argument has a forward-mode tangent.
+    """
+    groups = context_groups(mesh)
+    q, k, v = check_tensors(q, k, v)
+    segments = segments_of(total_tokens, q.shape[1], groups)
+    check_split(q, k, segments, head_groups, groups)
+    check_options(q, None, scale, backend, sum(segments))
+    if len(segments) > 1:
+        raise UserError(f"total_tokens must be one number in attention to a cache, got {segments}")
+    _check_past(past, k, groups)
+    if may_be_dual(q) and unpack_duals((q, k, v), "attention to a cache")[1] is not None:
+        raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chunk = _held(segments[0], groups)
+    received: list[tuple[Tensor, Tensor]] = []
+
+    def attend(x: Sequence[Tensor], group: int) -> tuple[Tensor]:
+        q, k, v = x
+        heads = slice(group * k.shape[2], (group + 1) * k.shape[2])
+        received.append((chunk.take(k.detach()), chunk.take(v.detach())))
+        keys, values = [entry.k[:, :, heads] for entry in past], [entry.v[:, :, heads] for entry in past]
+        sizes = (segments[0], groups.ulysses_size, groups.ring_size, groups.ring_rank)
+        return (attend_to_cache(q, k, v, keys, values, scale, *sizes, groups.ring_group, backend),)
+
+    (out,) = with_all_tokens((q, k, v), attend, 1, groups, head_groups)
+    keys, values = (torch.cat(x, dim=2) for x in zip(*received, strict=True))  # a copy, of one tensor too
+    return out, KeyValues(keys, values, segments[0])
+
+
+def _held(tokens: int, groups: ContextGroups) -> Chunk:
+    """Return the tokens of a chunk that this ring rank holds."""
+    layout = make_layout((tokens,), (tokens,), (), groups.ulysses_size, groups.ring_size)
+    return layout.chunk(groups.ring_rank)
+
+
+def _check_past(past: Any, k: Tensor, groups: ContextGroups) -> None:
+    if not isinstance(past, (list, tuple)) or not all(isinstance(x, KeyValues) for x in past):
+        raise UserError(f"past must be a list of KeyValues, got a {type(past).__name__}")
+    for i, entry in enumerate(past):
+        wanted = (k.shape[0], _held(entry.tokens, groups).size, k.shape[2] // groups.ulysses_size, k.shape[3])
+        for name, x in (("k", entry.k), ("v", entry.v)):
+            if (x.shape, x.dtype, x.device) != (wanted, k.dtype, k.device):
+                raise UserError(
+                    f"past[{i}].{name} must be {k.dtype} {wanted} on {k.device} for {entry.tokens} tokens on this rank,"
+                    f" got {x.dtype} {tuple(x.shape)} on {x.device}"
+                )
+        if not torch.compiler.is_compiling() and entry._versions != entry._read_versions():
+            raise UserError(f"past[{i}] was changed in place after it was made; backward would read other numbers")
