@@ -64,6 +64,11 @@ MISTAKES = {
         ("student.backward_prefetch=0", "student.backward_prefetch"),
         ("student.master_dtype=bf16 precision=bf16", "student.ema"),
         ("adapters=lora student.fp8=torchao", "student.fp8"),
+        ("student.causal.chunk=4", "student.causal.chunk"),
+        ("student.causal.chunk=7", "student.causal.chunk"),
+        ("student.causal.window=2", "student.causal.chunk"),
+        ("student.causal.chunk=1 student.causal.context_time=1", "student.causal.context_time"),
+        ("student.causal.chunk=1 student.compile=true", "student.compile"),
         ("optim.student.no_decay=[*.bais]", "optim.student.no_decay"),
     ],
     "data": [
