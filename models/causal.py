@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp_cp.attention.cached import KeyValues
-from fsdp_cp.attention.mask import BlockMask, block_causal, teacher_forcing
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError, shown
 
 if TYPE_CHECKING:
+    from fsdp_cp.attention.cached import KeyValues
+    from fsdp_cp.attention.mask import BlockMask
     from models.roles.condition import Condition
     from models.roles.role import Role
 
@@ -105,6 +105,8 @@ class CausalSettings:
             tokens: number of tokens in a latent frame.
             clean: whether a clean clip of the same frames comes first and is the history.
         """
+        from fsdp_cp.attention.mask import block_causal, teacher_forcing  # settings alone need no attention
+
         blocks = [tokens * size for size in self.chunks(frames)]
         return (teacher_forcing if clean else block_causal)(blocks, window=self.window, sink=self.sink)
 

@@ -197,6 +197,8 @@ class Role:
                 for a causal role, frames that are not whole chunks.
         """
         network, causal, hidden, times = self.network_at(t, at), None, x, t
+        if clean is not None and r is not None:
+            raise ValueError(f"{self.name}: a clean history has one time a token, and takes no r")
         if self.causal is not None:
             causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x))
         elif clean is not None:

@@ -10,7 +10,9 @@ from torch.autograd import forward_ad
 from fsdp_cp import ShardSettings, build_mesh, microbatch
 from fsdp_cp.context.check_parallel import gradient_errors, relative_error
 from fsdp_cp.reduce import grad_norm
+from fsdp_cp.sharding import activations
 from models.causal import CausalSettings
+from models.lora.settings import LoraSettings
 from models.roles.condition import Condition, text_condition
 from models.roles.load import build_role
 from models.roles.role_plan import plan_role
@@ -30,7 +32,7 @@ SMALL = (2, 4, FRAMES, 2, 2)
 """One token a frame: chunks of 1 and 2 tokens, fewer than ranks."""
 LIMITS = {"all": (None, 0), "window and sink": (1, 1), "window": (2, 0)}
 STEPS = (1.0, 0.6)
-KINDS = {"none": "optim_grads_params", "full": "optim_grads", "selective": "optim"}
+KINDS = {"none": "optim_grads_params", "full": "no_shard", "selective": "optim"}
 """Activation checkpointing, each with a strategy of sharding."""
 
 
@@ -53,12 +55,9 @@ def cut(x, sizes=CHUNKS):
     return x.split(list(sizes), 2)
 
 
-def build(folder, mesh, **changes):
-    sharding = {
-        key: changes.pop(key) for key in ("activation_checkpointing", "strategy", "precision") if key in changes
-    }
+def build(folder, mesh, lora=None, **sharding):
     plan = plan_role(
-        "student", checkpoint=str(folder / "student"), sharding=ShardSettings(**sharding), causal=settings(), **changes
+        "student", checkpoint=str(folder / "student"), sharding=ShardSettings(**sharding), causal=settings(), lora=lora
     )
     return build_role(
         plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=SHAPE[1:],
@@ -308,3 +307,73 @@ def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, sizes):
         note(f"loss of {name}, {kind}", relative_error(loss, gradients[name][0]))
     print(f"\n{sizes}: largest {max(errors.values()):.1e}", {k: f"{e:.0e}" for k, e in errors.items() if e > 2e-6})
     assert max(errors.values()) < 1e-5, errors
+
+
+def _with_adapters(folder, sizes, **sharding):
+    """Velocities in way 2, which are those in way 3, and gradients of adapters through a rollout."""
+    activations.SMALLEST_OFFLOADED = 0  # all saved tensors
+    mesh = build_mesh(**sizes, heads=4, device_type="cpu")
+    role = build(folder, mesh, lora=LoraSettings(rank=2), **sharding)
+    for name, parameter in role.named_parameters().items():
+        if ".lora_B." in name:
+            parameter.data.fill_(0.02)  # 0 at the start, which would hide the adapters
+    clean, noisy, t, text, _ = data()
+    with torch.no_grad():
+        whole = role.velocity(noisy, t, text_condition(text), clean=clean)
+        chunks, _ = by_chunks(role, clean, noisy, t, text_condition(text))
+    assert relative_error(chunks, whole) < 1e-5
+    return whole, _gradients(role, torch.arange(2), _rolled_out)
+
+
+def _offloaded(folder):
+    return _with_adapters(
+        folder, {"cp": 2, "ring": 2}, activation_checkpointing="selective", activation_offload=True, offload="cpu"
+    )
+
+
+def test_adapters(pools, checkpoints):
+    """A causal student with adapters on a ring of two, with weights and saved tensors in CPU memory."""
+    ((whole, (loss, norm, gradients)),) = pools[1].run(_with_adapters, checkpoints, {"cp": 1})
+    assert any(".lora_A." in name for name in gradients)
+    for ours, (our_loss, our_norm, ours_of) in pools[2].run(_offloaded, checkpoints):
+        assert relative_error(ours, whole) < 1e-5 and relative_error(our_loss, loss) < 1e-5
+        assert relative_error(torch.as_tensor(our_norm), torch.as_tensor(norm)) < 1e-5
+        assert max(gradient_errors(ours_of, gradients).values()) < 1e-5
+
+
+def _misused(folder):
+    mesh = build_mesh(cp=1, heads=4, device_type="cpu")
+    role, (clean, noisy, t, text, _) = build(folder, mesh, activation_checkpointing="full"), data()
+    condition, plain = text_condition(text), replace(role, causal=None)
+    with pytest.raises(ValueError, match="student.causal.chunk"):
+        plain.velocity(noisy, t, condition, clean=clean)
+    with pytest.raises(ValueError, match="student.causal.chunk"):
+        plain.cache(condition)
+    with pytest.raises(ValueError, match="whole chunks"):
+        role.velocity(noisy[:, :, :6], t[:, :6], condition)
+    cache = role.cache(condition)
+    for x, time in ((noisy[:, :, :2], t[:, 0]), (noisy[:1, :, :1], t[:1, 0]), (noisy[:, :, :1], t[:, :1])):
+        with pytest.raises(ValueError, match="chunk 0"):
+            role.chunk_velocity(x, time, cache)
+    # A cache that is overwritten between a forward and the recomputation in its backward.
+    cache = cache.with_chunk(clean[:, :, :1])
+    assert cache.bytes > 0 and role.flops > 0
+    with microbatch(role.network, is_first=True, is_last=True):
+        loss = role.chunk_velocity(noisy[:, :, 1:3], t[:, 1], cache).square().mean()
+        cache.chunks[0][0].k.mul_(2)
+        with pytest.raises((ValueError, RuntimeError)):
+            loss.backward()
+        raise _BrokenOff
+
+
+class _BrokenOff(Exception):
+    pass
+
+
+def _misused_and_dropped(folder):
+    with pytest.raises(_BrokenOff):
+        _misused(folder)
+
+
+def test_misuse_and_a_cache_that_is_overwritten_are_refused(pools, checkpoints):
+    pools[1].run(_misused_and_dropped, checkpoints)

@@ -1,16 +1,22 @@
 """Settings of causal roles: chunks, refusals, and ``causal.json`` next to exported weights."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from distill.planning.roles import build_watched
 from fsdp_cp import ShardSettings
+from fsdp_cp.measure.attributed import AttributedStorages
+from fsdp_cp.measure.fake_world import fake_world
+from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
 from models.causal import CausalSettings, read_causal
 from models.families.wan import Wan
 from models.files.export_folder import write_folder
 from models.lora.merge import Weights
+from models.roles.condition import text_condition
 from models.roles.role_plan import plan_role
 from tests.oracles import tiny_hunyuan, tiny_ltx
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, IMAGE
@@ -145,3 +151,34 @@ def test_operations_follow_the_mask():
     assert family.forward_flops(config, 96, CONDITION_SHAPES) - fewer.forward == 4 * 3 * pairs * 48
     by_token = family.causal_flops(config, 96, mask.pairs, 96, CONDITION_SHAPES)
     assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_a_plan_counts_the_cache(cp):
+    """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""
+    shapes = ((4, 7, 8, 8), CONDITION_SHAPES)
+    role_plan = plan(causal=CausalSettings(chunk=2, first_chunk=1, window=2))
+    run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan])
+    with fake_world(cp) as fakes:
+        mesh = mesh_of_shape(resolve_mesh(world_size=cp, cp=cp, heads=4))
+        storages = AttributedStorages(fakes=True)
+        role = build_watched(run, shapes, mesh, storages, fakes, {})["student"]
+        with fakes, storages:
+            x, condition = torch.zeros(2, *shapes[0]), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
+            cache = role.cache(condition)
+            for chunk in x.split([1, 2, 2, 2], 2):
+                role.chunk_velocity(chunk, torch.zeros(2), cache).sum().backward()
+                cache = cache.with_chunk(chunk)
+            held = storages.by["student", "cache"]
+            of_chunks = role.flops
+            role.flops = 0
+            role.velocity(x, torch.zeros(2), condition, clean=x)
+    of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
+    assert held == cache.bytes == 3 * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
+    tokens = [16, 32, 32, 32]
+    pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
+    family, config = role.family, role.config
+    each = [family.causal_flops(config, n, p, 1, CONDITION_SHAPES).forward for n, p in zip(tokens, pairs, strict=True)]
+    assert of_chunks == 2 * (3 + 1) * sum(each)
+    seen = 2 * sum(pairs)  # clean to clean, and noisy to clean and itself
+    assert role.flops == 2 * 3 * family.causal_flops(config, 224, seen, 224, CONDITION_SHAPES).forward
