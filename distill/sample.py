@@ -52,12 +52,14 @@ def plan_student(config: Config, student: Path) -> RolePlan:
     """Return the plan of the student in a diffusers folder, with the settings of its run.
 
     Raises:
-        UserError: a missing folder, or one without the modules that the run's method adds.
+        UserError: a missing folder, one without the modules that the run's method adds, or a causal student of a method
+            that cannot sample it.
     """
     trained = config.student
     sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
     sharding.check(choose_device(config.device).type, "student.")
-    additions = METHODS[config.method.name][0].additions(config.method).get("student", ())
+    method = METHODS[config.method.name][0]
+    additions = method.additions(config.method).get("student", ())
     plan = plan_role(
         "student",
         checkpoint=str(student),
@@ -66,6 +68,7 @@ def plan_student(config: Config, student: Path) -> RolePlan:
         additions=additions,
         causal=trained.causal,
     )
+    method.check_causal(config.method, {} if plan.causal is None else {"student": plan.causal})
     if any(set(additions) - named_additions(folder.additions) for folder in plan.folders):
         raise UserError(
             f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"

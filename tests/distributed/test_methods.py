@@ -13,6 +13,7 @@ from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
 slow = pytest.mark.slow
 FAST = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
@@ -50,6 +51,16 @@ def test_a_causal_student(pools, checkpoints, history, sizes):
     assert compare(trace, truth).largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms)
     other = oracle_trace(replace(setup, causal=replace(causal, window=None)), checkpoints)
     assert abs(other.losses[0] - truth.losses[0]) > 1e-4, "the comparison can tell masks apart"
+
+
+def test_a_causal_student_with_a_given_first_frame(pools, checkpoints):
+    """The frame is a chunk, has time 0 in both halves, and adds nothing to the loss."""
+    causal = CausalSettings(chunk=2, first_chunk=1)
+    shapes = CONDITION_SHAPES | {"first_frame": (LATENT_SHAPE[0], 1, *LATENT_SHAPE[2:])}
+    method = replace(METHODS["flow_matching"], history="clean")
+    setup = Setup(**FAST, steps=2, method=method, causal=causal, condition_shapes=shapes)
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    assert compare(trace, oracle_trace(setup, checkpoints)).largest < 1e-5
 
 
 def _average_as_target(folder, target, sizes, sharding):

@@ -42,6 +42,15 @@ class _Captions:
 CAPTIONS = ["3", "1", "4", "1", "5"]
 
 
+class _FirstFrames(_Captions):
+    """The same with a first frame for each caption."""
+
+    def condition(self, captions, clips=None):
+        condition = super().condition(captions)
+        frames = torch.stack([torch.full((LATENT_SHAPE[0], 1, *LATENT_SHAPE[2:]), 0.1 * int(c)) for c in captions])
+        return replace(condition, tensors={**condition.tensors, "first_frame": frames})
+
+
 def _clips(setup, folder, role, steps, batch, latent_shape=None):
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     return generate(
@@ -49,7 +58,7 @@ def _clips(setup, folder, role, steps, batch, latent_shape=None):
         role,
         steps=steps,
         captions=CAPTIONS,
-        data=_Captions(),
+        data=_FirstFrames() if "first_frame" in setup.condition_shapes else _Captions(),
         mesh=trainer.mesh,
         device=torch.device("cpu"),
         seed=5,
@@ -83,13 +92,20 @@ def _noise(position, chunks, purpose="sample/noise"):
 
 
 @torch.no_grad()
-def _plain_clip(folder, position, causal, frames):
-    """Sample a clip chunk by chunk with diffusers' network, lists as caches, and guidance as a batch of two."""
+def _plain_clip(folder, position, causal, frames, first=None):
+    """Sample a clip chunk by chunk with diffusers' network, lists as caches, and guidance as a batch of two.
+
+    ``first`` is a given first frame ``(1, C, 1, H, W)``.
+    """
     chunks, time, texts = causal.chunks(frames), causal.context_time, _texts(position)
     network = WanTransformer3DModel.from_pretrained(folder / "student")
     trained = len(causal.chunks(LATENT_SHAPE[1]))
     oracle, made = CausalWan(network, chunks, causal.window, causal.sink, trained_chunks=trained), []
     for x, e in zip(_noise(position, chunks), _noise(position, chunks, "sample/context"), strict=True):
+        if first is not None and not made:
+            oracle.remember(first.repeat(2, 1, 1, 1, 1), texts, 0.0)
+            made.append(first)
+            continue
         for t, after in pairwise(euler_times(2, 3.0)):
             v, null = oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t), texts).chunk(2)
             x = x + (after - t) * (null + 2.0 * (v - null))
@@ -109,6 +125,11 @@ def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints)
     spread = Setup(dp_shard=2, cp=2, method=FLOW_MATCHING, causal=CAUSAL)
     for clips in pools[4].run(_clips, spread, checkpoints, "student", 2, 2, longer):
         assert (clips - truth).norm() < 1e-5 * truth.norm()
+    given = _FirstFrames().condition(CAPTIONS).tensors["first_frame"]
+    truth = torch.cat([_plain_clip(checkpoints, i, CAUSAL, 3, given[i : i + 1]) for i in range(5)])
+    spread = replace(spread, condition_shapes=spread.condition_shapes | {"first_frame": given.shape[1:]})
+    for clips in pools[4].run(_clips, spread, checkpoints, "student", 2, 2):
+        assert torch.equal(clips[:, :, :1], given) and (clips - truth).norm() < 1e-5 * truth.norm()
 
 
 @pytest.mark.parametrize("limits", [{}, {"window": 1}, {"window": 1, "sink": 1}], ids=str)

@@ -83,8 +83,15 @@ class _PlainCausalRole(_PlainRole):
         clean: Tensor | None = None,
         at: float | None = None,
     ) -> Tensor:
-        chosen, text = self.causal, condition.tensors["text"]
+        chosen, text, frame = self.causal, condition.tensors["text"], condition.tensors.get("first_frame")
         oracle = CausalWan(self.network, chosen.chunks(x.shape[2]), chosen.window, chosen.sink)
+        if frame is not None:
+            assert chosen.context_time == 0, "the oracle has one time for all clean frames"
+            held = (x[:, :, :1] - frame) / t[:, 0].view(-1, 1, 1, 1, 1)
+            x, clean = (torch.cat([frame, whole[:, :, 1:]], dim=2) for whole in (x, clean))
+            t = torch.cat([torch.zeros_like(t[:, :1]), t[:, 1:]], dim=1)
+            v = oracle.clean_history(x, t, text, clean)
+            return torch.cat([held, v[:, :, 1:]], dim=2)
         if clean is None:
             return oracle.noisy_history(x, t, text)
         return oracle.clean_history(x, t, text, clean, chosen.context_time)

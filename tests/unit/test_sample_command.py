@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from distill.config import compose_config, load_config
 from distill.sample import main
+from models.causal import CausalSettings
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
@@ -82,6 +83,9 @@ def test_lengths_that_a_student_cannot_make(causal_run, capsys):
 
 def test_a_bidirectional_student_has_one_length(run_dir, capsys):
     check_refused(capsys, "--frames 12", run_dir, "--frames", "12")
+    settings = asdict(CausalSettings(chunk=1)) | {"frames": 6}
+    (run_dir / "export" / "student" / "transformer" / "causal.json").write_text(json.dumps(settings))
+    check_refused(capsys, "method=dmd2", run_dir)
 
 
 def listing(folder: Path) -> dict[str, bytes]:
