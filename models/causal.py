@@ -171,7 +171,7 @@ class Record:
     """Keys and values of the text, by layer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CausalForward:
     """History and positions of one forward. Every block gets it as an argument, so that a block that is recomputed in
     backward reads what its forward read."""
@@ -224,7 +224,7 @@ def whole_clip(
     return CausalForward(positions=tuple(range(frames)) * 2, mask=mask), torch.cat([clean, x], dim=2), times
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cache:
     """Keys and values of the chunks so far that the next chunk attends to, on this rank. It never changes:
     :meth:`with_chunk` returns a new one, which shares its tensors.

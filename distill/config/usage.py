@@ -25,6 +25,7 @@ from distill.methods import METHODS
 from fsdp_cp.errors import shown
 from fsdp_cp.sharding.settings import ShardSettings
 
+ROLES = ("teacher", "student", "fake")
 _WIDTH = 120
 _KEY = 40
 _LONGEST = 30
@@ -80,17 +81,18 @@ def usage(config: Config) -> list[str]:
         lines += ["", f"{name}.*" + (f" of {name}={settings.name}:" if name != "mesh" else ":")]
         lines += _in_lines(_rows(type(settings), f"{name}.", settings))
     sharding = {item.name for item in fields(ShardSettings)} - {"precision"} | {"architecture", "boundary"}
-    roles = list(_shared(rows, "{}.", ("teacher", "student", "fake")))
+    roles = list(_shared(rows, "{}.", ROLES))
     lines += ["", "ROLE.* of teacher, student, fake, as teacher.checkpoint, and sharding (docs/configuration.md):"]
     lines += _in_lines([row for row in roles if row.key.removeprefix("ROLE.") not in sharding])
     rest = [_short(row, "ROLE.") for row in roles if row.key.removeprefix("ROLE.") in sharding]
     rest.append(f"experts={config.student.experts} (student's; of the run: expert_draws={config.expert_draws})")
     lines += _in_paragraph("ROLE.", rest)
     lines += ["", "Other settings; --help all describes each:"]
-    for pattern in ("optim.{}.", "{}.lora."):
+    for pattern, other in (("optim.{}.", "fake"), ("{}.lora.", "fake"), ("{}.causal.", "teacher")):
         name = pattern.format("ROLE")
-        lines += _in_paragraph(name, [_short(row, name) for row in _shared(rows, pattern, ("student", "fake"))])
-    above = ("", "mesh", "teacher", "student", "fake", "optim.student", "optim.fake", "student.lora", "fake.lora")
+        lines += _in_paragraph(name, [_short(row, name) for row in _shared(rows, pattern, ("student", other))])
+    of_roles = [pattern.format(role) for pattern in ("{}", "optim.{}", "{}.lora", "{}.causal") for role in ROLES]
+    above = ("", "mesh", *of_roles)
     for prefix, group in groupby(rows, lambda row: row.key.rpartition(".")[0]):
         if prefix not in above:
             lines += _in_paragraph(f"{prefix}.", [_short(row, f"{prefix}.") for row in group])
@@ -139,6 +141,8 @@ def _shared(rows: Sequence[_Row], pattern: str, owners: Sequence[str]) -> Iterat
     by_key = {row.key: row for row in rows}
     first = pattern.format(owners[0])
     for name in [row.key.removeprefix(first) for row in rows if row.key.startswith(first)]:
+        if any(f"{pattern.format(owner)}{name}" not in by_key for owner in owners):
+            continue
         mine = {owner: _cut(by_key[f"{pattern.format(owner)}{name}"].value) for owner in owners}
         others = [f"{owner}: {value}" for owner, value in mine.items() if value != mine["student"]]
         value = mine["student"] + (f" ({', '.join(others)})" if others else "")

@@ -1,7 +1,7 @@
 """Context-parallel attention: each rank holds some tokens of every head and attends to all tokens.
 
 It combines Ulysses all-to-all and ring attention, works with any token count, and has reverse-mode and forward-mode
-derivatives. See docs/attention.md.
+derivatives. See docs/library.md.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def context_parallel_attention(
             anything is sent.
         RuntimeError: forward-mode AD with gradients enabled, or in a compiled graph.
         Exception: a kernel fails. It is raised once this rank's messages in flight have arrived; the other ranks wait
-            for this rank until it exits (docs/attention.md, "When it fails").
+            for this rank until it exits (docs/library.md, "Attention").
     """
     groups = context_groups(mesh)
     (q, k, v), text, segments, mask = check_self_attention(

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_cp.attention.arguments import check_options, check_split, check_tensors
-from fsdp_cp.attention.layout import Chunk, make_layout
 from fsdp_cp.attention.operators import attend_to_cache
 from fsdp_cp.attention.ulysses import with_all_tokens
 from fsdp_cp.context.duals import may_be_dual, unpack_duals
 from fsdp_cp.context.sequence_lengths import segments_of
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import ContextGroups, Mesh, context_groups
+from fsdp_cp.sequence import local_token_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,7 @@ class KeyValues:
         Use them to rotate cached keys. Rotary embeddings compose: a key of frame f, rotated by d frames more, is the
         key of frame f + d.
         """
-        chunk = _held(self.tokens, context_groups(mesh))
-        start, stop = chunk.tokens[0] if chunk.tokens else (0, 0)
-        return torch.arange(start, stop, device=self.k.device)
+        return torch.arange(*_held_tokens(self.tokens, context_groups(mesh)), device=self.k.device)
 
     def _read_versions(self) -> tuple[int, ...]:
         if torch.compiler.is_compiling():
@@ -107,13 +105,13 @@ def cached_attention(
         raise RuntimeError("attention to a cache has no forward-mode AD; use context_parallel_attention with a mask")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chunk = _held(segments[0], groups)
+    start, stop = _held_tokens(segments[0], groups)
     received: list[tuple[Tensor, Tensor]] = []
 
     def attend(x: Sequence[Tensor], group: int) -> tuple[Tensor]:
         q, k, v = x
         heads = slice(group * k.shape[2], (group + 1) * k.shape[2])
-        received.append((chunk.take(k.detach()), chunk.take(v.detach())))
+        received.append((k[:, : stop - start].detach(), v[:, : stop - start].detach()))  # only the tail has pads
         keys, values = [entry.k[:, :, heads] for entry in past], [entry.v[:, :, heads] for entry in past]
         sizes = (segments[0], groups.ulysses_size, groups.ring_size, groups.ring_rank)
         return (attend_to_cache(q, k, v, keys, values, scale, *sizes, groups.ring_group, backend),)
@@ -123,17 +121,18 @@ def cached_attention(
     return out, KeyValues(keys, values, segments[0])
 
 
-def _held(tokens: int, groups: ContextGroups) -> Chunk:
-    """Return the tokens of a chunk that this ring rank holds."""
-    layout = make_layout((tokens,), (tokens,), (), groups.ulysses_size, groups.ring_size)
-    return layout.chunk(groups.ring_rank)
+def _held_tokens(tokens: int, groups: ContextGroups) -> tuple[int, int]:
+    """Return (start, stop) of the tokens of a chunk that this ring rank holds."""
+    share = groups.ulysses_size * local_token_count(tokens, groups.cp_size)
+    return min(groups.ring_rank * share, tokens), min((groups.ring_rank + 1) * share, tokens)
 
 
 def _check_past(past: Any, k: Tensor, groups: ContextGroups) -> None:
     if not isinstance(past, (list, tuple)) or not all(isinstance(x, KeyValues) for x in past):
         raise UserError(f"past must be a list of KeyValues, got a {type(past).__name__}")
     for i, entry in enumerate(past):
-        wanted = (k.shape[0], _held(entry.tokens, groups).size, k.shape[2] // groups.ulysses_size, k.shape[3])
+        start, stop = _held_tokens(entry.tokens, groups)
+        wanted = (k.shape[0], stop - start, k.shape[2] // groups.ulysses_size, k.shape[3])
         for name, x in (("k", entry.k), ("v", entry.v)):
             if (x.shape, x.dtype, x.device) != (wanted, k.dtype, k.device):
                 raise UserError(

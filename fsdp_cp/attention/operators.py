@@ -197,7 +197,9 @@ def _cached_backward(grad_out, q, k, v, out, lse, past_k, past_v, scale, *settin
 def _cached_ring_and_kernel(
     q: Tensor, tokens: int, ulysses: int, ring: int, rank: int, group: str, backend: str
 ) -> tuple[Ring, Kernel]:
-    return _ring_and_kernel(q, None, [tokens], [tokens], [], ulysses, ring, rank, group, backend)
+    layout = make_layout((tokens,), (tokens,), (), ulysses, ring)
+    kernel = choose_kernel(backend, device=q.device, dtype=q.dtype, head_dim=q.shape[-1], masked=False)
+    return make_ring(layout, rank, group), kernel  # no message is in flight during attention
 
 
 def _cached_separate(*inputs):

@@ -23,7 +23,7 @@ Table = tuple[Tensor, Tensor]
 """Cosines and sines."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class History:
     """History of a causal forward, for all layers. An opaque object, so that no hook walks through its tensors."""
 
@@ -88,7 +88,7 @@ class WanSelfAttention(WanAttnProcessor):
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CachedText:
     """Text of a forward without gradient, with its keys and values by layer: those of a cache, or a record to fill."""
 

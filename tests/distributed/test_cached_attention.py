@@ -10,11 +10,14 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_cp.attention import context_parallel_attention
 from fsdp_cp.attention.cached import KeyValues, cached_attention
 from fsdp_cp.attention.kernels.choose import CpuFlash
+from fsdp_cp.attention.mask import block_causal, teacher_forcing
 from fsdp_cp.measure.traffic import CollectiveCounter
 from fsdp_cp.sequence import gather_tokens, split_tokens
 from fsdp_cp.sharding.activations import ATTENTION, compile_forward, offload_saved_tensors, recompute_in_backward
+from tests.counted import Counted
 from tests.oracles.attention import Case, context_mesh, plain_attention
 
 MESHES = [
@@ -228,15 +231,40 @@ def test_attention_to_a_cache(pools, ring, ulysses):
     assert all(pools[ring * ulysses].run(_everything, ring, ulysses))
 
 
+class Masked(nn.Module):
+    """Block that gets its mask as an argument."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, q, k, v, mask, causal_block=None):
+        options = {"mesh": self.mesh, "total_tokens": 10}
+        return context_parallel_attention(q, k, v, mask=mask, causal_block=causal_block, **options).sin()
+
+
 def _compiled(ring):
     mesh = context_mesh(2, 2 // ring, 4)
+    with Counted() as counted:
+        _compare_compiled(mesh)
+    return counted.graphs > 0
+
+
+def _compare_compiled(mesh):
     _rollout(mesh, (5, 3, 7), 4, 4, ("none", "compile"))
-    return True
+    leaves = [split_tokens(x, mesh).requires_grad_() for x in _draw(10, 4, 4)[:3]]
+    plain, compiled = Masked(mesh), _wrap(Masked(mesh), "compile")
+    for arguments in ((teacher_forcing((3, 2)),), (block_causal((3, 7), window=0),), (None, 4)):
+        outs = [block(*leaves, *arguments) for block in (plain, compiled)]
+        grads = [torch.autograd.grad(out.sum(), leaves) for out in outs]
+        for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+            assert (a - b).norm() <= 1e-12 * a.norm(), arguments
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [1, 2])
 def test_compiled(pools, ring):
+    """Caches and masks are arguments of a compiled block."""
     assert all(pools[2].run(_compiled, ring))
 
 
