@@ -1,14 +1,17 @@
 """Sample clips from the student of a finished run: ``python -m distill.sample RUN_DIR [--steps N] [--caption TEXT]``.
 
-``torchrun --nproc-per-node N -m distill.sample`` shards the student over all ranks.
+``torchrun --nproc-per-node N -m distill.sample`` shards the student over all ranks. ``--frames N`` makes clips of
+another length, chunk by chunk, with a causal student.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,7 @@ from fsdp_cp.runtime.progress import log_to_console, progress
 from fsdp_cp.runtime.torchrun import recorded
 from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import named_additions
+from models.families.base import LatentShape
 from models.files.atomic_folder import atomic_folder, refuse_input, refuse_occupied
 from models.files.checkpoint_files import ADDITIONS
 from models.roles.load import build_role
@@ -47,19 +51,51 @@ def plan_student(config: Config, student: Path) -> RolePlan:
     """Return the plan of the student in a diffusers folder, with the settings of its run.
 
     Raises:
-        UserError: a missing folder, or one without the modules that the run's method adds.
+        UserError: a missing folder, one without the modules that the run's method adds, or a causal student of a method
+            that cannot sample it.
     """
     trained = config.student
     sharding = ShardSettings(strategy=trained.strategy, precision=trained.precision, offload=trained.offload)
     sharding.check(choose_device(config.device).type, "student.")
-    additions = METHODS[config.method.name][0].additions(config.method).get("student", ())
-    plan = plan_role("student", checkpoint=str(student), family=trained.family, sharding=sharding, additions=additions)
+    method = METHODS[config.method.name][0]
+    additions = method.additions(config.method).get("student", ())
+    plan = plan_role(
+        "student",
+        checkpoint=str(student),
+        family=trained.family,
+        sharding=sharding,
+        additions=additions,
+        causal=trained.causal,
+    )
+    method.check_causal(config.method, {} if plan.causal is None else {"student": plan.causal})
     if any(set(additions) - named_additions(folder.additions) for folder in plan.folders):
         raise UserError(
             f"{student} has no {ADDITIONS} with {', '.join(additions)}, without which it is not the student that"
             f" method={config.method.name} trained; give a folder that has"
         )
     return plan
+
+
+def sampled_shape(config: Config, plan: RolePlan, frames: int | None) -> LatentShape:
+    """Return the shape ``(C, T, H, W)`` of a clip's latents: the run's, or that of ``--frames``.
+
+    Raises:
+        UserError: a clip that the student cannot make.
+    """
+    shape, condition = config.data.sample_shapes()
+    plan.tokens(shape, condition)
+    if frames is None:
+        return shape
+    if plan.causal is None:
+        raise UserError(f"--frames {frames} is for a causal student, and this one is not; leave it out")
+    try:
+        shape = replace(config.data, num_frames=frames).sample_shapes()[0]
+        plan.causal.chunks(shape[1], "student.causal.")
+        if plan.causal.window is None:
+            plan.tokens(shape, condition)  # refuses more frames than the network has positions
+    except UserError as error:
+        raise UserError(f"--frames {frames}: {error}") from None
+    return shape
 
 
 @paths_of_the_user()
@@ -122,9 +158,11 @@ def sample(arguments: argparse.Namespace) -> None:
     refuse_separate_worlds()
     device = choose_device(config.device)
     plan = plan_student(config, student)
-    plan.tokens(*config.data.sample_shapes())  # before clips and captions are encoded
+    shape = sampled_shape(config, plan, arguments.frames)  # before clips and captions are encoded
     about = {"made by": "distill.sample", "student": str(student), "captions": captions or None}
     about |= {"steps": steps, "seed": seed}
+    if arguments.frames is not None:
+        about["frames"] = arguments.frames
     if images:
         about["images"] = [str(Path(file).absolute()) for file in images]
     refuse_input(out, "--out", {"the student": student})
@@ -137,6 +175,7 @@ def sample(arguments: argparse.Namespace) -> None:
         captions = captions or sample_captions(data, arguments.count)
         shapes = {"latent_shape": data.latent_shape, "condition_shapes": data.condition_shapes}
         role = build_role(plan, mesh=mesh, device=device, trainable=False, **shapes)
+        finished = [time.perf_counter()]
         with progress(len(captions), "sampling", "clip") as advance:
             latents = generate(
                 build_method(config.method, {"student": role}),
@@ -149,12 +188,28 @@ def sample(arguments: argparse.Namespace) -> None:
                 seed=seed,
                 batch=max(1, -(-len(captions) // world_size())) if config.data.cheap_frames else 1,
                 advance=advance,
+                latent_shape=shape,
+                chunk_done=lambda: finished.append(time.perf_counter()),
             )
         clips = decode(data, latents)
         if clips is not None:
             _write(folder, clips, captions, data.fps, f"student, {counted(steps, 'step')}")
     if clips is not None:
         print(f"{counted(len(clips), 'clip')} in {out}")
+        if plan.causal is not None:
+            print(_chunk_times(finished, len(plan.causal.chunks(shape[1]))))
+
+
+def _chunk_times(finished: list[float], chunks: int) -> str:
+    """Describe the seconds per chunk, of latents without decoding.
+
+    Args:
+        finished: times at the start and after each chunk, of one or several batches of clips.
+        chunks: number of chunks of a clip.
+    """
+    first, *later = np.diff(finished).reshape(-1, chunks).mean(axis=0)
+    rest = f", then {np.mean(later):.3g} s per chunk" if later else ""
+    return f"first chunk after {first:.3g} s{rest} (latents, without decoding)"
 
 
 def _write(folder: Path, clips: np.ndarray, captions: Sequence[str], fps: float, label: str) -> None:
@@ -189,6 +244,9 @@ def main(argv: list[str] | None = None) -> int:
         "--image", action="append", help="of an image-to-video student: a file for each --caption, in their order"
     )
     parser.add_argument("--count", type=int, default=4, help="clips, where no caption is given")
+    parser.add_argument(
+        "--frames", type=int, help="of a causal student: frames of a clip, whole chunks; data.num_frames by default"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), help="the run's by default; auto for one that was on GPUs"

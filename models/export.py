@@ -116,6 +116,7 @@ def export_checkpoint(
         networks = _networks(checkpoint, state, role, weights)
         config, adapters = dict(state["configs"][role]), state.get("adapters", {}).get(role)
         boundaries = list(state.get("boundaries", {}).get(role) or ())
+        causal = state.get("causal", {}).get(role)
         step = state["step"]
     except UserError:
         raise
@@ -148,7 +149,7 @@ def export_checkpoint(
         tensors = file_tensors(
             kind, adapters_only.shapes, adapters_only.read, family=family, scale=adapters["scale"], dtype=dtype
         )
-        write_file(out, tensors, about | {"format": kind})
+        write_file(out, tensors, about | {"format": kind}, causal)
         return f"the {weights} adapters of {name}"
     if adapters is not None:
         bases = _bases(state, role, config, base, out)
@@ -156,7 +157,7 @@ def export_checkpoint(
         chosen = [
             merged(frozen, trained, adapters["scale"]) for frozen, trained in zip(base_weights, chosen, strict=True)
         ]
-    write_folder(out, chosen, config, dtype=dtype, boundaries=boundaries, about=about)
+    write_folder(out, chosen, config, dtype=dtype, boundaries=boundaries, about=about, causal=causal)
     return f"the {weights} weights of {name}{', merged into their base,' if adapters else ''}"
 
 

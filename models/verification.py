@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,17 +26,21 @@ from fsdp_cp.mesh import Mesh, build_mesh
 from fsdp_cp.reduce import full_tensor, gather_samples, grad_norm
 from fsdp_cp.runtime.local_ranks import RankPool
 from fsdp_cp.sharding.settings import ShardSettings
+from models.causal import CausalSettings, whole_clip
 from models.families.base import LatentShape
 from models.files.checkpoint_files import TransformerFolder, tensor_reader
 from models.files.export_folder import export_weights
 from models.roles.condition import Condition
 from models.roles.load import build_role
+from models.roles.role import Role
 from models.roles.role_plan import RolePlan, plan_role
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (1, 4))
 """Mesh sizes, dp_shard x cp."""
 GRIDS = ((3, 3, 5), (2, 2, 4))
 """Token grids (frames, height, width): 45 tokens do not divide over 2 or 4 ranks, 16 do not divide over 3."""
+HISTORIES = ("noisy", "clean")
+"""Histories of a causal role: the noisy clip, or a clean one, which is compared with the cache too."""
 BATCH = 2
 TEXT_TOKENS = 7
 BOUND = 1e-5
@@ -56,6 +61,8 @@ class Case:
     """Position of the network in the folder."""
     optional: bool = False
     """Whether the condition includes the tensors of :meth:`models.families.base.Family.optional_shapes`."""
+    history: str | None = None
+    """History of a causal role, one of :data:`HISTORIES`; ``None`` for a role that attends to all frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,8 @@ class Result:
     """Gradients of a random linear function of the velocity, by parameter name; parameters without one are left out."""
     norm: float
     """Norm of all gradients, as clipping computes it."""
+    by_chunks: Tensor | None = None
+    """Velocity computed chunk by chunk with a cache, for the clean history of a causal role."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,8 @@ class Errors:
     """Maximum of :func:`fsdp_cp.context.check_parallel.gradient_errors`."""
     norm: float
     tangent: float
+    by_chunks: float = 0.0
+    """Error of :attr:`Result.by_chunks`."""
     weights: float
     """Number of tensors in which loading, sharding and writing changed any bit."""
     worst: str
@@ -113,6 +124,16 @@ def inputs(
     return x, t, Condition(tensors), direction, cotangent
 
 
+def causal_settings(grid: tuple[int, int, int]) -> CausalSettings:
+    """Return settings with a chunk of one frame and a chunk of the others."""
+    return CausalSettings(chunk=grid[0] - 1, first_chunk=1)
+
+
+def frame_times(t: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    """Return times ``(B, T)`` that differ between the chunks of :func:`causal_settings`."""
+    return torch.cat([t[:, None], (1 - t)[:, None].expand(-1, grid[0] - 1)], dim=1)
+
+
 def sample_shapes(
     plan: RolePlan, grid: tuple[int, int, int], optional: bool = False
 ) -> tuple[LatentShape, dict[str, tuple[int, ...]]]:
@@ -124,8 +145,10 @@ def sample_shapes(
     return latent_shape, shapes | family.optional_shapes(config, latent_shape) if optional else shapes
 
 
-def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = False) -> Result:
-    """Run the unmodified network in this process, on the whole batch."""
+def plain_result(
+    plan: RolePlan, grid: tuple[int, int, int], optional: bool = False, history: str | None = None
+) -> Result:
+    """Run the unmodified network in this process, on the whole batch; with a ``history``, under a dense mask."""
     family = plan.family
     (folder,) = plan.folders
     network = family.build(plan.config, "models.verify").eval()
@@ -136,15 +159,28 @@ def plain_result(plan: RolePlan, grid: tuple[int, int, int], optional: bool = Fa
     network.load_state_dict(weights)
     nn.Module.to(network, torch.float64)
     x, t, condition, direction, cotangent = inputs(plan, grid, optional)
-    output = family.outputs(network, x, t, condition)[0]
+    t = t if history is None else frame_times(t, grid)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        if history is None:
+            return family.outputs(network, x, t, condition)[0]
+        # The direction of the state, another random clip, is the clean one.
+        clean = direction if history == "clean" else None
+        causal, hidden, times = whole_clip(causal_settings(grid), x, t, clean, math.prod(grid[1:]))
+        v = family.causal_outputs(network, hidden, times, condition, causal)[0]
+        return family.hold(v[:, :, -grid[0] :], x, t, condition)
+
+    output = velocity(x, t)
     (output * cotangent).sum().div(BATCH).backward()
     gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     # Use the math kernel: torch's other CPU kernels lack forward-mode AD.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
         duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        tangent = forward_ad.unpack_dual(family.outputs(network, *duals, condition)[0]).tangent.clone()
+        tangent = forward_ad.unpack_dual(velocity(*duals)).tangent.clone()
     norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
-    return Result(output=output.detach(), tangent=tangent, gradients=gradients, norm=norm)
+    output = output.detach()
+    by_chunks = output if history == "clean" else None
+    return Result(output=output, tangent=tangent, gradients=gradients, norm=norm, by_chunks=by_chunks)
 
 
 @lru_cache  # each mesh creates process groups with threads
@@ -155,6 +191,8 @@ def _mesh(dp_shard: int, cp: int, heads: int) -> Mesh:
 def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     """Run a role on this process group's ranks; return rank 0's result, and how many weights a round trip changed."""
     plan = planned(case.folder, case.family, case.expert, checkpointing=case.checkpointing)
+    if case.history is not None:
+        plan = replace(plan, causal=causal_settings(case.grid))
     mesh = _mesh(case.dp_shard, case.cp, plan.family.heads(plan.config))
     latent_shape, shapes = sample_shapes(plan, case.grid, case.optional)
     role = build_role(
@@ -170,20 +208,37 @@ def rank_result(case: Case, scratch: Path) -> tuple[Result | None, int]:
     share = BATCH // mesh.dp_size
     mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
     x, t, condition, direction, cotangent = x[mine], t[mine], condition[mine], direction[mine], cotangent[mine]
-    output = role.velocity(x, t, condition)
+    t = t if case.history is None else frame_times(t, case.grid)
+    clean = direction if case.history == "clean" else None
+    output = role.velocity(x, t, condition, clean=clean)
     (output * cotangent).sum().div(BATCH).backward()
     norm = grad_norm(role.parameters())
     gradients = {name: full_tensor(p.grad) for name, p in role.network.named_parameters() if p.grad is not None}
     role.rest()
     with torch.no_grad(), forward_ad.dual_level():
         duals = forward_ad.make_dual(x, direction), forward_ad.make_dual(t, torch.ones_like(t))
-        tangent = forward_ad.unpack_dual(role.velocity(*duals, condition)).tangent.clone()
+        tangent = forward_ad.unpack_dual(role.velocity(*duals, condition, clean=clean)).tangent.clone()
+    by_chunks = output if clean is None else _by_chunks(role, output, x, t, condition, clean)
     role.rest()
     changed = _changed_weights(plan, role.weights(), scratch)
-    whole = [gather_samples(tensor.detach(), mesh.dp) for tensor in (output, tangent)]
+    whole = [gather_samples(tensor.detach(), mesh.dp) for tensor in (output, tangent, by_chunks)]
     if torch.distributed.get_rank():
         return None, changed
-    return Result(output=whole[0], tangent=whole[1], gradients=gradients, norm=norm), changed
+    chunks = None if clean is None else whole[2]
+    return Result(output=whole[0], tangent=whole[1], gradients=gradients, norm=norm, by_chunks=chunks), changed
+
+
+@torch.no_grad()
+def _by_chunks(role: Role, output: Tensor, x: Tensor, t: Tensor, condition: Condition, clean: Tensor) -> Tensor:
+    """Return the velocity of ``x`` chunk by chunk. A given first frame is in the cache, so that of ``output`` stays."""
+    assert role.causal is not None
+    cache = role.cache(condition)
+    parts = [output[:, :, : cache.frames].detach()]
+    while cache.frames < x.shape[2]:
+        chunk = slice(cache.frames, cache.frames + role.causal.size(cache.count))
+        parts.append(role.chunk_velocity(x[:, :, chunk], t[:, cache.frames], cache))
+        cache = cache.with_chunk(clean[:, :, chunk])
+    return torch.cat(parts, dim=2)
 
 
 def _changed_weights(plan: RolePlan, weights: Mapping[str, Tensor], scratch: Path) -> int:
@@ -206,11 +261,15 @@ def compare(ours: Result, truth: Result, changed: int) -> Errors:
     """Compare a mesh's result with the plain network's."""
     gradients = gradient_errors(ours.gradients, truth.gradients)
     worst = max(sorted(gradients), key=gradients.__getitem__)
+    by_chunks = 0.0
+    if ours.by_chunks is not None and truth.by_chunks is not None:
+        by_chunks = relative_error(ours.by_chunks, truth.by_chunks)
     return Errors(
         output=relative_error(ours.output, truth.output),
         gradient=gradients[worst],
         norm=relative_error(*torch.tensor([ours.norm, truth.norm], dtype=torch.float64)),
         tangent=relative_error(ours.tangent, truth.tangent),
+        by_chunks=by_chunks,
         weights=changed,
         worst=worst,
     )
@@ -219,17 +278,29 @@ def compare(ours: Result, truth: Result, changed: int) -> Errors:
 def planned(folder: Path, family: str, expert: int = 0, *, checkpointing: bool = False) -> RolePlan:
     """Plan the network of ``folder``, or one of its experts, as a role that trains."""
     settings = ShardSettings(activation_checkpointing="full" if checkpointing else "none")
-    return plan_role("student", checkpoint=str(folder), family=family, sharding=settings).expert(expert)
+    plan = plan_role("student", checkpoint=str(folder), family=family, sharding=settings).expert(expert)
+    return replace(plan, causal=None)  # a causal network's own chunks do not fit the grids
+
+
+def can_be_causal(folder: Path, family: str) -> bool:
+    """Return whether the network of ``folder`` can be causal."""
+    plan = planned(folder, family)
+    try:
+        plan.family.check_causal(plan.config, "FOLDER")
+    except UserError:
+        return False
+    return len(plan.folders) == 1
 
 
 def verify(
-    folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False
+    folder: Path, family: str, ranks: int, expert: int = 0, optional: bool = False, *, causal: bool = False
 ) -> Iterator[tuple[Case, Errors]]:
     """Compare on every mesh of at most ``ranks`` processes, for both token counts, with and without checkpointing.
 
     Args:
         folder, family, expert, optional: as for :class:`Case`.
         ranks: maximum number of processes.
+        causal: compare a causal role in all :data:`HISTORIES`.
 
     Raises:
         UserError: the folder's network is not of the family, or does not fit this host's memory.
@@ -246,16 +317,16 @@ def verify(
         )
     for grid in GRIDS:
         plan.tokens(*sample_shapes(plan, grid, optional))  # raises if the network is too small for them
-    truth = {grid: plain_result(plan, grid, optional) for grid in GRIDS}
+    histories = HISTORIES if causal else (None,)
+    truth = {pair: plain_result(plan, pair[0], optional, pair[1]) for pair in product(GRIDS, histories)}
     for world in sorted({dp * cp for dp, cp in MESHES if dp * cp <= ranks}):
         with RankPool(world, timeout=1800.0, preload=("torch", "models.verification")) as pool:
             for dp_shard, cp in (mesh for mesh in MESHES if math.prod(mesh) == world):
-                for grid in GRIDS:
-                    for checkpointing in (False, True):
-                        case = Case(
-                            folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid,
-                            checkpointing=checkpointing, expert=expert, optional=optional,
-                        )  # fmt: skip
-                        with tempfile.TemporaryDirectory() as scratch:
-                            ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
-                        yield case, compare(ours, truth[grid], changed)
+                for grid, checkpointing, history in product(GRIDS, (False, True), histories):
+                    case = Case(
+                        folder=folder, family=family, dp_shard=dp_shard, cp=cp, grid=grid,
+                        checkpointing=checkpointing, expert=expert, optional=optional, history=history,
+                    )  # fmt: skip
+                    with tempfile.TemporaryDirectory() as scratch:
+                        ours, changed = pool.run(rank_result, case, Path(scratch) / "network")[0]
+                    yield case, compare(ours, truth[grid, history], changed)

@@ -4,6 +4,7 @@ For a FAMILY it uses small example networks with random weights. For a FOLDER (a
 folder) it uses the network in it, or both experts. It builds each network as a role, then splits and shards it on each
 mesh that ``--ranks`` local processes allow. It compares outputs, gradients and derivatives in float64 with those of the
 unmodified network in one process. It runs a network with optional inputs, such as a first frame, with and without them.
+A network that can be causal is also compared as a causal role: with a noisy and a clean history, and chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from models.families.registry import family_names, family_of
 from models.files.checkpoint_files import EXPERT_FOLDERS, defining, inspect_checkpoint
 from models.files.export_folder import write_folder
 from models.lora.merge import Weights
-from models.verification import BATCH, BOUND, GRIDS, planned, sample_shapes, verify
+from models.verification import BATCH, BOUND, GRIDS, can_be_causal, planned, sample_shapes, verify
 
 
 def report(title: str, folder: Path, family: str, ranks: int) -> bool:
@@ -43,21 +44,32 @@ def report(title: str, folder: Path, family: str, ranks: int) -> bool:
         name = f"{title}, {EXPERT_FOLDERS[expert]}" if experts > 1 else title
         good &= _table(name, folder, family, ranks, expert, optional=False)
         if optional:
-            good &= _table(f"{name}, {' and '.join(optional)} given", folder, family, ranks, expert, optional=True)
+            given = f"{name}, {' and '.join(optional)} given"
+            good &= _table(given, folder, family, ranks, expert, optional=True)
+    if can_be_causal(folder, family):
+        good &= _table(f"{title}, causal", folder, family, ranks, 0, optional=bool(optional), causal=True)
     return good
 
 
-def _table(title: str, folder: Path, family: str, ranks: int, expert: int, *, optional: bool) -> bool:
+def _table(
+    title: str, folder: Path, family: str, ranks: int, expert: int, *, optional: bool = False, causal: bool = False
+) -> bool:
     print(f"\n**{title}**\n")
-    print("| dp_shard x cp | tokens | checkpointing | output | each gradient | norm | derivative | weights changed |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| dp_shard x cp | tokens | checkpointing |"
+        + (" history | chunk by chunk |" if causal else "")
+        + " output | each gradient | norm | derivative | weights changed |"
+    )
+    print("|---|---|---|" + "---|---|" * causal + "---|---|---|---|---|")
     good = True
-    for case, errors in verify(folder, family, ranks, expert, optional):
+    for case, errors in verify(folder, family, ranks, expert, optional, causal=causal):
         fits = errors.largest <= BOUND
         good &= fits
+        chunks = f"{errors.by_chunks:.1e}" if case.history == "clean" else "-"
         print(
             f"| {case.dp_shard} x {case.cp} | {math.prod(case.grid)} | {'on' if case.checkpointing else 'off'} |"
-            f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
+            + (f" {case.history} | {chunks} |" if causal else "")
+            + f" {errors.output:.1e} | {errors.gradient:.1e} | {errors.norm:.1e} | {errors.tangent:.1e} |"
             f" {errors.weights} |" + ("" if fits else f" **above {BOUND:g}**, first in {errors.worst}"),
             flush=True,
         )

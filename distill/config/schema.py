@@ -14,6 +14,7 @@ from distill.methods import METHODS, add_installed_methods
 from fsdp_cp.choices import check_range
 from fsdp_cp.errors import UserError, shown
 from fsdp_cp.sharding.settings import ShardSettings
+from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
 
 MOST = 2**20
@@ -71,7 +72,7 @@ class EmaSettings:
 
 @dataclass(kw_only=True)
 class RoleSettings(ShardSettings):
-    """``teacher.*``; docs/configuration.md describes sharding."""
+    """Settings of all roles; docs/configuration.md describes sharding."""
 
     checkpoint: str | None = None
     """Path to a diffusers pipeline or transformer folder."""
@@ -84,6 +85,13 @@ class RoleSettings(ShardSettings):
     """Model family: ``wan``, ``ltx``, or one that an installed package adds."""
     precision: Literal["fp32", "bf16"] = II("precision")
     """Precision of this role's compute, ``fp32`` or ``bf16``; the run's ``precision`` if not set."""
+
+
+@dataclass(kw_only=True)
+class TeacherSettings(RoleSettings):
+    """``teacher.*``."""
+
+    causal: CausalSettings = field(default_factory=CausalSettings)
 
 
 @dataclass(kw_only=True)
@@ -100,6 +108,7 @@ class StudentSettings(TrainedRoleSettings):
 
     experts: Literal["both", "high", "low"] = "both"
     """Experts to train in a student with two; the other keeps its checkpoint's weights (docs/methods/experts.md)."""
+    causal: CausalSettings = field(default_factory=CausalSettings)
 
 
 @dataclass(kw_only=True)
@@ -324,7 +333,7 @@ class Config:
     """Number of ranks for ``dry_run`` or ``plan``; null for this process's world."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
-    teacher: RoleSettings = field(default_factory=RoleSettings)
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
     student: StudentSettings = field(default_factory=StudentSettings)
     fake: TrainedRoleSettings = field(default_factory=TrainedRoleSettings)
     method: Any = MISSING

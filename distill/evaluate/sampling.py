@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distill.data import ClipDataset
 from distill.methods import Method
+from distill.methods.common.chunks import chunk_noise
 from fsdp_cp.launch import rank, world_size
 from fsdp_cp.measure.phases import phase
 from fsdp_cp.mesh import Mesh
@@ -75,8 +76,12 @@ def generate(
     batch: int,
     advance: Callable[[int], object] | None = None,
     clips: Sequence[int] | None = None,
+    latent_shape: Sequence[int] | None = None,
+    chunk_done: Callable[[], object] | None = None,
 ) -> Tensor:
     """Sample latents ``(n, C, T, H, W)`` of ``n`` captions, the same on every rank. All ranks must call this.
+
+    A causal role makes its chunks one after another. Finished chunks wait in host memory.
 
     Args:
         method: has the sampler that fits the role.
@@ -90,7 +95,13 @@ def generate(
         batch: number of clips per forward on a rank.
         advance: called with the number of clips, over all ranks, that were finished since the last call.
         clips: items of ``data`` that give the condition images, one per caption; see ``ClipDataset.condition``.
+        latent_shape: ``(C, T, H, W)`` of a clip; that of ``data`` by default. A causal role can make longer clips.
+        chunk_done: called after each chunk, or each clip of a bidirectional role.
+
+    Returns:
+        The latents, on the CPU.
     """
+    shape = data.latent_shape if latent_shape is None else latent_shape
     # Every rank must run the same number of forwards: fill the last positions by repeating captions.
     chunk = batch * mesh.dp_size
     padded = -(-len(captions) // chunk) * chunk
@@ -103,9 +114,13 @@ def generate(
             first = start + mesh.dp_rank * batch
             positions = range(first, first + batch)
             random = StepRandom(seed=seed, step=0, positions=positions, device=device)
-            noise = random.normal("sample/noise", data.latent_shape)
-            latents = method.generate(role, noise, condition[first : first + batch], steps, random)
-            made.append(gather_samples(latents, mesh.dp))
+            noise = chunk_noise(method.roles[role], random, "sample/noise", shape)
+            chunks = []
+            for latents in method.stream(role, noise, condition[first : first + batch], steps, random):
+                chunks.append(gather_samples(latents, mesh.dp).cpu())
+                if chunk_done is not None:
+                    chunk_done()
+            made.append(torch.cat(chunks, dim=2))
             if advance is not None:
                 advance(min(chunk, len(captions) - start))
     return torch.cat(made)[: len(captions)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -19,6 +19,7 @@ from models.additions.base import Chosen
 from models.roles.condition import Condition
 
 if TYPE_CHECKING:
+    from models.causal import CausalSettings
     from models.roles.role import Role
 
 
@@ -127,6 +128,23 @@ class Method(ABC):
                 " method=dmd2, rcm, scm or flow_matching, or a checkpoint of one network"
             )
 
+    @classmethod
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
+        """Check that this method can train and evaluate the roles that are causal.
+
+        Args:
+            settings: the method's settings.
+            causal: settings of each causal role, by role.
+
+        Raises:
+            UserError: a role that the method cannot handle; by default, any causal role.
+        """
+        for name, role in causal.items():
+            raise UserError(
+                f"{name}.causal.chunk={role.chunk}: method={settings.name} does not know causal roles yet; use"
+                f" method=flow_matching, or {name}.causal.chunk=null"
+            )
+
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         """Return the position of the expert that each loss of ``step`` trains, by loss name; empty without experts.
 
@@ -176,6 +194,21 @@ class Method(ABC):
     @abstractmethod
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
         """Sample clean latents from ``noise`` ``(B, C, T, H, W)`` in ``steps`` steps of the role's sampler."""
+
+    def stream(
+        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Tensor]:
+        """Sample clean latents chunk by chunk: yield each chunk ``(B, C, frames of the chunk, H, W)`` once finished.
+
+        Args:
+            role: role to sample. A bidirectional one has one chunk, the whole clip.
+            noise: noise of each chunk (:func:`distill.methods.common.chunks.chunk_noise`).
+            condition: conditions of the B samples.
+            steps: number of steps per chunk.
+            random: random streams of further draws.
+        """
+        for x in noise:
+            yield self.generate(role, x, condition, steps, random)
 
 
 Guidance = float | tuple[float, float]

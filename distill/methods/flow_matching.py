@@ -1,22 +1,31 @@
-"""Flow matching (Lipman et al. 2022, eq. 23; Esser et al. 2024): train or fine-tune a teacher on data."""
+"""Flow matching (Lipman et al. 2022, eq. 23; Esser et al. 2024): train or fine-tune a teacher on data.
+
+A causal student draws one time per chunk. Its history is clean (teacher forcing), or noisy at the earlier chunks' times
+(diffusion forcing, Chen et al. 2024, arXiv:2407.01392). The parallel pass trains what sampling by chunks computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from distill.methods.base import Batch, Loss, Method
+from distill.methods.common.chunks import chunk_noise, chunk_times, context_frames
 from distill.methods.common.expert_times import draw_times, expert_of_step
 from distill.methods.common.observations import observe_by_time, observe_latents, per_sample_mean
-from distill.methods.common.sampling import Sampler, guided_sample
+from distill.methods.common.sampling import Sampler, guided_chunks, guided_sample
 from distill.methods.common.schedules import add_noise, shift_time
 from fsdp_cp.choices import check_choices, check_range
+from fsdp_cp.errors import UserError
 from fsdp_cp.rng import StepRandom
 from models.roles.condition import Condition
+
+if TYPE_CHECKING:
+    from models.causal import CausalSettings
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 
@@ -41,6 +50,9 @@ class FlowMatchingSettings:
     """Guidance scale ``w`` of samples, ``u + w (c - u)``; 1 for no guidance."""
     sampler: Sampler = "euler"
     """Sampler: ``euler``, or ``unipc``, which Wan's pipelines use."""
+    history: Literal["clean", "noisy"] = "noisy"
+    """Earlier chunks that a causal student sees in training: ``clean`` (teacher forcing, as in sampling), or ``noisy``
+    at their own times (diffusion forcing). A bidirectional student has one chunk and no history."""
 
     def __post_init__(self) -> None:
         check_choices(self, "method.")
@@ -49,7 +61,10 @@ class FlowMatchingSettings:
 
 
 class FlowMatching(Method):
-    """Flow matching with one role, ``student``. The loss is ``mean (v(x_t, t, c) - (e - x0))^2``."""
+    """Flow matching with one role, ``student``. The loss is ``mean (v(x_t, t, c) - (e - x0))^2``.
+
+    A causal student has a time t per chunk, and with ``history=clean`` its velocity sees x0 of the earlier chunks.
+    """
 
     required_roles = ("student",)
     trained_roles = ("student",)
@@ -65,6 +80,13 @@ class FlowMatching(Method):
     def check_experts(cls, settings: Any, boundaries: Mapping[str, tuple[float, ...]], trained: str) -> None:
         return
 
+    @classmethod
+    def check_causal(cls, settings: Any, causal: Mapping[str, CausalSettings]) -> None:
+        if settings.history == "clean" and "student" not in causal:
+            raise UserError(
+                "method.history=clean is for a causal student; set student.causal.chunk, or use method.history=noisy"
+            )
+
     def networks(self, step: int, random: StepRandom) -> Mapping[str, int]:
         expert = expert_of_step(self._draw, random, "flow_matching/time", self.roles["student"])
         return {"flow_matching": expert}
@@ -73,31 +95,58 @@ class FlowMatching(Method):
         return [draw_time(self.settings, self.settings.shift, random, purpose, dtype)]
 
     def _loss(self, batch: Batch, random: StepRandom) -> Tensor:
-        x0 = batch.latents
-        student = self.roles["student"]
-        ((t, at),) = draw_times(self._draw, random, "flow_matching/time", x0.dtype, [(student,)], student)
-        noise = random.normal("flow_matching/noise", x0.shape[1:], x0.dtype)
+        x0, student = batch.latents, self.roles["student"]
+        t, at = self._times(x0, random)
+        noise = torch.cat([*chunk_noise(student, random, "flow_matching/noise", x0.shape[1:], x0.dtype)], dim=2)
         dropped = random.uniform("flow_matching/caption_dropout") < self.settings.caption_dropout
         condition = Condition.where(dropped, batch.condition.empty, batch.condition)
-        v = student.velocity(add_noise(x0, noise, t), t, condition, at=at)
-        errors = per_sample_mean((v - (noise - x0)).square())
+        clean = None
+        if self.settings.history == "clean":
+            clean = context_frames(student.causal, x0, random, "flow_matching/context")
+        v = student.velocity(add_noise(x0, noise, t), t, condition, at=at, clean=clean)
+        squares = (v - (noise - x0)).square()
+        errors = per_sample_mean(squares) if t.ndim == 1 else squares.mean((1, 3, 4))  # each frame has its own time
         observe_by_time(self.observations, "loss", errors, t)
         observe_latents(self.observations, "data", x0)
         return errors.mean()
 
+    def _times(self, x0: Tensor, random: StepRandom) -> tuple[Tensor, float | None]:
+        """Draw the times of ``x0``: ``(B,)`` with the time that selects the expert, or ``(B, T)`` by chunks."""
+        student, purpose = self.roles["student"], "flow_matching/time"
+        if student.causal is None:
+            ((t, at),) = draw_times(self._draw, random, purpose, x0.dtype, [(student,)], student)
+            return t, at
+
+        def draw(name: str) -> Tensor:
+            return self._draw(random, name, x0.dtype)[0]
+
+        return chunk_times(student.causal, x0.shape[2], draw, purpose), None
+
     def evaluations(self, role: str, steps: int) -> int:
+        steps += self.roles[role].causal is not None  # a finished chunk goes through the network for its keys
         return steps if self.settings.guidance_scale == 1 else 2 * steps
 
     def generate(self, role: str, noise: Tensor, condition: Condition, steps: int, random: StepRandom) -> Tensor:
-        return guided_sample(
-            self.roles[role],
-            noise,
-            condition,
-            sampler=self.settings.sampler,
-            steps=steps,
-            shift=self.settings.shift,
-            scale=self.settings.guidance_scale,
-        )
+        if (causal := self.roles[role].causal) is not None:
+            chunks = noise.split(causal.chunks(noise.shape[2]), dim=2)
+            return torch.cat([*self.stream(role, chunks, condition, steps, random)], dim=2)
+        return guided_sample(self.roles[role], noise, condition, **self._sampling(steps))
+
+    def stream(
+        self, role: str, noise: Iterable[Tensor], condition: Condition, steps: int, random: StepRandom
+    ) -> Iterator[Tensor]:
+        if self.roles[role].causal is None:
+            return super().stream(role, noise, condition, steps, random)
+        return guided_chunks(self.roles[role], noise, condition, random, **self._sampling(steps))
+
+    def _sampling(self, steps: int) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "sampler": settings.sampler,
+            "steps": steps,
+            "shift": settings.shift,
+            "scale": settings.guidance_scale,
+        }
 
 
 def draw_time(settings: Any, shift: float, random: StepRandom, purpose: str, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from distill.planning.prediction import CONTEXT_GIB, FRAGMENTATION, GIB, Predict
 from distill.planning.roles import KINDS
 from distill.report.page import render
 
-_COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#7a6a8f")
+_COLORS = ("#35506f", "#5f86b3", "#9fbbd8", "#d59f3c", "#0c7a56", "#7cc0a2", "#b4532a", "#c9a227", "#7a6a8f")
 """Color of each kind of memory."""
 
 

@@ -19,13 +19,16 @@ from fsdp_cp.reduce import local_shard
 from fsdp_cp.sharding.activations import keeps_attention
 from fsdp_cp.sharding.pool import pool_at
 from fsdp_cp.sharding.shard import materialise, settings_of
+from models.causal import Cache, CausalForward, Record
 from models.roles.condition import Condition
 from models.roles.load import build_network, trained_with
 from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import RolePlan, sharing
 
-KINDS = ("parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "workspace")
+KINDS = (
+    "parameters", "optimizer", "ema", "gathered", "gradients", "gradient_buffers", "activations", "cache", "workspace",
+)  # fmt: skip
 """Kinds of device memory, in the order of the tables."""
 HOST = "host"
 """Kind of host memory (``offload=cpu``, ``activation_offload``), which does not count as device memory."""
@@ -52,16 +55,32 @@ class WatchedRole(Role):
     idle: tuple[Network, ...] = ()
     """Trained experts that do not run: all experts have one size, so a step's memory does not depend on its expert."""
 
-    def _outputs(self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0) -> Any:
+    def _outputs(
+        self,
+        network: Network,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        depth: float = 1.0,
+        causal: CausalForward | None = None,
+    ) -> Any:
         settings = settings_of(network.module)
         if torch.is_grad_enabled() and (self.trainable or x.requires_grad):
+            flops = self.flops_of(network, x, t, condition, causal)
             if settings.activation_checkpointing != "none":
-                again = network.forward_flops - (network.attention_flops if keeps_attention(settings) else 0)
+                again = flops.forward - (flops.attention if keeps_attention(settings) else 0)
                 self.recomputed += depth * x.shape[0] * again
-            size = x.shape[0] * network.tokens * network.family.width(network.config)
+            size = x.shape[0] * self.tokens_of(network, x, causal) * network.family.width(network.config)
             self.queries[phase_now()] = max(size, self.queries.get(phase_now(), 0))
         with self.storages.labelled((self.name, "activations")):
-            return super()._outputs(network, x, t, condition, depth)
+            return super()._outputs(network, x, t, condition, depth, causal)
+
+    def record_chunk(self, x: Tensor, t: Tensor, cache: Cache) -> Record:
+        record = super().record_chunk(x, t, cache)
+        chunk = [tensor for layer in record.layers.values() for tensor in (layer.k, layer.v)]
+        for tensor in (*chunk, *(tensor for pair in record.text.values() for tensor in pair)):
+            self.storages.relabel(tensor, (self.name, "cache"))
+        return record
 
 
 def watch_sharding(role: WatchedRole, storages: AttributedStorages) -> AbstractContextManager:
@@ -117,7 +136,10 @@ def build_watched(
         # A shared base counts for the role without adapters, if any.
         holder = next((role_plan.name for role_plan in group if role_plan.lora is None), group[0].name)
         for role_plan in group:
-            role = WatchedRole(name=role_plan.name, networks=(network,), trainable=role_plan.name in trained)
+            role = WatchedRole(
+                name=role_plan.name, networks=(network,), trainable=role_plan.name in trained, causal=role_plan.causal
+            )
+            role.trained_frames = latent_shape[1]
             role.storages, role.queries, role.holder, role.held = storages, queries, holder, tuple(idle)
             role.idle = tuple(one for i, one in zip(order[1:], idle, strict=True) if role_plan.name in trained_of[i])
             roles[role_plan.name] = role

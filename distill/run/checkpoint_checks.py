@@ -204,6 +204,10 @@ def _check_network(role: RolePlan, state: Mapping[str, Any], made: str, accepted
             sorted(key for key in state["updates"] if key.partition(".")[0] == name),
             sorted(trained_names(name, role.boundaries, role.trained_experts)),
         ),
+        f"{name}.causal": (
+            {key: value for key, value in (state.get("causal", {}).get(name) or {}).items() if key != "frames"},
+            asdict(role.causal) if role.causal is not None else {},
+        ),
         f"{name}.lora.rank": (earlier.get("rank", 0), adapters.get("rank", 0)),
     }
     if earlier and adapters:

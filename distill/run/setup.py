@@ -104,6 +104,7 @@ def plan_run(config: Config, method: type[Method] | None = None, *, shapes: Shap
     roles = [_plan_role(config, name, method, sharding[name], saved[name]) for name in needed]
     _check_sharing(roles, method.trained_roles)
     _check_experts(config, method, roles)
+    method.check_causal(config.method, {role.name: role.causal for role in roles if role.causal is not None})
     for role in roles:
         _check_files(config, role, saved[role.name], trained=role.name in method.trained_roles)
     patches = {role.family.patch_size(role.config) for role in roles}
@@ -149,6 +150,7 @@ def _plan_role(
         lora=settings.lora if trained else None,
         saved=saved,
         experts=settings.experts if name == "student" else "both",
+        causal=None if name == "fake" else settings.causal,
     )
     if sharding.fp8 != "none":
         in_fp32 = [*role.family.fp8_excluded(role.network), *role.family.full_precision_units(role.network)]

@@ -101,6 +101,7 @@ class Export(Callback):
             about=about,
             bases=bases,
             scale=scale,
+            causal=role.causal_file,
         )
         whole = [name for network in trained for name in weights[network.index] if ".lora_" not in name]
         adapters = {} if role.adapters is None or whole else {network.adapter_folder: network for network in trained}
@@ -108,7 +109,9 @@ class Export(Callback):
             folder = run_dir / "export" / name
             if name in adapters:
                 adapter_weights = weights[adapters[name].index]
-                export_adapters(folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about)
+                export_adapters(
+                    folder, adapter_weights, role.family, scale=scale, dtype=dtype, about=about, causal=role.causal_file
+                )
             else:  # an earlier run in this directory may have left such a folder
                 on_all_ranks(lambda folder=folder: withdraw(folder) if rank() == 0 else None)
         scheduler = run_dir / "export" / "scheduler"

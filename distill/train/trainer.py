@@ -221,6 +221,7 @@ class Trainer:
             "configs": {name: role.config for name, role in self.roles.items()},
             "boundaries": {name: list(role.boundaries) for name, role in self.roles.items() if role.boundaries},
             "adapters": {name: role.adapters for name, role in self.roles.items() if role.adapters is not None},
+            "causal": {name: role.causal_file for name, role in self.roles.items() if role.causal is not None},
         }
 
     def first_steps(self, most: int = 10) -> dict[str, tuple[float, float]]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
+from models.causal import CausalForward
 from models.families.planning import FamilyPlanning, LatentShape
 from models.roles.condition import Condition
 
@@ -28,6 +29,17 @@ Shape = tuple[int, ...]
 def config_of(network: nn.Module) -> Mapping[str, Any]:
     """Return the configuration that diffusers recorded when it built ``network``."""
     return cast("Mapping[str, Any]", network.config)
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one forward of one sample."""
+
+    forward: int
+    """Matrix products and attention."""
+    tangent: int
+    """Additional operations of the forward-mode tangent."""
+    attention: int
+    """Operations of attention within ``forward``."""
 
 
 class Family(ABC):
@@ -43,6 +55,9 @@ class Family(ABC):
     """Facts that only a plan of memory and time uses."""
     frame_times: ClassVar[bool] = False
     """Whether :meth:`outputs` accepts a time per latent frame, ``(B, T)``, as well as per sample."""
+    causal: ClassVar[bool] = False
+    """Whether roles can be causal (``ROLE.causal.*``): the family then has :meth:`check_causal`, :meth:`causal_outputs`
+    and :meth:`causal_flops`, and accepts a time per latent frame."""
 
     # Building
 
@@ -210,6 +225,20 @@ class Family(ABC):
         """
         return 0
 
+    def causal_flops(
+        self, config: Mapping[str, Any], tokens: int, pairs: int, times: int, condition: Mapping[str, Shape]
+    ) -> Flops:
+        """Return the operations of one forward of one sample by :meth:`causal_outputs`.
+
+        Args:
+            config: configuration of the network.
+            tokens: number of tokens.
+            pairs: number of query-key pairs in a layer's self-attention.
+            times: number of times: 1, or that of the tokens.
+            condition: shape of each tensor of the condition.
+        """
+        raise NotImplementedError
+
     def pipeline_times(self, steps: int) -> list[float] | None:
         """Return the times that diffusers' pipeline passes to its scheduler for ``steps`` steps, before any shift.
 
@@ -251,6 +280,31 @@ class Family(ABC):
             t: ``(B,)`` in [0, 1], fp32 or better; or ``(B, T)`` if :attr:`frame_times`.
             condition: condition of the B samples, in the compute dtype.
         """
+
+    def check_causal(self, config: Mapping[str, Any], setting: str) -> None:
+        """Check that a network of ``config`` can be causal; ``setting`` is the setting that asks for it.
+
+        Raises:
+            UserError: the family or the network cannot.
+        """
+        if not self.causal:
+            raise UserError(f"{setting}: the family {self.name} has no causal networks; leave it out")
+
+    def causal_outputs(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of a causal network, as :meth:`outputs`, but without :meth:`hold`.
+
+        Each frame has the position that ``causal`` gives. Frames at the position of a given frame are replaced by it
+        and have time 0.
+
+        Args:
+            network, condition: as for :meth:`outputs`. A plain network gets a dense mask, and no cache.
+            x: latents ``(B, C, T, H, W)`` of a clip, of a clean and a noisy clip, or of one chunk.
+            t: ``(B,)`` or ``(B, T)``.
+            causal: history and positions.
+        """
+        raise NotImplementedError
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Return ``v`` with the velocity of given frames recomputed in the caller's dtype.

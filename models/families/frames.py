@@ -8,6 +8,8 @@ Shape legend: B samples, C T H W latents of one sample, S tokens of one sample.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -28,18 +30,20 @@ def put_in(x: Tensor, frame: Tensor) -> Tensor:
     return torch.cat([frame.to(x.dtype), x[:, :, 1:]], dim=2)
 
 
-def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
-    """Return a time for each token, ``(B, S)``: 0 in frame 0, ``t`` after it.
+def token_times(t: Tensor, latents: Tensor, patch: tuple[int, int, int], given: Collection[int] = (0,)) -> Tensor:
+    """Return a time for each token, ``(B, S)``: 0 in ``given`` frames, ``t`` in others.
 
     Args:
-        t: ``(B,)``.
+        t: ``(B,)``, or ``(B, T)``.
         latents: ``(B, C, T, H, W)``.
         patch: size of a token in latents, with one frame.
+        given: numbers of the frames that are given.
     """
     frames, height, width = latents.shape[2:]
     of_frame = (height // patch[1]) * (width // patch[2])
-    later = t[:, None].expand(-1, (frames - 1) * of_frame)
-    return torch.cat([t.new_zeros(len(t), of_frame), later], dim=1)
+    times = [t if t.ndim == 1 else t[:, i] for i in range(frames)]
+    times = [torch.zeros_like(time) if i in given else time for i, time in enumerate(times)]
+    return torch.stack(times, dim=1).repeat_interleave(of_frame, dim=1)
 
 
 def hold(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
@@ -48,8 +52,9 @@ def hold(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
     Args:
         v: ``(B, C, T, H, W)``.
         x: ``x_t``, of the same shape.
-        t: ``(B,)``, fp32 or better.
+        t: ``(B,)`` or ``(B, T)``, fp32 or better.
         frame: ``(B, C, 1, H, W)``.
     """
-    held = (x[:, :, :1] - frame) / t.clamp_min(LEAST_TIME).view(-1, 1, 1, 1, 1)
+    first = t if t.ndim == 1 else t[:, 0]
+    held = (x[:, :, :1] - frame) / first.clamp_min(LEAST_TIME).view(-1, 1, 1, 1, 1)
     return torch.cat([held.to(v.dtype), v[:, :, 1:]], dim=2)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +24,18 @@ from torch import Tensor, nn
 from fsdp_cp.context_parallel import EmbedOwnTokens, parallelize_context
 from fsdp_cp.errors import UserError
 from fsdp_cp.mesh import Mesh
+from models.causal import CausalForward
 from models.families import frames
-from models.families.base import LatentShape, Shape, config_of
+from models.families.base import Flops, LatentShape, Shape, config_of
 from models.families.diffusers_family import DiffusersFamily, DiffusersPlanning, refuse
 from models.families.planning import encoded_clip
-from models.families.wan_attention import TEXT_TOKENS, WanCrossAttention, WanSelfAttention, own_rotary_tables
+from models.families.wan_attention import (
+    TEXT_TOKENS,
+    BlockArguments,
+    DenseArguments,
+    WanCrossAttention,
+    WanSelfAttention,
+)
 from models.roles.condition import FIRST_FRAME, Condition
 
 IMAGE_TOKENS = 257
@@ -138,6 +144,8 @@ class Wan(DiffusersFamily):
     transformer = WanTransformer3DModel
     label = "Wan"
     planning = WanPlanning()
+    frame_times = True
+    causal = True
 
     def check_values(self, config: Mapping[str, Any], setting: str) -> None:
         super().check_values(config, setting)
@@ -220,6 +228,12 @@ class Wan(DiffusersFamily):
         }
         return WanPipeline.lora_state_dict(theirs, use_safetensors=True)
 
+    def check_causal(self, config: Mapping[str, Any], setting: str) -> None:
+        if takes_image(config):
+            raise UserError(f"{setting} is not for an image-to-video Wan 2.1 or A14B; use a text-to-video Wan or TI2V")
+        if config["patch_size"][0] != 1:
+            raise UserError(f"{setting} needs tokens of one latent frame, not of {config['patch_size'][0]}")
+
     def time_features(self, config: Mapping[str, Any]) -> int:
         return config["freq_dim"]
 
@@ -288,6 +302,17 @@ class Wan(DiffusersFamily):
         keys = tokens + condition["text"][0] + (condition["image_embeds"][0] if takes_features(config) else 0)
         return 4 * config["num_layers"] * tokens * keys * self.width(config)
 
+    def causal_flops(
+        self, config: Mapping[str, Any], tokens: int, pairs: int, times: int, condition: Mapping[str, Shape]
+    ) -> Flops:
+        _, others, still = self.products(config, tokens, condition)
+        dim, layers = self.width(config), config["num_layers"]
+        embedded = times - (tokens if FIRST_FRAME in condition else 1)
+        others += embedded * dim * (config["freq_dim"] + 7 * dim)
+        attended = 2 * layers * pairs * dim
+        attention = 2 * attended + 4 * layers * tokens * condition["text"][0] * dim
+        return Flops(2 * (attended + others + still), 2 * (2 * attended + others), attention)
+
     def products(self, config: Mapping[str, Any], tokens: int, condition: Mapping[str, Shape]) -> tuple[int, int, int]:
         dim, layers, text_tokens = self.width(config), config["num_layers"], condition["text"][0]
         of_block = 6 * tokens * dim * dim + 2 * tokens * text_tokens * dim + 2 * tokens * dim * config["ffn_dim"]
@@ -311,26 +336,49 @@ class Wan(DiffusersFamily):
         """
         if mesh.cp_size > 1:
             parallelize_context(network, mesh=mesh, plan=_own_token_plan(network))
-            network.rope.forward = partial(own_rotary_tables, network.rope, mesh)
-        for block in network.blocks:
-            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups))
-            block.attn2.set_processor(WanCrossAttention(backend))
+        network.block_arguments = BlockArguments(network, mesh)
+        for layer, block in enumerate(network.blocks):
+            block.attn1.set_processor(WanSelfAttention(mesh, backend, head_groups, layer=layer))
+            block.attn2.set_processor(WanCrossAttention(backend, layer=layer))
 
     def outputs(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> tuple[Tensor, ...]:
-        given, hidden, times = condition.tensors, x, t
+        given, hidden = condition.tensors, x
         if "image_latents" in given:
             hidden = torch.cat([x, given["image_mask"], given["image_latents"]], dim=1)
         if FIRST_FRAME in given:
             hidden = frames.put_in(x, given[FIRST_FRAME])
-            times = frames.token_times(t, x, self.patch_size(config_of(network)))
-        v, *others = network(
-            hidden_states=hidden,
+        v, *others = self._call(network, hidden, t, condition, (0,) if FIRST_FRAME in given else ())
+        return self.hold(v, x, t, condition), *others
+
+    def causal_outputs(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward
+    ) -> tuple[Tensor, ...]:
+        given: list[int] = []
+        if FIRST_FRAME in condition.tensors:
+            given = [i for i, position in enumerate(causal.positions) if position == 0]
+            clips = x.chunk(len(given), dim=2) if given else ()
+            x = torch.cat([frames.put_in(clip, condition.tensors[FIRST_FRAME]) for clip in clips], 2) if given else x
+        arguments = getattr(network, "block_arguments", None) or DenseArguments(network)
+        with arguments.causal(causal):
+            return self._call(network, x, t, condition, given)
+
+    def _call(
+        self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, given: Collection[int]
+    ) -> tuple[Tensor, ...]:
+        """Call the network with times ``(B,)`` or, of frames, ``(B, T)``; ``given`` frames have time 0."""
+        times = t
+        if given or t.ndim == 2:
+            patch = self.patch_size(config_of(network))
+            if patch[0] != 1:
+                raise ValueError(f"a time for each latent frame needs tokens of one frame, not of {patch[0]}")
+            times = frames.token_times(t, x, patch, given)
+        return network(
+            hidden_states=x,
             timestep=self.time_scale * times,
-            encoder_hidden_states=given["text"],
-            encoder_hidden_states_image=given.get("image_embeds"),
+            encoder_hidden_states=condition.tensors["text"],
+            encoder_hidden_states_image=condition.tensors.get("image_embeds"),
             return_dict=False,
         )
-        return self.hold(v, x, t, condition), *others
 
     def hold(self, v: Tensor, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         frame = condition.tensors.get(FIRST_FRAME)

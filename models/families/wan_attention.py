@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanRotaryPosEmbed
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_cp.attention import context_parallel_attention, cross_attention
+from fsdp_cp.attention.cached import KeyValues, cached_attention
 from fsdp_cp.mesh import Mesh
+from models.causal import CausalForward
 from models.families.diffusers_family import token_positions
 
-RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int]
+Table = tuple[Tensor, Tensor]
+"""Cosines and sines."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """History of a causal forward, for all layers. An opaque object, so that no hook walks through its tensors."""
+
+    forward: CausalForward
+    shift: Table | None
+    """Table ``(1, 1, 1, head_dim)`` that moves sinks by ``forward.shift`` frames; ``None`` for no shift."""
+
+    def past(self, layer: int) -> list[KeyValues]:
+        """Return the keys and values of earlier chunks in ``layer``, with sinks at their moved positions."""
+        past = [chunk[layer] for chunk in self.forward.past]
+        if self.shift is not None:
+            for i in range(self.forward.sinks):
+                past[i] = replace(past[i], k=_rotate(past[i].k, *self.shift))
+        return past
+
+
+RotaryTables = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor, int, History]
 TEXT_TOKENS = 512
 """Number of text tokens in networks with image features: diffusers' processor takes the last 512 context tokens as
 text."""
@@ -23,9 +53,9 @@ class WanSelfAttention(WanAttnProcessor):
     tokens is replaced, at cp = 1 too, since diffusers' attention has no forward-mode AD.
     """
 
-    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1):
+    def __init__(self, mesh: Mesh, backend: str = "auto", head_groups: int = 1, *, layer: int = 0):
         super().__init__()
-        self.mesh, self.backend, self.head_groups = mesh, backend, head_groups
+        self.mesh, self.backend, self.head_groups, self.layer = mesh, backend, head_groups, layer
 
     def __call__(
         self,
@@ -38,19 +68,46 @@ class WanSelfAttention(WanAttnProcessor):
         """Attend within ``hidden_states`` ``(B, S_local, dim)``; ``rotary_emb`` is from :func:`own_rotary_tables`."""
         if attention_mask is not None:
             raise ValueError("context-parallel Wan self-attention takes no attention_mask")
-        # Pass the number of tokens with the tables, as an argument of the block, so that recomputation in backward uses
-        # its own forward's number even if the network was called with another one since.
+        # Pass the number of tokens and the history with the tables, as an argument of the block, so that recomputation
+        # in backward uses those of its own forward even if the network was called with others since.
         assert rotary_emb is not None
-        cos, sin, total = rotary_emb if len(rotary_emb) == 3 else (*rotary_emb, None)
+        cos, sin, total, history = (*rotary_emb, None, None)[:4]
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
         k = attn.norm_k(attn.to_k(hidden_states)).unflatten(2, (attn.heads, -1))
         v = attn.to_v(hidden_states).unflatten(2, (attn.heads, -1))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, total_tokens=total, backend=self.backend, head_groups=self.head_groups
-        )
-        assert isinstance(out, Tensor)  # without joint text
+        options = {"total_tokens": total, "backend": self.backend, "head_groups": self.head_groups}
+        if history is None or history.forward.mask is not None:
+            mask = None if history is None else history.forward.mask
+            out = context_parallel_attention(q, k, v, mesh=self.mesh, mask=mask, **options)
+            assert isinstance(out, Tensor)  # without joint text
+        else:
+            out, own = cached_attention(q, k, v, history.past(self.layer), mesh=self.mesh, **options)
+            if history.forward.record is not None:
+                history.forward.record.layers[self.layer] = own
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedText:
+    """Text of a forward without gradient, with its keys and values by layer: those of a cache, or a record to fill."""
+
+    text: Tensor
+    forward: CausalForward
+
+    def keys_values(self, attn: WanAttention, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the text in ``layer``."""
+        if layer in self.forward.text:
+            return self.forward.text[layer]
+        computed = _keys_values(attn, self.text)
+        if self.forward.record is not None:
+            self.forward.record.text[layer] = computed
+        return computed
+
+
+def _keys_values(attn: WanAttention, text: Tensor) -> tuple[Tensor, Tensor]:
+    k = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
+    return k, attn.to_v(text).unflatten(2, (attn.heads, -1))
 
 
 class WanCrossAttention(WanAttnProcessor):
@@ -59,15 +116,15 @@ class WanCrossAttention(WanAttnProcessor):
     Every rank holds both whole. It is :class:`WanAttnProcessor` with forward-mode AD.
     """
 
-    def __init__(self, backend: str = "auto"):
+    def __init__(self, backend: str = "auto", *, layer: int = 0):
         super().__init__()
-        self.backend = backend
+        self.backend, self.layer = backend, layer
 
     def __call__(
         self,
         attn: WanAttention,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
+        encoder_hidden_states: Tensor | CachedText,
         attention_mask: Tensor | None = None,
         rotary_emb: RotaryTables | None = None,
     ) -> Tensor:
@@ -75,12 +132,15 @@ class WanCrossAttention(WanAttnProcessor):
         first."""
         if attention_mask is not None or rotary_emb is not None:
             raise ValueError("Wan's cross-attention takes neither attention_mask nor rotary_emb")
-        text, image = encoder_hidden_states, None
-        if attn.add_k_proj is not None:
-            image, text = text.split([text.shape[1] - TEXT_TOKENS, TEXT_TOKENS], dim=1)
         q = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-        k = attn.norm_k(attn.to_k(text)).unflatten(2, (attn.heads, -1))
-        v = attn.to_v(text).unflatten(2, (attn.heads, -1))
+        image = None
+        if isinstance(encoder_hidden_states, CachedText):
+            k, v = encoder_hidden_states.keys_values(attn, self.layer)
+        else:
+            text = encoder_hidden_states
+            if attn.add_k_proj is not None:
+                image, text = text.split([text.shape[1] - TEXT_TOKENS, TEXT_TOKENS], dim=1)
+            k, v = _keys_values(attn, text)
         out = cross_attention(q, k, v, backend=self.backend).flatten(2, 3)
         if image is not None:
             k = attn.norm_added_k(attn.add_k_proj(image)).unflatten(2, (attn.heads, -1))
@@ -96,24 +156,139 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).flatten(-2).type_as(x)
 
 
-def own_rotary_tables(rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor) -> RotaryTables:
+class BlockArguments:
+    """Arguments that a network's blocks get in addition to hidden states, text and time."""
+
+    def __init__(self, network: WanTransformer3DModel, mesh: Mesh):
+        self._rope, self._mesh = network.rope, mesh
+        self._causal: CausalForward | None = None
+        network.rope.forward = self._tables
+        network.condition_embedder.register_forward_hook(self._text)
+
+    @contextmanager
+    def causal(self, forward: CausalForward) -> Iterator[None]:
+        """Pass ``forward`` to the blocks of the call of the network in this context."""
+        self._causal = forward
+        try:
+            yield
+        finally:
+            self._causal = None
+
+    def _tables(self, hidden_states: Tensor) -> RotaryTables:
+        if self._causal is None and self._mesh.cp_size == 1:
+            return type(self._rope).forward(self._rope, hidden_states)
+        return own_rotary_tables(self._rope, self._mesh, hidden_states, self._causal)
+
+    def _text(self, _embedder: nn.Module, _args: tuple, output: tuple) -> tuple | None:
+        """Give the blocks the cached keys and values of the text. With gradients they are computed: they have some."""
+        if self._causal is None or self._causal.mask is not None or torch.is_grad_enabled():
+            return None
+        time, modulation, text, image = output
+        return time, modulation, CachedText(text, self._causal), image
+
+
+class _DenseMask(WanAttnProcessor):
+    """diffusers' processor with a dense mask ``(S, S)``."""
+
+    def __init__(self, mask: Tensor):
+        super().__init__()
+        self.mask = mask
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        return super().__call__(attn, hidden_states, encoder_hidden_states, self.mask, rotary_emb)
+
+
+class DenseArguments:
+    """Mask and positions of a plain network, for comparisons: diffusers' attention with a dense mask."""
+
+    def __init__(self, network: nn.Module):
+        self._network: Any = network
+
+    @contextmanager
+    def causal(self, forward: CausalForward) -> Iterator[None]:
+        """Mask the attention of the call of the network in this context."""
+        mask, rope, attention = forward.mask, self._network.rope, [block.attn1 for block in self._network.blocks]
+        assert mask is not None, "a plain network has no cache"
+        dense, query = torch.zeros(mask.tokens, mask.tokens, dtype=torch.bool), 0
+        for count, ranges in zip(mask.queries, mask.keys, strict=True):
+            for start, stop in ranges:
+                dense[query : query + count, start:stop] = True
+            query += count
+
+        def tables(hidden_states: Tensor) -> Table:
+            clip = hidden_states[:, :, : max(forward.positions) + 1]
+            whole = (table.unflatten(1, (clip.shape[2], -1)) for table in type(rope).forward(rope, clip))
+            cos, sin = (table[:, list(forward.positions)].flatten(1, 2) for table in whole)
+            return cos, sin
+
+        before = [each.processor for each in attention]
+        for each in attention:
+            each.set_processor(_DenseMask(dense))
+        rope.forward = tables
+        try:
+            yield
+        finally:
+            del rope.forward
+            for each, processor in zip(attention, before, strict=True):
+                each.set_processor(processor)
+
+
+def own_rotary_tables(
+    rope: WanRotaryPosEmbed, mesh: Mesh, hidden_states: Tensor, causal: CausalForward | None = None
+) -> RotaryTables:
     """Return the tables that ``rope`` computes for latents ``(B, C, T, H, W)``, for the rank's own tokens only.
 
+    Args:
+        rope: rotary embedding of the network.
+        mesh: the mesh.
+        hidden_states: the latents.
+        causal: positions of the latent frames, and the history, of a causal forward.
+
     Returns:
-        Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; and ``S``.
+        Cosines and sines ``(1, S_local, 1, head_dim)``, with the last token's values for padding; ``S``; and the
+        history of a causal forward.
 
     Raises:
         ValueError: an axis has more positions than ``rope_max_seq_len``.
     """
     sizes = [n // patch for n, patch in zip(hidden_states.shape[2:], rope.patch_size, strict=True)]
-    if max(sizes) > rope.max_seq_len:
+    bounded = sizes if causal is None else sizes[1:]
+    if max(bounded) > rope.max_seq_len:
         raise ValueError(
-            f"{max(sizes)} token positions along an axis are more than rope_max_seq_len={rope.max_seq_len}"
+            f"{max(bounded)} token positions along an axis are more than rope_max_seq_len={rope.max_seq_len}"
         )
     positions, total = token_positions(hidden_states, rope.patch_size, mesh, rope.freqs_cos.device)
     dims = (rope.t_dim, rope.h_dim, rope.w_dim)
+    tables = [list(table.split(dims, dim=1)) for table in (rope.freqs_cos, rope.freqs_sin)]
+    if causal is not None:
+        for parts, of_frames in zip(tables, _frame_table(rope, causal.positions), strict=True):
+            parts[0] = of_frames
     cos, sin = (
-        torch.cat([part[at] for part, at in zip(table.split(dims, dim=1), positions, strict=True)], dim=1)
-        for table in (rope.freqs_cos, rope.freqs_sin)
+        torch.cat([part[at] for part, at in zip(parts, positions, strict=True)], dim=1)[None, :, None]
+        for parts in tables
     )
-    return cos[None, :, None], sin[None, :, None], total
+    if causal is None:
+        return cos, sin, total
+    return cos, sin, total, History(causal, _shift_table(rope, causal.shift) if causal.shift else None)
+
+
+def _frame_table(rope: WanRotaryPosEmbed, positions: Sequence[int]) -> Table:
+    """Return the time axis' rows ``(T, t_dim)`` of the tables, also of positions beyond ``rope_max_seq_len``.
+
+    Attention depends on differences of positions alone, so that a network without a sink is exact at any position.
+    """
+    if max(positions) < rope.max_seq_len:
+        at = torch.tensor(positions, device=rope.freqs_cos.device)
+        return rope.freqs_cos[:, : rope.t_dim][at], rope.freqs_sin[:, : rope.t_dim][at]
+    cos, sin = get_1d_rotary_pos_embed(
+        rope.t_dim, torch.tensor(positions), use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64
+    )
+    return cos.to(rope.freqs_cos), sin.to(rope.freqs_sin)
+
+
+def _shift_table(rope: WanRotaryPosEmbed, frames: int) -> Table:
+    """Return the table that moves rotated keys by ``frames``, ``(1, 1, 1, head_dim)``: rotations of an axis add."""
+    cos, sin = _frame_table(rope, [frames])
+    rest = rope.h_dim + rope.w_dim
+    cos, sin = torch.cat([cos, cos.new_ones(1, rest)], 1), torch.cat([sin, sin.new_zeros(1, rest)], 1)
+    return cos[None, :, None], sin[None, :, None]

@@ -24,6 +24,8 @@ from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
 from fsdp_cp.reduce import full_tensor, on_all_ranks
 from models.additions.base import added, named_additions, network_tensors
+from models.causal import NOTE as CAUSAL_NOTE
+from models.causal import write_causal
 from models.families.base import Family
 from models.files.atomic_folder import atomic_folder, withdraw
 from models.files.checkpoint_files import ADDITIONS, EXPERT_FOLDERS
@@ -51,6 +53,7 @@ def export_weights(
     about: Mapping[str, Any] | None = None,
     bases: Sequence[Mapping[str, Tensor] | None] | None = None,
     scale: float = 1.0,
+    causal: Mapping[str, Any] | None = None,
 ) -> None:
     """Write sharded networks as a folder that ``from_pretrained`` loads. All ranks must call it; rank 0 writes.
 
@@ -58,7 +61,7 @@ def export_weights(
         folder: path in a run directory. The complete export replaces an earlier one; any other existing folder is
             renamed.
         networks: DTensors by diffusers name, one mapping per network.
-        config, dtype, boundaries, max_bytes: as for :func:`write_folder`.
+        config, dtype, boundaries, max_bytes, causal: as for :func:`write_folder`.
         about: description of the weights, for the manifest.
         bases: for adapters, the base of each of ``networks``, into which they are merged.
         scale: ``alpha / rank`` of the adapters.
@@ -74,7 +77,7 @@ def export_weights(
     on_all_ranks(
         lambda: write_folder(
             folder, weights, config, dtype=dtype, boundaries=boundaries, max_bytes=max_bytes, about=about,
-            writes=rank() == 0, move_aside=True,
+            causal=causal, writes=rank() == 0, move_aside=True,
         )
     )  # fmt: skip
 
@@ -91,11 +94,12 @@ def export_adapters(
     scale: float,
     dtype: torch.dtype,
     about: Mapping[str, Any],
+    causal: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a role's adapters in diffusers' format to a run directory. All ranks must call it; rank 0 writes.
 
     Args:
-        folder, dtype, about: as for :func:`export_weights`.
+        folder, dtype, about, causal: as for :func:`export_weights`.
         weights: adapters only, DTensors by public name.
         family: model family of the base.
         scale: ``alpha / rank``.
@@ -107,7 +111,7 @@ def export_adapters(
         "diffusers-lora", weights, lambda name: full_tensor(weights[name]), family=family, scale=scale, dtype=dtype
     )
     about = {"dtype": str(dtype), "format": "diffusers-lora", **about}
-    on_all_ranks(lambda: write_file(folder, tensors, about, move_aside=True) if rank() == 0 else None)
+    on_all_ranks(lambda: write_file(folder, tensors, about, causal, move_aside=True) if rank() == 0 else None)
 
 
 def export_scheduler(folder: Path, scheduler: SchedulerMixin | None) -> None:
@@ -129,6 +133,7 @@ def write_folder(
     boundaries: Sequence[float] = (),
     max_bytes: int = MAX_BYTES,
     about: Mapping[str, Any] | None = None,
+    causal: Mapping[str, Any] | None = None,
     writes: bool = True,
     move_aside: bool = False,
 ) -> None:
@@ -144,6 +149,7 @@ def write_folder(
         dtype: dtype of the files.
         boundaries: times between experts (:class:`models.roles.role.Role`).
         max_bytes: maximum size of a file.
+        causal: contents of the ``causal.json`` of a causal network (:attr:`models.roles.role.Role.causal_file`).
         writes: whether this rank writes; other ranks only take part in reading.
 
     Raises:
@@ -161,7 +167,7 @@ def write_folder(
                     save_file(tensors, unfinished / file, metadata={"format": "pt"})
             if unfinished is not None:
                 for place, content, weights in zip(places, contents, networks, strict=True):
-                    _write_texts(unfinished / place, folder / place, config, content, weights.shapes, dtype)
+                    _write_texts(unfinished / place, folder / place, config, content, weights.shapes, dtype, causal)
                 if boundaries:
                     index: dict[str, Any] = {"boundary_ratio": boundaries[0]}
                     index |= {name: ["diffusers", config["_class_name"]] for name in EXPERT_FOLDERS}
@@ -216,12 +222,18 @@ def _write_texts(
     contents: Mapping[str, list[str]],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
+    causal: Mapping[str, Any] | None,
 ) -> None:
-    """Write ``config.json``, the index of several files, and a note on additions."""
+    """Write ``config.json``, ``causal.json``, the index of several files, and notes on what diffusers does not know."""
+    notes = []
     if added(shapes):
-        note = _NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS)
-        (unfinished / "README.md").write_text(note + "\n")
-        log.warning("%s: %s", folder, note)
+        notes.append(_NOTE.format(names=", ".join(sorted(named_additions(shapes))), file=ADDITIONS))
+        log.warning("%s: %s", folder, notes[0])
+    if causal is not None:
+        write_causal(unfinished, causal)
+        notes.append(CAUSAL_NOTE)
+    if notes:
+        (unfinished / "README.md").write_text("\n\n".join(notes) + "\n")
     weight_map = {name: file for file, names in contents.items() if file != ADDITIONS for name in names}
     if len(set(weight_map.values())) > 1:
         total = sum(map(math.prod, network_tensors(shapes).values())) * dtype.itemsize

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_cp.errors import UserError
+from models.causal import write_causal
 from models.families.base import Family
 from models.files.atomic_folder import atomic_folder
 
@@ -79,9 +80,16 @@ def file_tensors(
 
 
 def write_file(
-    folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, move_aside: bool = False
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    causal: Mapping[str, Any] | None = None,
+    *,
+    move_aside: bool = False,
 ) -> None:
-    """Write ``folder/pytorch_lora_weights.safetensors``; see :func:`models.files.atomic_folder.atomic_folder`.
+    """Write ``folder/pytorch_lora_weights.safetensors``, and ``causal.json`` for the adapters of a causal network.
+
+    ``folder``, ``about`` and ``move_aside`` are as for :func:`models.files.atomic_folder.atomic_folder`.
 
     Raises:
         UserError: the folder cannot be written.
@@ -89,5 +97,7 @@ def write_file(
     try:
         with atomic_folder(folder, about, move_aside=move_aside) as unfinished:
             save_file(dict(tensors), unfinished / NAME, metadata={"format": "pt"})
+            if causal is not None:
+                write_causal(unfinished, causal)
     except SafetensorError as error:  # includes a full disk
         raise UserError(f"{folder} cannot be written ({error}); nothing in it has changed") from error

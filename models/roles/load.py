@@ -108,8 +108,17 @@ def build_roles(
                 trainable=plan.name in trained,
                 trained_experts=plan.trained_experts,
                 adapters=plan.adapters,
+                causal=plan.causal,
+                trained_frames=_trained_frames(plan, latent_shape, plan.name in trained),
             )
     return {plan.name: built[plan.name] for plan in plans}
+
+
+def _trained_frames(plan: RolePlan, latent_shape: LatentShape, trains: bool) -> int | None:
+    """Return the latent frames of a clip in the training of a causal role: those of this run, or of its checkpoint."""
+    if plan.causal is None:
+        return None
+    return latent_shape[1] if trains or plan.trained_frames is None else plan.trained_frames
 
 
 def trained_with(plans: Sequence[RolePlan], expert: int, trained: Collection[str]) -> set[str]:

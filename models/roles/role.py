@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +19,9 @@ from fsdp_cp.sharding.state import frozen, reshard, unrecorded_forward
 from models.additions.base import additions_of
 from models.additions.gan_head import gan_head_of
 from models.additions.time_conditioning import second_time
-from models.families.base import Family
-from models.roles.condition import Condition
+from models.causal import Cache, CausalForward, CausalSettings, Record, whole_clip
+from models.families.base import Family, Flops
+from models.roles.condition import FIRST_FRAME, Condition
 from models.roles.network import Network
 
 EXPERTS = ("high", "low")
@@ -32,6 +33,12 @@ ROUNDING = 1e-7
 def trained_names(role: str, boundaries: Sequence[float], experts: Sequence[int]) -> list[str]:
     """Return the names of a role's networks that train, in logs and checkpoints: the role's, or its experts'."""
     return [f"{role}.{EXPERTS[i]}" for i in experts] if boundaries else [role]
+
+
+def _frame_tokens(network: Network, x: Tensor) -> int:
+    """Return the number of tokens in a latent frame of a causal network, whose tokens are of one frame."""
+    _, channels, _, height, width = x.shape
+    return network.family.tokens(network.config, (channels, 1, height, width))
 
 
 @dataclass(kw_only=True)
@@ -53,6 +60,10 @@ class Role:
     """Positions of the experts that train; all of them by default."""
     adapters: dict[str, Any] | None = None
     """Description of the role's adapters (:attr:`models.roles.role_plan.RolePlan.adapters`)."""
+    causal: CausalSettings | None = None
+    """Settings of a causal role, which has one network; ``None`` for a role that attends to all frames."""
+    trained_frames: int | None = None
+    """Number of latent frames of a clip in training, for a causal role. Sinks stay as near as in such clips."""
     network: nn.Module = field(init=False)
     """FSDP root. For experts a list of roots, so that parameter names begin with ``0.``, ``1.``, ..."""
     beyond: float = field(default=0.0, init=False)
@@ -88,6 +99,11 @@ class Role:
     def tokens(self) -> int:
         """Number of tokens of one sample."""
         return self.networks[0].tokens
+
+    @property
+    def causal_file(self) -> dict[str, Any] | None:
+        """Contents of the ``causal.json`` of an export; ``None`` for a role that is not causal."""
+        return None if self.causal is None else {**asdict(self.causal), "frames": self.trained_frames}
 
     def expert_at(self, time: float) -> int:
         """Return the position of the network that serves ``time``.
@@ -149,9 +165,18 @@ class Role:
         return dict(zip(names, self.trained_experts, strict=True))
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        *,
+        clean: Tensor | None = None,
+        at: float | None = None,
     ) -> Tensor:
         """Return the rectified-flow velocity ``v(x_t, t, condition)``, an estimate of ``e - x0``.
+
+        A causal role masks its attention: a frame sees its own chunk and earlier ones, of ``x`` or of ``clean``.
 
         Args:
             x: ``x_t``, full latents ``(B, C, T, H, W)``, fp32 or better.
@@ -160,20 +185,80 @@ class Role:
             condition: condition of the B samples.
             r: ``(B,)`` in [0, 1], required by the additions ``second_time`` (mean velocity from r to t) and
                 ``last_step`` (samples whose last step was at r), and refused without them.
+            clean: for a causal role, the clip at ``causal.context_time``, of the shape of ``x``: the history of every
+                chunk (teacher forcing).
             at: as for :meth:`network_at`.
 
         Returns:
             ``(B, C, T, H, W)`` in the dtype of ``x``.
 
         Raises:
-            ValueError: times have another shape or span several experts.
+            ValueError: times have another shape or span several experts; ``clean`` for a role that is not causal; or,
+                for a causal role, frames that are not whole chunks.
         """
-        network = self.network_at(t, at)
+        network, causal, hidden, times = self.network_at(t, at), None, x, t
+        if clean is not None and r is not None:
+            raise ValueError(f"{self.name}: a clean history has one time a token, and takes no r")
+        if self.causal is not None:
+            causal, hidden, times = whole_clip(self.causal, x, t, clean, _frame_tokens(network, x))
+        elif clean is not None:
+            raise ValueError(f"{self.name} is not causal and takes no clean history; set {self.name}.causal.chunk")
         with second_time(additions_of(network.module, self.name), t, r):
-            v = self._outputs(network, x, t, condition)[0]
-        if v.dtype == x.dtype:
+            v = self._outputs(network, hidden, times, condition, causal=causal)[0]
+        if causal is None and v.dtype == x.dtype:
             return v
-        return network.family.hold(v.to(x.dtype), x, t, condition)
+        return network.family.hold(v[:, :, -x.shape[2] :].to(x.dtype), x, t, condition)
+
+    def cache(self, condition: Condition) -> Cache:
+        """Return the cache of a causal role at the start of a clip.
+
+        It is empty, unless ``condition`` has a first frame. This frame is the first chunk, which one forward without
+        gradient caches as given.
+
+        Raises:
+            ValueError: the role is not causal.
+        """
+        if self.causal is None:
+            raise ValueError(f"{self.name} is not causal and has no cache; set {self.name}.causal.chunk")
+        empty = Cache(role=self, condition=condition)
+        frame = condition.tensors.get(FIRST_FRAME)
+        return empty if frame is None else empty.with_chunk(frame)
+
+    def chunk_velocity(self, x: Tensor, t: Tensor, cache: Cache) -> Tensor:
+        """Return the velocity of the next chunk, whose history is ``cache``.
+
+        Gradients reach the network and ``x``; the cache is constant.
+
+        Args:
+            x: latents ``x_t`` of the chunk, ``(B, C, frames of the chunk, H, W)``.
+            t: ``(B,)`` in [0, 1], fp32 or better.
+            cache: cache of this role, with the earlier chunks.
+
+        Returns:
+            ``(B, C, frames of the chunk, H, W)`` in the dtype of ``x``.
+
+        Raises:
+            ValueError: ``x`` has another number of frames or samples than the next chunk.
+        """
+        return self._chunk_outputs(x, t, cache, None)[0].to(x.dtype)
+
+    @torch.no_grad()
+    def record_chunk(self, x: Tensor, t: Tensor, cache: Cache) -> Record:
+        """Return the keys and values of the next chunk, for :meth:`models.causal.Cache.with_chunk`. Arguments are as
+        for :meth:`chunk_velocity`."""
+        record = Record()
+        self._chunk_outputs(x, t, cache, record)
+        return record
+
+    def _chunk_outputs(self, x: Tensor, t: Tensor, cache: Cache, record: Record | None) -> tuple[Tensor, ...]:
+        causal, (network,) = cache.forward(record), self.networks
+        samples, frames = len(cache.condition), len(causal.positions)
+        if cache.role is not self or (x.shape[0], x.shape[2]) != (samples, frames) or t.shape != (samples,):
+            raise ValueError(
+                f"chunk {cache.count} of {cache.role.name} has {frames} latent frames and a time for each of {samples}"
+                f" samples, but x is {tuple(x.shape)} and t {tuple(t.shape)}"
+            )
+        return self._outputs(network, x, t, cache.condition, causal=causal)
 
     def logits(
         self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, *, at: float | None = None
@@ -191,10 +276,39 @@ class Role:
         with head.wanted(self.tokens), second_time(additions_of(network.module, self.name), t, r):
             return self._outputs(network, x, t, condition, depth=head.depth)[1].to(x.dtype)
 
+    def tokens_of(self, network: Network, x: Tensor, causal: CausalForward | None) -> int:
+        """Return the number of tokens of one sample in a forward; arguments as for a call of the network."""
+        return network.tokens if causal is None else x.shape[2] * _frame_tokens(network, x)
+
+    def flops_of(
+        self, network: Network, x: Tensor, t: Tensor, condition: Condition, causal: CausalForward | None
+    ) -> Flops:
+        """Return the operations of one forward of one sample; arguments as for a call of the network."""
+        if causal is None:
+            return Flops(network.forward_flops, network.tangent_flops, network.attention_flops)
+        tokens = self.tokens_of(network, x, causal)
+        by_token = t.ndim == 2 or (FIRST_FRAME in condition.tensors and 0 in causal.positions)
+        shapes = {name: tuple(value.shape[1:]) for name, value in condition.tensors.items()}
+        times = tokens if by_token else 1
+        return network.family.causal_flops(network.config, tokens, causal.pairs(tokens), times, shapes)
+
     def _outputs(
-        self, network: Network, x: Tensor, t: Tensor, condition: Condition, depth: float = 1.0
+        self,
+        network: Network,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        depth: float = 1.0,
+        causal: CausalForward | None = None,
     ) -> tuple[Tensor, ...]:
-        """Call ``network`` and return its outputs; ``depth`` is the share of the network that a backward passes."""
+        """Call ``network`` and return its outputs.
+
+        Args:
+            network: one of the role's networks.
+            x, t, condition: as for :meth:`velocity`.
+            depth: share of the network that a backward passes.
+            causal: history of a causal forward.
+        """
         dtype = COMPUTE_DTYPE[network.precision]
         of_frames = network.family.frame_times and t.shape == (x.shape[0], x.shape[2])
         if t.shape != x.shape[:1] and not of_frames:
@@ -204,13 +318,17 @@ class Role:
         # A backward costs one forward for input gradients and one for weight gradients. A frozen base has only the
         # former.
         backward = (1 if network.adapters else 2) if self.trainable else int(x.requires_grad)
-        flops = (1 + depth * backward * torch.is_grad_enabled()) * network.forward_flops
+        of_sample = self.flops_of(network, x, t, condition, causal)
+        flops = (1 + depth * backward * torch.is_grad_enabled()) * of_sample.forward
         if may_be_dual(x) and any(forward_ad.unpack_dual(a).tangent is not None for a in (x, t)):
-            flops += network.tangent_flops
+            flops += of_sample.tangent
         self.flops += int(flops * x.shape[0])
         recorded = nullcontext() if torch.is_grad_enabled() else unrecorded_forward(network.module)
         with network.serves(self.name), recorded:
-            return network.family.outputs(network.module, x.to(dtype), t, condition.to(dtype))
+            x, condition = x.to(dtype), condition.to(dtype)
+            if causal is None:
+                return network.family.outputs(network.module, x, t, condition)
+            return network.family.causal_outputs(network.module, x, t, condition, causal)
 
     @contextmanager
     def differences(self, step: float) -> Iterator[None]:

@@ -18,6 +18,7 @@ from fsdp_cp.sharding.settings import ShardSettings
 from models.additions.base import PREFIX, Addition, Chosen, named_additions
 from models.additions.gan_head import GanHead
 from models.additions.time_conditioning import LastStep, SecondTime
+from models.causal import CausalSettings, read_causal
 from models.families.base import Family, LatentShape, Shape, config_of
 from models.families.registry import family_of
 from models.files.checkpoint_files import (
@@ -30,6 +31,7 @@ from models.files.checkpoint_files import (
 )
 from models.lora.plan import LoraPlan, plan_lora
 from models.lora.settings import LoraSettings
+from models.roles.condition import FIRST_FRAME
 from models.roles.role import EXPERTS
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,10 @@ class RolePlan:
     """The additions as modules on the meta device; never changed."""
     lora: LoraPlan | None = None
     """Adapters of the role; ``None`` for a role that owns the whole network."""
+    causal: CausalSettings | None = None
+    """Settings of a causal role; ``None`` for a role that attends to all frames."""
+    trained_frames: int | None = None
+    """Number of latent frames of a clip in the training of a causal checkpoint (``causal.json``)."""
     network: nn.Module
     """One of its networks, on the meta device, without adapters and additions; never changed."""
 
@@ -96,9 +102,16 @@ class RolePlan:
         """Return the number of tokens of a sample of latents ``(C, T, H, W)`` with a condition of these shapes.
 
         Raises:
-            UserError: the network cannot take these shapes.
+            UserError: the network cannot take these shapes, or they are not whole chunks of a causal role.
         """
         self.family.check_sample(self.config, latent_shape, condition_shapes, self.setting)
+        if self.causal is not None:
+            self.causal.chunks(latent_shape[1], f"{self.name}.causal.")
+            if FIRST_FRAME in condition_shapes and self.causal.size(0) != 1:
+                raise UserError(
+                    f"{self.name}.causal.first_chunk={self.causal.size(0)}: the given first frame (data.image) is a"
+                    f" chunk; use {self.name}.causal.first_chunk=1"
+                )
         return self.family.tokens(self.config, latent_shape)
 
     @property
@@ -147,6 +160,7 @@ def plan_role(
     lora: LoraSettings | None = None,
     saved: Path | None = None,
     experts: str = "both",
+    causal: CausalSettings | None = None,
 ) -> RolePlan:
     """Check a role's settings. Reads headers and builds a network on the meta device only.
 
@@ -162,10 +176,11 @@ def plan_role(
         lora: settings of the adapters that the role trains on a frozen network.
         saved: file with the adapters' first values.
         experts: experts that train, if the role trains: ``both``, ``high`` or ``low``.
+        causal: settings of a causal role. A checkpoint with a ``causal.json`` has its own. ``fake`` is never causal.
 
     Raises:
         UserError: a folder is missing, files do not fit the network, checkpoint and architecture are both missing, or
-            the network cannot have these adapters.
+            the network cannot have these adapters or be causal.
     """
     chosen = family_of(family, name)
     setting = f"{name}.checkpoint"
@@ -210,6 +225,9 @@ def plan_role(
     adapters = None
     if lora is not None and (lora.enabled or saved is not None):
         adapters = plan_lora(network, chosen, lora, name, saved)
+    settings, trained_frames = _causal(name, causal, inspected, saved)
+    if settings is not None:
+        _check_causal(name, settings, chosen, network, boundaries, sharding)
     config = {"_class_name": chosen.class_name} | defining(config_of(network))
     weights = "\n".join(str(folder.path.resolve()) for folder in inspected.folders)
     if not inspected.folders:
@@ -228,8 +246,56 @@ def plan_role(
         additions=additions,
         added=extra,
         lora=adapters,
+        causal=settings,
+        trained_frames=trained_frames,
         network=network,
     )
+
+
+def _causal(
+    name: str, given: CausalSettings | None, checkpoint: Checkpoint, saved: Path | None
+) -> tuple[CausalSettings | None, int | None]:
+    """Return the causal settings of a role and the latent frames in its checkpoint's training; ``None`` for none.
+
+    Args:
+        name: the role.
+        given: its settings.
+        checkpoint: its networks on disk.
+        saved: file with its adapters, whose folder comes first.
+
+    Raises:
+        UserError: the settings contradict the checkpoint's, or are incomplete.
+    """
+    given, where = given or CausalSettings(), f"{name}.causal."
+    if name == "fake":
+        return None, None
+    for folder in (*([saved.parent] if saved is not None else []), *(each.path for each in checkpoint.folders)):
+        if (of_folder := read_causal(folder, f"{name}.checkpoint={folder}")) is not None:
+            return given.merged(of_folder[0], where, folder), of_folder[1]
+    if not given.enabled and given != CausalSettings():
+        raise UserError(f"{where}chunk is not set, so the other {where}* have no effect; set it, or leave them out")
+    return (given if given.enabled else None), None
+
+
+def _check_causal(
+    name: str,
+    settings: CausalSettings,
+    family: Family,
+    network: nn.Module,
+    boundaries: tuple[float, ...],
+    sharding: ShardSettings | None,
+) -> None:
+    """Check that a role can be causal.
+
+    Raises:
+        UserError: its family, its network, its two experts or ``compile`` forbid it.
+    """
+    setting = f"{name}.causal.chunk={settings.chunk}"
+    family.check_causal(config_of(network), setting)
+    if boundaries:
+        raise UserError(f"{setting}: a model of two experts (A14B) cannot be causal; use one network")
+    if sharding is not None and sharding.compile:
+        raise UserError(f"{setting} does not work with {name}.compile=true; use {name}.compile=false")
 
 
 def _trained_experts(name: str, boundaries: tuple[float, ...], chosen: str) -> tuple[int, ...]:

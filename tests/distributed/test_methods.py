@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from distill.config import EmaSettings
+from models.causal import CausalSettings
 from tests.oracles.difference import compare
 from tests.oracles.plain_run import oracle_trace
 from tests.oracles.runs import METHODS, Setup, make_config
 from tests.oracles.sharded_run import make_trainer, trace_on_ranks
+from tests.oracles.tiny_wan import CONDITION_SHAPES, LATENT_SHAPE
 
 slow = pytest.mark.slow
 FAST = {"dp_shard": 2, "cp": 2, "micro_batch_size": 2}
@@ -33,6 +35,32 @@ def test_four_steps(pools, checkpoints, method, sizes):
     difference = compare(trace, oracle_trace(setup, checkpoints))
     assert difference.largest < 1e-5, difference
     assert all(norm > 1e-3 for norm in trace.norms), "nothing to compare"
+
+
+@pytest.mark.parametrize(
+    ("history", "sizes"),
+    [("clean", FAST), *(pytest.param(history, RING, marks=slow) for history in ("noisy", "clean"))],
+    ids=str,
+)
+def test_a_causal_student(pools, checkpoints, history, sizes):
+    """Teacher forcing and diffusion forcing equal dense masks, with a time and draws for each chunk."""
+    method = replace(METHODS["flow_matching"], history=history)
+    causal = CausalSettings(chunk=1, window=1, context_time=0.1)
+    setup = Setup(**sizes, steps=3, method=method, causal=causal)
+    trace, truth = trace_on_ranks(setup, checkpoints, pools[setup.world_size]), oracle_trace(setup, checkpoints)
+    assert compare(trace, truth).largest < 1e-5 and all(norm > 1e-3 for norm in trace.norms)
+    other = oracle_trace(replace(setup, causal=replace(causal, window=None)), checkpoints)
+    assert abs(other.losses[0] - truth.losses[0]) > 1e-4, "the comparison can tell masks apart"
+
+
+def test_a_causal_student_with_a_given_first_frame(pools, checkpoints):
+    """The frame is a chunk, has time 0 in both halves, and adds nothing to the loss."""
+    causal = CausalSettings(chunk=2, first_chunk=1)
+    shapes = CONDITION_SHAPES | {"first_frame": (LATENT_SHAPE[0], 1, *LATENT_SHAPE[2:])}
+    method = replace(METHODS["flow_matching"], history="clean")
+    setup = Setup(**FAST, steps=2, method=method, causal=causal, condition_shapes=shapes)
+    trace = trace_on_ranks(setup, checkpoints, pools[setup.world_size])
+    assert compare(trace, oracle_trace(setup, checkpoints)).largest < 1e-5
 
 
 def _average_as_target(folder, target, sizes, sharding):

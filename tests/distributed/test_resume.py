@@ -11,9 +11,10 @@ from distill.config import EmaSettings
 from distill.run.checkpoint_checks import check_resume
 from fsdp_cp.checkpoint.folder import published_steps, step_folder
 from fsdp_cp.errors import UserError
+from models.causal import CausalSettings
 from tests.oracles.difference import compare
 from tests.oracles.full_tensors import full_tensors
-from tests.oracles.runs import Setup, Trace, make_config
+from tests.oracles.runs import METHODS, Setup, Trace, make_config
 from tests.oracles.sharded_run import make_trainer
 
 STEPS, STOP = 5, 3
@@ -74,6 +75,22 @@ def test_same_mesh_bit_by_bit(pools, checkpoints, straight, tmp_path, precision)
     assert any(not torch.equal(w, w.bfloat16().float()) for w in truth.weights["student"].values())
     assert published_steps(tmp_path / "checkpoints") == [STOP, STEPS]
     assert (tmp_path / "checkpoints" / f"left_step_{STEPS:08d}").is_dir(), "the later checkpoint was overwritten"
+
+
+def test_a_causal_run_bit_by_bit(pools, checkpoints, tmp_path):
+    """Draws per chunk continue; on another mesh the losses are the same to rounding."""
+    method = replace(METHODS["flow_matching"], history="clean")
+    setup = replace(OWN, method=method, causal=CausalSettings(chunk=1, window=1, context_time=0.1))
+    truth = pools[2].run(_run, setup, checkpoints, tmp_path / "straight", 0, STEPS)[0]
+    for size in (2, 1):
+        run_dir = tmp_path / str(size)
+        shutil.copytree(tmp_path / "straight" / "checkpoints", run_dir / "checkpoints")
+        other = replace(setup, cp=size)
+        resumed = pools[size].run(_run, other, checkpoints, run_dir, STOP, STEPS)[0]
+        assert resumed.losses == pytest.approx(truth.losses[STOP:], rel=0 if size == 2 else 1e-5)
+        if size == 2:
+            student = truth.weights["student"]
+            assert all(torch.equal(value, student[name]) for name, value in resumed.weights["student"].items())
 
 
 @pytest.mark.parametrize(

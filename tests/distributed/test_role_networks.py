@@ -144,7 +144,8 @@ def test_a_time_for_each_frame_and_a_frame_that_is_given(pools):
 
 def _raw_frame_times():
     role, (x, condition) = _alone(build_mesh(dp_shard=1, cp=2, heads=4), 0), _inputs()
-    with pytest.raises(ValueError):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError):
+        patch.setattr(type(role.family), "frame_times", False)
         role.velocity(x, torch.rand(2, x.shape[2], dtype=torch.float64), condition)
 
 

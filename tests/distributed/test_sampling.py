@@ -1,12 +1,25 @@
 """Sample clips are the same on every mesh, for student and teacher, with any batch size."""
 
+import json
+import re
+import shutil
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
 from distill.evaluate.sampling import decode, generate, sample_captions
+from distill.methods.common.schedules import euler_times
+from distill.methods.flow_matching import FlowMatchingSettings
 from fsdp_cp.errors import UserError
 from fsdp_cp.launch import rank
+from fsdp_cp.rng import StepRandom
+from models.causal import CausalSettings
 from models.roles.condition import text_condition
+from tests.oracles.causal_wan import CausalWan
 from tests.oracles.runs import Setup, make_config
 from tests.oracles.sharded_run import make_trainer
 from tests.oracles.tiny_wan import LATENT_SHAPE, TEXT_SHAPE
@@ -26,18 +39,31 @@ class _Captions:
         return text_condition(torch.stack([table[int(c)] for c in captions]), torch.zeros(TEXT_SHAPE))
 
 
-def _clips(setup, folder, role, steps, batch):
+CAPTIONS = ["3", "1", "4", "1", "5"]
+
+
+class _FirstFrames(_Captions):
+    """The same with a first frame for each caption."""
+
+    def condition(self, captions, clips=None):
+        condition = super().condition(captions)
+        frames = torch.stack([torch.full((LATENT_SHAPE[0], 1, *LATENT_SHAPE[2:]), 0.1 * int(c)) for c in captions])
+        return replace(condition, tensors={**condition.tensors, "first_frame": frames})
+
+
+def _clips(setup, folder, role, steps, batch, latent_shape=None):
     trainer = make_trainer(setup, folder, make_config(setup, folder))
     return generate(
         trainer.method,
         role,
         steps=steps,
-        captions=["3", "1", "4", "1", "5"],
-        data=_Captions(),
+        captions=CAPTIONS,
+        data=_FirstFrames() if "first_frame" in setup.condition_shapes else _Captions(),
         mesh=trainer.mesh,
         device=torch.device("cpu"),
         seed=5,
         batch=batch,
+        latent_shape=latent_shape,
     )
 
 
@@ -48,6 +74,78 @@ def test_the_same_clips_on_every_mesh(pools, checkpoints, role, steps):
     assert (truth[1] - truth[3]).abs().max() > 0.1, "the same caption from other noise is another clip"
     for other in pools[4].run(_clips, Setup(dp_shard=2, cp=2), checkpoints, role, steps, 2):
         assert (other - truth).norm() < 1e-5 * truth.norm()
+
+
+CAUSAL = CausalSettings(chunk=1, window=1, sink=1, context_time=0.1)
+FLOW_MATCHING = FlowMatchingSettings(guidance_scale=2.0, shift=3.0)
+
+
+def _texts(position):
+    condition = _Captions().condition([CAPTIONS[position]])
+    return torch.cat([condition.tensors["text"], condition.null.tensors["text"]])
+
+
+def _noise(position, chunks, purpose="sample/noise"):
+    random = StepRandom(seed=5, step=0, positions=[position])
+    channels, _, *sizes = LATENT_SHAPE
+    return [random.normal(f"{purpose}/{n}", (channels, count, *sizes)) for n, count in enumerate(chunks)]
+
+
+@torch.no_grad()
+def _plain_clip(folder, position, causal, frames, first=None):
+    """Sample a clip chunk by chunk with diffusers' network, lists as caches, and guidance as a batch of two.
+
+    ``first`` is a given first frame ``(1, C, 1, H, W)``.
+    """
+    chunks, time, texts = causal.chunks(frames), causal.context_time, _texts(position)
+    network = WanTransformer3DModel.from_pretrained(folder / "student")
+    trained = len(causal.chunks(LATENT_SHAPE[1]))
+    oracle, made = CausalWan(network, chunks, causal.window, causal.sink, trained_chunks=trained), []
+    for x, e in zip(_noise(position, chunks), _noise(position, chunks, "sample/context"), strict=True):
+        if first is not None and not made:
+            oracle.remember(first.repeat(2, 1, 1, 1, 1), texts, 0.0)
+            made.append(first)
+            continue
+        for t, after in pairwise(euler_times(2, 3.0)):
+            v, null = oracle.chunk(x.repeat(2, 1, 1, 1, 1), torch.full((2,), t), texts).chunk(2)
+            x = x + (after - t) * (null + 2.0 * (v - null))
+        made.append(x)
+        oracle.remember(((1 - time) * x + time * e).repeat(2, 1, 1, 1, 1), texts, time)
+    return torch.cat(made, dim=2)
+
+
+def test_a_causal_student_makes_the_same_clips_on_every_mesh(pools, checkpoints):
+    """A longer clip begins with the same frames. Its window drops chunks, and its sink moves beyond the third frame."""
+    setup = Setup(method=FLOW_MATCHING, causal=CAUSAL)
+    longer = (LATENT_SHAPE[0], 6, *LATENT_SHAPE[2:])
+    truth = torch.cat([_plain_clip(checkpoints, position, CAUSAL, 6) for position in range(5)])
+    (short,) = pools[1].run(_clips, setup, checkpoints, "student", 2, 5)
+    assert short.shape == (5, *LATENT_SHAPE)
+    assert (short - truth[:, :, :3]).norm() < 1e-5 * short.norm()
+    spread = Setup(dp_shard=2, cp=2, method=FLOW_MATCHING, causal=CAUSAL)
+    for clips in pools[4].run(_clips, spread, checkpoints, "student", 2, 2, longer):
+        assert (clips - truth).norm() < 1e-5 * truth.norm()
+    given = _FirstFrames().condition(CAPTIONS).tensors["first_frame"]
+    truth = torch.cat([_plain_clip(checkpoints, i, CAUSAL, 3, given[i : i + 1]) for i in range(5)])
+    spread = replace(spread, condition_shapes=spread.condition_shapes | {"first_frame": given.shape[1:]})
+    for clips in pools[4].run(_clips, spread, checkpoints, "student", 2, 2):
+        assert torch.equal(clips[:, :, :1], given) and (clips - truth).norm() < 1e-5 * truth.norm()
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 1}, {"window": 1, "sink": 1}], ids=str)
+def test_the_program_of_the_page_streams_the_same_clip(checkpoints, tmp_path, limits):
+    page = Path(__file__).parents[2] / "docs" / "causal.md"
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(program, names := {})
+    causal = CausalSettings(chunk=2, first_chunk=1, **limits)
+    folder = shutil.copytree(checkpoints / "student", tmp_path / "student")
+    (folder / "causal.json").write_text(json.dumps(asdict(causal) | {"frames": LATENT_SHAPE[1]}))
+    streamer = names["Streamer"](folder, _texts(1), steps=2, shift=3.0, guidance=2.0)
+    streamed = torch.cat([*streamer.chunks(_noise(1, causal.chunks(9)))], dim=2)
+    truth = _plain_clip(checkpoints, 1, causal, 9)
+    assert (streamed - truth).norm() < 1e-5 * truth.norm()
+    other = _plain_clip(checkpoints, 1, replace(causal, window=2), 9)
+    assert (streamed - other).norm() > 1e-3 * truth.norm(), "the comparison can tell masks apart"
 
 
 class _Codec:

@@ -27,6 +27,15 @@ def test_both_experts_of_a_pipeline(tmp_path, capsys):
     assert "transformer_2: proj_out.bias" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_causal_network(tmp_path, capsys):
+    """A given first frame, both histories, and chunk by chunk."""
+    verify.write_example(tmp_path / "network", "wan", Wan().examples()["ti2v"])
+    assert verify.main([str(tmp_path / "network"), "--ranks", "1"]) == 0
+    table = capsys.readouterr().out.partition("causal")[2]
+    assert table.count("| noisy | - |") == table.count("| clean | ") == 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["ltx", "hunyuan15"])
 def test_a_family_by_its_name(capsys, family):

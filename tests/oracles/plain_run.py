@@ -28,6 +28,7 @@ from models.roles.network import Network
 from models.roles.role import Role
 from models.roles.role_plan import build_additions
 from tests.oracles import tiny_hunyuan, tiny_ltx
+from tests.oracles.causal_wan import CausalWan
 from tests.oracles.runs import Setup, Trace, make_config, random_adapter, random_clips
 from tests.oracles.written_out import WrittenOut
 
@@ -67,6 +68,33 @@ class _PlainRole(Role):
         if "first_frame" in given:
             return _from_a_frame(network.module, x, t, given["first_frame"], given["text"])
         return network.module(timestep=1000 * t, return_dict=False, **_plain_inputs(x, given))
+
+
+class _PlainCausalRole(_PlainRole):
+    """Causal role that calls its diffusers network with dense masks."""
+
+    def velocity(
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        *,
+        clean: Tensor | None = None,
+        at: float | None = None,
+    ) -> Tensor:
+        chosen, text, frame = self.causal, condition.tensors["text"], condition.tensors.get("first_frame")
+        oracle = CausalWan(self.network, chosen.chunks(x.shape[2]), chosen.window, chosen.sink)
+        if frame is not None:
+            assert chosen.context_time == 0, "the oracle has one time for all clean frames"
+            held = (x[:, :, :1] - frame) / t[:, 0].view(-1, 1, 1, 1, 1)
+            x, clean = (torch.cat([frame, whole[:, :, 1:]], dim=2) for whole in (x, clean))
+            t = torch.cat([torch.zeros_like(t[:, :1]), t[:, 1:]], dim=1)
+            v = oracle.clean_history(x, t, text, clean)
+            return torch.cat([held, v[:, :, 1:]], dim=2)
+        if clean is None:
+            return oracle.noisy_history(x, t, text)
+        return oracle.clean_history(x, t, text, clean, chosen.context_time)
 
 
 def _from_a_frame(network: torch.nn.Module, x: Tensor, t: Tensor, frame: Tensor, text: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +141,11 @@ def oracle_trace(setup: Setup, folder: Path) -> Trace:
             )  # fmt: skip
             networks.append(plain)
         boundaries = (setup.boundaries[name],) if name in setup.boundaries else ()
-        roles[name] = _PlainRole(name=name, networks=tuple(networks), boundaries=boundaries, trainable=trainable)
+        kwargs = {"name": name, "networks": tuple(networks), "boundaries": boundaries, "trainable": trainable}
+        if setup.causal is not None and name == "student":
+            roles[name] = _PlainCausalRole(**kwargs, causal=setup.causal)
+        else:
+            roles[name] = _PlainRole(**kwargs)
     method = build_method(config.method, roles)
     settings = config.optim.student
     optimizers = {

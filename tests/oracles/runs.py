@@ -20,6 +20,7 @@ from distill.methods.meanflow import MeanFlowSettings
 from distill.methods.rcm import RcmSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.sharding.settings import ShardSettings
+from models.causal import CausalSettings
 from models.lora.settings import LoraSettings
 from tests.oracles.clips import RandomClips
 from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, LATENT_SHAPE
@@ -80,6 +81,8 @@ class Setup:
     boundaries: dict[str, float] = field(default_factory=dict)
     """Boundaries of the roles that are two experts."""
     expert_draws: int = 1
+    causal: CausalSettings | None = None
+    """Settings of a causal student."""
 
     @property
     def world_size(self) -> int:

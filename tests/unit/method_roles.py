@@ -37,7 +37,7 @@ class Call:
 class Recorder(nn.Module):
     """Role that records its calls."""
 
-    has_experts = False
+    has_experts, causal = False, None
 
     def __init__(self):
         super().__init__()
@@ -45,8 +45,15 @@ class Recorder(nn.Module):
         self.logit_calls: list[Call] = []
 
     def velocity(
-        self, x: Tensor, t: Tensor, condition: Condition, r: Tensor | None = None, at: float | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        r: Tensor | None = None,
+        at: float | None = None,
+        clean: Tensor | None = None,
     ) -> Tensor:
+        assert clean is None
         text = condition.tensors["text"]
         assert x.shape[1:] == SHAPE and t.shape == (len(x),) and text.shape == (len(x), *TEXT)
         v = self.formula(x, t, text)

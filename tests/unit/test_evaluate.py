@@ -22,7 +22,7 @@ class Painter:
     """Method whose clips have one brightness: by its steps for the teacher, by its updates for the student."""
 
     def __init__(self):
-        self.roles = {name: SimpleNamespace(network=nn.Identity()) for name in ("teacher", "student")}
+        self.roles = {name: SimpleNamespace(network=nn.Identity(), causal=None) for name in ("teacher", "student")}
         self.calls, self.updates, self.noise = [], 0, []
         self.settings = SimpleNamespace(name="painter")
 
@@ -36,6 +36,10 @@ class Painter:
         self.calls.append((role, steps))
         self.noise.append(noise)
         return torch.full_like(noise, steps / 10 if role == "teacher" else -self.updates / 10)
+
+    def stream(self, role, noise, condition, steps, random):
+        for x in noise:
+            yield self.generate(role, x, condition, steps, random)
 
 
 def evaluator(tmp_path, method, **settings):

@@ -28,9 +28,9 @@ class Alarm(torch.nn.Module):
         super().__init__()
         self.name = name
 
-    has_experts = False
+    has_experts, causal = False, None
 
-    def velocity(self, *arguments, at=None):
+    def velocity(self, *arguments, at=None, clean=None):
         raise Called(self.name)
 
     logits = velocity

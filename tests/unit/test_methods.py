@@ -1,15 +1,18 @@
 """Shared parts of all methods, and flow_matching, in fp64 against the formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy import stats
 
-from distill.methods import build_method
+from distill.methods import Batch, build_method
 from distill.methods.base import guided_velocity
 from distill.methods.dmd2 import Dmd2Settings
 from distill.methods.flow_matching import FlowMatchingSettings
 from distill.methods.scm import ScmSettings
 from fsdp_cp.errors import UserError
+from models.causal import CausalSettings
 from models.roles.condition import text_condition
 from tests.unit.method_roles import (
     SHAPE,
@@ -17,6 +20,7 @@ from tests.unit.method_roles import (
     N,
     Net,
     Point,
+    Recorder,
     close,
     dmd2,
     flow_matching,
@@ -73,6 +77,55 @@ def test_flow_matching_times_have_the_distribution_that_the_settings_name():
     assert stats.kstest(unshifted(t, shift).numpy(), "uniform").pvalue > 1e-3
     t, _ = times_and_texts(flow_matching(time="logit_normal", shift=shift, logit_mean=0.5, logit_std=1.5))
     assert stats.kstest(torch.logit(unshifted(t, shift)).numpy(), "norm", (0.5, 1.5)).pvalue > 1e-3
+
+
+class CausalNet(Recorder):
+    """Causal role whose velocity is zero, which keeps its calls' times and histories."""
+
+    causal = CausalSettings(chunk=2, first_chunk=1, context_time=0.25)
+
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
+        self.calls.append((x, t, clean))
+        return torch.zeros_like(x)
+
+
+def causal_call(frames, history="clean", positions=(0, 1), **changes):
+    """Return x0, x_t, the times, the history and the loss of a causal student."""
+    student = CausalNet()
+    student.causal = replace(student.causal, **changes)
+    x0 = normal(2, 3, 9, 2, 2, seed=6)[: len(positions), :, :frames]
+    batch = Batch(latents=x0, condition=texts([0.1] * len(positions), 0.2))
+    (loss,) = flow_matching(student, history=history).losses(3, batch, random_at(3, positions))
+    value = loss.closure()
+    ((x, t, clean),) = student.calls
+    return x0, x, t, clean, value
+
+
+def test_a_chunk_draws_one_time_and_its_own_noise():
+    x0, x, t, clean, loss = causal_call(5)
+    assert t.shape == (2, 5) and (t[:, 1] == t[:, 2]).all() and (t[:, 3] == t[:, 4]).all()
+    assert len({*t.flatten().tolist()}) == 6, "two samples of three chunks"
+    time = t[:, None, :, None, None]
+    noise = (x - (1 - time) * x0) / time
+    assert loss.item() == pytest.approx((noise - x0).square().mean().item(), rel=1e-9)
+    context = (clean - 0.75 * x0) / 0.25
+    values = torch.stack([noise, context]).flatten()
+    assert abs(values.mean()) < 0.3 and 0.7 < values.std() < 1.3
+    assert (noise - context).abs().min() > 1e-6, "the history has noise of its own"
+
+
+def test_a_longer_clip_begins_with_the_same_draws_wherever_a_sample_is():
+    for shorter, longer in zip(causal_call(5)[:4], causal_call(9)[:4], strict=True):
+        dim = 1 if shorter.ndim == 2 else 2
+        assert torch.equal(shorter, longer.narrow(dim, 0, 5))
+    alone = causal_call(5, positions=(1,))
+    assert torch.equal(alone[2], causal_call(5)[2][1:])
+
+
+def test_the_history_is_clean_without_context_time_and_absent_in_diffusion_forcing():
+    x0, _, _, clean, _ = causal_call(5, context_time=0.0)
+    assert torch.equal(clean, x0)
+    assert causal_call(5, history="noisy")[3] is None
 
 
 @pytest.mark.parametrize(("p", "least", "most"), [(0.0, 0, 0), (0.3, 0.26, 0.34)])

@@ -16,10 +16,13 @@ from distill.data import DATA
 from distill.methods import METHODS
 from distill.run.checkpoint_checks import BY_CONTENT, check_resume, find_sources
 from fsdp_cp.errors import UserError
+from models.causal import CausalSettings
 from models.lora.saved import find_adapters
 from models.lora.settings import LoraSettings
 from models.roles.role_plan import plan_role
+from tests.oracles.tiny_wan import ARCHITECTURE
 from tests.tiny_pipeline import render_clips
+from tests.unit.refused import refused
 
 OF_A_START = {"run_dir", "dry_run", "plan", "world"}
 
@@ -124,6 +127,21 @@ def test_what_cannot_be_accepted_is_refused_at_the_start():
         config.checkpoint.accept = [name]
         with pytest.raises(UserError, match=r"checkpoint\.accept"):
             find_sources(config, ())
+
+
+@pytest.mark.parametrize("causal", [None, CausalSettings(chunk=3), CausalSettings(chunk=2, window=1)], ids=str)
+def test_another_mask_is_refused(tmp_path, causal):
+    def planned(causal):
+        return plan_role("student", checkpoint=None, architecture=dict(ARCHITECTURE), causal=causal)
+
+    config, role = _config(), planned(CausalSettings(chunk=2))
+    saved = {"student": asdict(role.causal) | {"frames": 6}}
+    checkpoint = _checkpoint(
+        tmp_path / "step_00000003", config, configs={"student": role.config}, updates={"student": 3}, causal=saved
+    )
+    check_resume(config, checkpoint, [role], _sources(config))
+    with refused("student.causal"):
+        check_resume(config, checkpoint, [planned(causal)], _sources(config))
 
 
 def _flip(file):

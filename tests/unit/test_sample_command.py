@@ -1,26 +1,29 @@
 """``python -m distill.sample`` on a run directory: its files, new captions, and one line for each mistake."""
 
 import json
+import re
 import resource
 import shutil
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import av
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from distill.config import compose_config, load_config
 from distill.sample import main
+from models.causal import CausalSettings
 
 TEACHER = Path(__file__).resolve().parents[2] / "assets" / "quickstart_teacher"
 CAPTION = "a red circle growing"
 
 
-def write_run(folder: Path, export: Path, *overrides: str) -> Path:
+def write_run(folder: Path, export: Path, *overrides: str, experiment: str = "quickstart") -> Path:
     """Write a run directory as sampling reads it: its configuration and its student."""
-    config = compose_config(["experiment=quickstart", "device=cpu", *overrides])
+    config = compose_config([f"experiment={experiment}", "device=cpu", *overrides])
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(asdict(config)), folder / "config.yaml")
     shutil.copytree(export, folder / "export" / "student")
@@ -42,11 +45,47 @@ def captions_run(tmp_path, tiny):
     )  # fmt: skip
 
 
+@pytest.fixture
+def causal_run(tmp_path):
+    """A student with a window of one chunk of 2 frames."""
+    causal = ["student.causal.chunk=2", "student.causal.window=1"]
+    folder = write_run(tmp_path / "run", TEACHER / "transformer", *causal, experiment="quickstart_causal_teacher")
+    settings = asdict(load_config(folder / "config.yaml").student.causal) | {"frames": 6}
+    (folder / "export" / "student" / "causal.json").write_text(json.dumps(settings))
+    return folder
+
+
 def check_refused(capsys, named, *arguments) -> None:
     """Require exit code 2 and one line that names ``named``."""
     assert main([str(argument) for argument in arguments]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and named in line, line
+
+
+def test_a_causal_student_makes_clips_of_any_length(causal_run, capsys):
+    """With a window, clips may be longer than the 64 positions of the network."""
+    for frames, chunks in (("6", 3), ("66", 33)):
+        assert main([str(causal_run), "--frames", frames, "--count", "1", "--steps", "1"]) == 0
+        assert re.search(r"first chunk after [\d.e+-]+ s, then [\d.e+-]+ s per chunk", capsys.readouterr().out)
+        with av.open(str(causal_run / "samples" / "cli" / "0.mp4")) as video:
+            assert sum(1 for _ in video.decode(video=0)) == 2 * chunks
+
+
+def test_lengths_that_a_student_cannot_make(causal_run, capsys):
+    check_refused(capsys, "--frames 9: student.causal.chunk=2", causal_run, "--frames", "9")
+    check_refused(capsys, "--frames 4", causal_run, "--frames", "4")
+    for name, window in (("config.yaml", "window: 1"), ("export/student/causal.json", '"window": 1')):
+        text = (causal_run / name).read_text()
+        (causal_run / name).write_text(text.replace(window, window.replace("1", "null")))
+    check_refused(capsys, "rope_max_seq_len=64", causal_run, "--frames", "66")
+    assert not (causal_run / "samples").exists()
+
+
+def test_a_bidirectional_student_has_one_length(run_dir, capsys):
+    check_refused(capsys, "--frames 12", run_dir, "--frames", "12")
+    settings = asdict(CausalSettings(chunk=1)) | {"frames": 6}
+    (run_dir / "export" / "student" / "transformer" / "causal.json").write_text(json.dumps(settings))
+    check_refused(capsys, "method=dmd2", run_dir)
 
 
 def listing(folder: Path) -> dict[str, bytes]:

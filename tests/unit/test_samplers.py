@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 
-from distill.methods.common.sampling import euler_sample, guided_sample, unipc_sample
+from distill.methods.common.sampling import euler_sample, guided, guided_sample, unipc_sample
 from distill.methods.common.schedules import euler_times
 from models.roles.condition import text_condition
 from tests.tiny_pipeline import LATENT_CHANNELS, TEXT_WIDTH, build_tiny_pipeline
@@ -104,12 +104,11 @@ def test_methods_sample_with_the_sampler_of_their_settings(sampler):
         (flow_matching(sampler=sampler, shift=3.0, guidance_scale=2.5), "student"),
     ):
         out = method.generate(role, noise, batch.condition, 6, random_at(0))
-        network = method.roles[role]
-        arguments = (network, noise, batch.condition)
+        velocity = guided(method.roles[role], batch.condition, 2.5)
         if sampler == "euler":
-            expected = euler_sample(*arguments, times=euler_times(6, 3.0), scale=2.5)
+            expected = euler_sample(velocity, noise, times=euler_times(6, 3.0))
         else:
-            expected = unipc_sample(*arguments, steps=6, shift=3.0, scale=2.5)
+            expected = unipc_sample(velocity, noise, steps=6, shift=3.0)
         assert torch.equal(out, expected)
 
 

@@ -24,6 +24,15 @@ def test_noise_is_mixed_per_sample(clean_and_noise):
         assert torch.allclose(x_t[i], (1 - t[i].item()) * x0[i] + t[i].item() * noise[i], rtol=1e-15, atol=0)
 
 
+def test_each_frame_can_have_its_own_time(clean_and_noise):
+    x0, noise = clean_and_noise
+    t = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x_t, v = add_noise(x0, noise, t), noise - x0
+    for frame in range(4):
+        assert torch.equal(x_t[:, :, frame], add_noise(x0[:, :, frame], noise[:, :, frame], t[:, frame]))
+    assert torch.allclose(denoise(x_t, v, t), x0, rtol=0, atol=1e-14)
+
+
 def test_velocity_is_the_derivative_and_denoising_inverts_the_mix(clean_and_noise):
     x0, noise = clean_and_noise
     t = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)

@@ -12,6 +12,7 @@ from distill.config.errors import CONFIGS
 from distill.methods import METHODS, Batch, build_method
 from distill.methods.common.schedules import euler_times
 from distill.methods.meanflow import MeanFlowSettings
+from models.causal import CausalSettings
 from models.roles.condition import text_condition
 from tests.unit.analytic import BatchRandom
 
@@ -34,12 +35,13 @@ class Recorder(nn.Module):
 
     has_experts = False
 
-    def __init__(self):
+    def __init__(self, causal):
         super().__init__()
+        self.causal = causal
         self.scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.trained_at = []
 
-    def velocity(self, x, t, condition, r=None, at=None):
+    def velocity(self, x, t, condition, r=None, at=None, clean=None):
         if torch.is_grad_enabled():
             self.trained_at.append((t, r))
         return x * (1 + self.scale)
@@ -53,7 +55,8 @@ def training_times(settings):
     kind = METHODS[settings.name][0]
     if getattr(settings, "guidance_scale_2", None) is not None:  # only for two experts; times do not depend on it
         settings = replace(settings, guidance_scale_2=None)
-    method = build_method(settings, {name: Recorder() for name in kind.roles_needed(settings)})
+    causal = CausalSettings(chunk=1) if getattr(settings, "history", None) == "clean" else None
+    method = build_method(settings, {name: Recorder(causal) for name in kind.roles_needed(settings)})
     ones = torch.ones(COUNT, *SHAPE, dtype=torch.float64)
     text = torch.zeros(COUNT, 1, 1, dtype=torch.float64)
     times = len(settings.student_times()) if hasattr(settings, "student_times") else 1

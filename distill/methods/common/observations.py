@@ -13,14 +13,14 @@ class Observations:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
-        """Add one number per sample.
+        """Add one number per sample, or several.
 
         The names in a step must not depend on the values: ranks sum them by position.
 
         Args:
             name: name of the metric, without the role.
-            values: ``(B,)``.
-            where: ``(B,)`` booleans that select the samples; all by default.
+            values: ``(B, ...)``.
+            where: booleans of the same shape that select the values; all by default.
         """
         values = values.detach().double()
         counted = torch.ones_like(values) if where is None else where.double()
@@ -66,7 +66,9 @@ def observe_latents(observations: Observations, prefix: str, x: Tensor) -> None:
 
 
 def observe_by_time(observations: Observations, name: str, values: Tensor, t: Tensor, buckets: int = 4) -> None:
-    """Add the means of ``values`` ``(B,)`` over ``buckets`` equal intervals of the time ``t`` ``(B,)`` in [0, 1].
+    """Add the means of ``values`` over ``buckets`` equal intervals of the time ``t`` in [0, 1].
+
+    Both are ``(B,)``, or ``(B, T)`` if each latent frame has its own time.
 
     The lower end of the interval is in the name: ``NAME/t0.00``. An interval without samples is null in the metrics.
     """

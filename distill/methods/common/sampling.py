@@ -1,8 +1,11 @@
-"""Samplers: Euler and UniPC for a teacher with guidance; re-noising and ODE steps for a few-step student."""
+"""Samplers: Euler and UniPC for a teacher with guidance; re-noising and ODE steps for a few-step student.
+
+A causal role is sampled chunk by chunk: a chunk's samplers see the finished chunks through the role's K/V cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -10,10 +13,11 @@ import torch
 from torch import Tensor
 
 from distill.methods.base import Guidance, guided_velocity
+from distill.methods.common.chunks import context_chunk
 from distill.methods.common.expert_times import Times
 from distill.methods.common.schedules import add_noise, denoise, euler_times, per_sample
 from fsdp_cp.rng import StepRandom
-from models.roles.condition import Condition
+from models.roles.condition import FIRST_FRAME, Condition
 
 if TYPE_CHECKING:
     from models.roles.role import Role
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 Sampler = Literal["euler", "unipc"]
 """Samplers of a teacher."""
 StudentSampler = Literal["renoise", "ode"]
+Velocity = Callable[[Tensor, float], Tensor]
+"""Velocity of a state ``(B, C, T, H, W)`` at a time that all samples share."""
 
 
 def guided_sample(
@@ -44,26 +50,91 @@ def guided_sample(
         shift: time shift.
         scale: guidance ``w``.
     """
-    if sampler == "unipc":
-        return unipc_sample(role, noise, condition, steps=steps, shift=shift, scale=scale)
-    return euler_sample(role, noise, condition, times=euler_times(steps, shift), scale=scale)
+    return integrate(guided(role, condition, scale), noise, sampler=sampler, steps=steps, shift=shift)
+
+
+def guided(role: Role, condition: Condition, scale: Guidance) -> Velocity:
+    """Return the velocity of ``role`` for the B samples of ``condition``, with guidance ``w = scale``."""
+
+    def velocity(x: Tensor, t: float) -> Tensor:
+        return guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
+
+    return velocity
 
 
 @torch.no_grad()
-def euler_sample(role: Role, noise: Tensor, condition: Condition, *, times: list[float], scale: Guidance) -> Tensor:
-    """Integrate the guided velocity by Euler's method from ``times[0]`` to ``times[-1]`` (1 to 0 for a sample).
+def guided_chunks(
+    role: Role,
+    noise: Iterable[Tensor],
+    condition: Condition,
+    random: StepRandom,
+    *,
+    sampler: Sampler,
+    steps: int,
+    shift: float,
+    scale: float,
+) -> Iterator[Tensor]:
+    """Sample a causal role along the guided velocity, one chunk after another. A chunk is yielded once it is finished.
+
+    With guidance, the caches of the two branches are the two halves of one batch, so that each step is one network
+    call. A first frame in the condition is the first chunk, which the new cache holds already.
 
     Args:
-        role: the network.
-        noise: state at ``times[0]``, ``(B, C, T, H, W)``.
+        role: a causal role.
+        noise: ``(B, C, frames of the chunk, H, W)`` for each chunk; read when the chunk begins.
         condition: conditions of the B samples.
-        times: descending times, one more than the steps.
+        random: random streams of the noise on finished chunks, ``sample/context/CHUNK``, if the role caches them at a
+            ``context_time`` above 0.
+        sampler: ``euler`` or ``unipc``.
+        steps: number of network calls per chunk. One more call adds a finished chunk to the cache.
+        shift: time shift.
         scale: guidance ``w``.
+
+    Yields:
+        Clean latents of the next chunk, in the shape of its noise.
+    """
+    branches = [condition] if scale == 1.0 else [condition, condition.null]
+    cache = role.cache(Condition.cat(branches))
+
+    def velocity(x: Tensor, t: float) -> Tensor:
+        times = torch.full((len(branches) * len(x),), t, dtype=x.dtype, device=x.device)
+        v = role.chunk_velocity(x.repeat(len(branches), 1, 1, 1, 1), times, cache)
+        if scale == 1.0:
+            return v
+        conditional, unconditional = v.chunk(2)
+        return unconditional + scale * (conditional - unconditional)
+
+    given, finished = condition.tensors.get(FIRST_FRAME), None
+    for i, x in enumerate(noise):
+        if i == 0 and given is not None:
+            yield given.to(x.dtype)
+            continue
+        if finished is not None:
+            cache = cache.with_chunk(finished.repeat(len(branches), 1, 1, 1, 1))
+        x0 = integrate(velocity, x, sampler=sampler, steps=steps, shift=shift)
+        finished = context_chunk(role.causal, x0, random, f"sample/context/{i}")
+        yield x0
+
+
+def integrate(velocity: Velocity, noise: Tensor, *, sampler: Sampler, steps: int, shift: float) -> Tensor:
+    """Follow ``velocity`` from ``noise`` at time 1 to time 0 in ``steps`` steps of ``sampler``."""
+    if sampler == "unipc":
+        return unipc_sample(velocity, noise, steps=steps, shift=shift)
+    return euler_sample(velocity, noise, times=euler_times(steps, shift))
+
+
+@torch.no_grad()
+def euler_sample(velocity: Velocity, noise: Tensor, *, times: list[float]) -> Tensor:
+    """Integrate ``velocity`` by Euler's method from ``times[0]`` to ``times[-1]`` (1 to 0 for a sample).
+
+    Args:
+        velocity: velocity of a state at a time.
+        noise: state at ``times[0]``, ``(B, C, T, H, W)``.
+        times: descending times, one more than the steps.
     """
     x = noise
     for t, t_next in zip(times[:-1], times[1:], strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
-        x = x + (t_next - t) * v
+        x = x + (t_next - t) * velocity(x, t)
     return x
 
 
@@ -92,19 +163,16 @@ def sample_with_states(
         States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
     """
     times = sorted({*euler_times(steps, shift), *states}, reverse=True)
-    x, kept = noise, []
+    x, kept, velocity = noise, [], guided(role, condition, scale)
     for start, end in pairwise(sorted({1.0, *states, 0.0}, reverse=True)):
         if start in states:
             kept.append(x)
-        part = [time for time in times if end <= time <= start]
-        x = euler_sample(role, x, condition, times=part, scale=scale)
+        x = euler_sample(velocity, x, times=[time for time in times if end <= time <= start])
     return torch.stack(kept, dim=1), x
 
 
 @torch.no_grad()
-def unipc_sample(
-    role: Role, noise: Tensor, condition: Condition, *, steps: int, shift: float, scale: Guidance
-) -> Tensor:
+def unipc_sample(velocity: Velocity, noise: Tensor, *, steps: int, shift: float) -> Tensor:
     """Sample by UniPC of order 2 (Zhao et al. 2023, arXiv:2302.04867, algorithms 5 to 8).
 
     This uses diffusers' scheduler with Wan's settings, but calls the network at the exact time of its state, as in
@@ -112,12 +180,10 @@ def unipc_sample(
     error above about 0.1% for any number of steps; with exact times it keeps falling (tests/unit/test_samplers.py).
 
     Args:
-        role: the network.
+        velocity: velocity of a state at a time.
         noise: ``(B, C, T, H, W)``.
-        condition: conditions of the B samples.
         steps: number of network calls.
         shift: time shift; Wan: 3 at 480p, 5 at 720p.
-        scale: guidance ``w``.
     """
     from diffusers import UniPCMultistepScheduler
 
@@ -126,8 +192,7 @@ def unipc_sample(
     scheduler.set_begin_index(0)  # otherwise steps are looked up by their integer times, which may repeat
     x = noise
     for t, timestep in zip(scheduler.sigmas[:-1].tolist(), scheduler.timesteps, strict=True):
-        v = guided_velocity(role, x, torch.full((len(x),), t, dtype=x.dtype, device=x.device), condition, scale, t)
-        x = scheduler.step(v, timestep, x).prev_sample
+        x = scheduler.step(velocity(x, t), timestep, x).prev_sample
     return x
 
 

@@ -1,6 +1,6 @@
 """Rectified flow: ``x_t = (1 - t) x0 + t e``, ``v = e - x0``, ``t`` in [0, 1] (Liu et al. 2022; Lipman et al. 2022).
 
-Shapes: x, x0, e, v are ``(B, C, T, H, W)``; t is ``(B,)``.
+Shapes: x, x0, e, v are ``(B, C, T, H, W)``; t is ``(B,)``, or ``(B, T)`` for a time per latent frame.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def per_sample(t: Tensor, x: Tensor) -> Tensor:
-    """Reshape ``t`` ``(B,)`` to multiply ``x`` ``(B, ...)``."""
+    """Reshape ``t`` ``(B,)`` to multiply ``x`` ``(B, ...)``, or ``t`` ``(B, T)`` to multiply ``(B, C, T, H, W)``."""
+    if t.ndim == 2:
+        return t[:, None, :, None, None]
     return t.view(-1, *([1] * (x.ndim - 1)))
 
 

@@ -1,0 +1,379 @@
+"""Causal roles on every mesh against diffusers' network in one process, with dense masks and lists as caches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch.autograd import forward_ad
+
+from fsdp_cp import ShardSettings, build_mesh, microbatch
+from fsdp_cp.context.check_parallel import gradient_errors, relative_error
+from fsdp_cp.reduce import grad_norm
+from fsdp_cp.sharding import activations
+from models.causal import CausalSettings
+from models.lora.settings import LoraSettings
+from models.roles.condition import Condition, text_condition
+from models.roles.load import build_role
+from models.roles.role_plan import plan_role
+from tests.oracles.causal_wan import CausalWan
+from tests.oracles.full_tensors import full_tensors
+
+LONG = pytest.mark.long
+MESHES = [
+    {"cp": 1}, {"dp_shard": 2}, {"cp": 2}, {"cp": 2, "ring": 2}, {"dp_shard": 2, "cp": 2},
+    pytest.param({"dp_replicate": 2}, marks=LONG), pytest.param({"cp": 3, "ring": 3}, marks=LONG),
+    *(pytest.param({"cp": 4, "ring": ring}, marks=LONG) for ring in (1, 2, 4)),
+]  # fmt: skip
+CHUNKS, FRAMES, TEXT = (1, 2, 2, 2), 7, (5, 10)
+SHAPE = (2, 4, FRAMES, 10, 6)
+"""15 tokens a frame: chunks of 15 and 30 tokens, which 2 and 4 ranks do not divide."""
+SMALL = (2, 4, FRAMES, 2, 2)
+"""One token a frame: chunks of 1 and 2 tokens, fewer than ranks."""
+LIMITS = {"all": (None, 0), "window and sink": (1, 1), "window": (2, 0)}
+STEPS = (1.0, 0.6)
+KINDS = {"none": "optim_grads_params", "full": "no_shard", "selective": "optim"}
+"""Activation checkpointing, each with a strategy of sharding."""
+
+
+def settings(window=None, sink=0, context_time=0.0):
+    return CausalSettings(chunk=2, first_chunk=1, window=window, sink=sink, context_time=context_time)
+
+
+def data(shape=SHAPE, frames=None):
+    """Clean and noisy clips, the times of their chunks ``(B, T)``, text, and a random clip."""
+    shape = (*shape[:2], frames or shape[2], *shape[3:])
+    generator = torch.Generator().manual_seed(1)
+    clean, noise, other = (torch.randn(shape, generator=generator) for _ in range(3))
+    number = (torch.arange(shape[2]) + 1) // 2
+    t = (0.1 + 0.85 * torch.rand(2, 20, generator=generator))[:, number]
+    noisy = torch.lerp(clean, noise, t[:, None, :, None, None])
+    return clean, noisy, t, torch.randn(2, *TEXT, generator=generator), other
+
+
+def cut(x, sizes=CHUNKS):
+    return x.split(list(sizes), 2)
+
+
+def build(folder, mesh, lora=None, **sharding):
+    plan = plan_role(
+        "student", checkpoint=str(folder / "student"), sharding=ShardSettings(**sharding), causal=settings(), lora=lora
+    )
+    return build_role(
+        plan, mesh=mesh, device=torch.device("cpu"), trainable=True, latent_shape=SHAPE[1:],
+        condition_shapes={"text": TEXT},
+    )  # fmt: skip
+
+
+def by_chunks(role, clean, noisy, t, condition, sizes=CHUNKS, start=0):
+    """Way 3: the velocities of all chunks, with ``clean`` as the history."""
+    cache, parts = replace(role.cache(condition), frames=start) if start else role.cache(condition), []
+    given = cache.count
+    for clean_chunk, x, time in zip(
+        cut(clean, sizes)[given:], cut(noisy, sizes)[given:], t.split(list(sizes), 1)[given:], strict=True
+    ):
+        parts.append(role.chunk_velocity(x, time[:, 0], cache))
+        cache = cache.with_chunk(clean_chunk)
+    return torch.cat(parts, 2), cache
+
+
+def rollout(chunk, remember, x, noise):
+    """Clip of a few steps per chunk, with gradients of each chunk's last step; the history is the clip so far.
+
+    Args:
+        chunk: velocity of the next chunk at a time.
+        remember: appends a finished chunk.
+        x: noise of all chunks.
+        noise: noise of the second step.
+    """
+    done = []
+    for first, second in zip(cut(x), cut(noise), strict=True):
+        with torch.no_grad():
+            x0 = first - STEPS[0] * chunk(first, STEPS[0])
+        x0 = torch.lerp(x0, second, STEPS[1])
+        done.append(x0 - STEPS[1] * chunk(x0, STEPS[1]))
+        remember(done[-1].detach())
+    return torch.cat(done, 2)
+
+
+# On the ranks
+
+
+def _values(role, mine):
+    """Velocities in all ways, by name."""
+    clean, noisy, t, text, _ = (x[mine] for x in data())
+    condition, found = text_condition(text), {}
+    for name, limits in LIMITS.items():
+        limited = replace(role, causal=settings(*limits))
+        found[f"noisy history, {name}"] = limited.velocity(noisy, t, condition)
+        found[f"clean history, {name}"] = limited.velocity(noisy, t, condition, clean=clean)
+        found[f"chunks, {name}"], cache = by_chunks(limited, clean, noisy, t, condition)
+        assert list(cache.chunks) == [i for i in range(4) if limited.causal.sees(4, i)] and cache.frames == FRAMES
+    found["one time"] = role.velocity(noisy, t[:, 0], condition)
+    late = replace(role, causal=settings(context_time=0.1))
+    found["context time, clean history"] = late.velocity(noisy, t, condition, clean=clean)
+    found["context time, chunks"] = by_chunks(late, clean, noisy, t, condition)[0]
+    # Any frame number, also beyond rope_max_seq_len; and more frames than in training, with a sink.
+    far = replace(role, causal=settings(1, 0))
+    found["frame 1000"] = by_chunks(far, clean, noisy, t, condition, start=1000)[0]
+    clean, noisy, t, *_ = (x[mine] for x in data(frames=13))
+    found["long, with a sink"] = by_chunks(
+        replace(role, causal=settings(1, 1)), clean, noisy, t, condition, sizes=(1, *[2] * 6)
+    )[0]
+    clean, noisy, t, text, _ = (x[mine] for x in data(SMALL))
+    found["few tokens, clean history"] = role.velocity(noisy, t, text_condition(text), clean=clean)
+    found["few tokens, chunks"] = by_chunks(role, clean, noisy, t, text_condition(text))[0]
+    return found
+
+
+def _first_frame(role, mine):
+    """Velocities with a given first frame, of the later frames."""
+    clean, noisy, t, text, _ = (x[mine] for x in data())
+    condition = Condition({"text": text, "first_frame": clean[:, :, :1]})
+    other = torch.cat([torch.zeros_like(clean[:, :, :1]), clean[:, :, 1:]], 2)  # the given frame replaces it
+    found = {
+        "first frame, noisy history": role.velocity(noisy, t, condition),
+        "first frame, clean history": role.velocity(noisy, t, condition, clean=other),
+    }
+    held = noisy[:, :, :1] - t[:, None, :1, None, None] * found["first frame, clean history"][:, :, :1]
+    assert torch.allclose(held, clean[:, :, :1], atol=1e-5)
+    found = {name: v[:, :, 1:] for name, v in found.items()}
+    return found | {"first frame, chunks": by_chunks(role, other, noisy, t, condition)[0]}
+
+
+def _tangent(role, mine):
+    clean, noisy, t, text, direction = (x[mine] for x in data())
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = forward_ad.make_dual(noisy, direction), forward_ad.make_dual(t, torch.full_like(t, 0.7))
+        return forward_ad.unpack_dual(role.velocity(*duals, text_condition(text), clean=clean)).tangent.clone()
+
+
+def _gradients(role, mine, loss):
+    """Loss of this rank's share of the batch, clip norm, and all gradients."""
+    with microbatch(role.network, is_first=True, is_last=True):
+        value = loss(role, mine) * len(mine) / 2
+        value.backward()
+    norm, named = grad_norm(role.parameters()), role.named_parameters()
+    gradients = full_tensors({name: p.grad for name, p in named.items() if p.grad is not None})
+    for parameter in named.values():
+        parameter.grad = None
+    return value.detach(), norm, gradients
+
+
+def _teacher_forcing(role, mine):
+    clean, noisy, t, text, target = (x[mine] for x in data())
+    return (role.velocity(noisy, t, text_condition(text), clean=clean) - target).square().mean()
+
+
+def _rolled_out(role, mine):
+    """A rollout whose first chunks leave the cache before the backward begins."""
+    noise, second, _, text, target = (x[mine] for x in data())
+    role = replace(role, causal=settings(1, 0))
+    cache = role.cache(text_condition(text))
+
+    def chunk(x, t):
+        return role.chunk_velocity(x, torch.full((len(x),), t), cache)
+
+    def remember(x0):
+        nonlocal cache
+        cache = cache.with_chunk(x0)
+
+    return (rollout(chunk, remember, noise, second) - target).square().mean()
+
+
+LOSSES = {"teacher forcing": _teacher_forcing, "rollout": _rolled_out}
+
+
+def _on_mesh(folder, sizes):
+    mesh = build_mesh(**sizes, heads=4, device_type="cpu")
+    mine = torch.arange(2).chunk(mesh.dp_size)[mesh.dp_rank]
+    gradients = {}
+    for kind, strategy in KINDS.items():
+        role = build(folder, mesh, activation_checkpointing=kind, strategy=strategy)
+        if kind == "none":
+            with torch.no_grad():
+                values = _values(role, mine) | _first_frame(role, mine)
+            tangent = _tangent(role, mine)
+        for name, loss in LOSSES.items():
+            gradients[name, kind] = _gradients(role, mine, loss)
+    half = build(folder, mesh, precision="bf16")
+    clean, noisy, t, text, _ = (x[mine] for x in data())
+    with torch.no_grad():
+        in_bf16 = {
+            "clean history": half.velocity(noisy, t, text_condition(text), clean=clean),
+            "chunks": by_chunks(half, clean, noisy, t, text_condition(text))[0],
+        }
+    return mine, values, tangent, gradients, in_bf16
+
+
+# The oracle
+
+
+def _plain(folder):
+    return WanTransformer3DModel.from_pretrained(folder / "student")
+
+
+def _oracle_chunks(oracle, clean, noisy, t, text, context_time=0.0):
+    oracle.forget()
+    parts, sizes = [], oracle.chunks
+    for clean_chunk, x, time in zip(cut(clean, sizes), cut(noisy, sizes), t.split(sizes, 1), strict=True):
+        parts.append(oracle.chunk(x, time[:, 0], text))
+        oracle.remember(clean_chunk, text, context_time)
+    return torch.cat(parts, 2)
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoints):
+    """Velocities by name, tangent, and (loss, clip norm, gradients) by loss."""
+    network, values = _plain(checkpoints), {}
+    clean, noisy, t, text, other = data()
+    with torch.no_grad():
+        for name, limits in LIMITS.items():
+            oracle = CausalWan(network, CHUNKS, *limits)
+            values[f"noisy history, {name}"] = oracle.noisy_history(noisy, t, text)
+            values[f"clean history, {name}"] = oracle.clean_history(noisy, t, text, clean)
+            values[f"chunks, {name}"] = _oracle_chunks(oracle, clean, noisy, t, text)
+        values["frame 1000"] = _oracle_chunks(CausalWan(network, CHUNKS, 1, 0), clean, noisy, t, text)
+        far = CausalWan(network, (1, *[2] * 6), 1, 1, trained_chunks=4)
+        longer = data(frames=13)
+        values["long, with a sink"] = _oracle_chunks(far, longer[0], longer[1], longer[2], text)
+        oracle = CausalWan(network, CHUNKS)
+        values["one time"] = oracle.noisy_history(noisy, t[:, :1].expand(-1, FRAMES), text)
+        values["context time, clean history"] = oracle.clean_history(noisy, t, text, clean, 0.1)
+        values["context time, chunks"] = _oracle_chunks(oracle, clean, noisy, t, text, 0.1)
+        few_clean, few_noisy, few_t, few_text, _ = data(SMALL)
+        values["few tokens, clean history"] = oracle.clean_history(few_noisy, few_t, few_text, few_clean)
+        values["few tokens, chunks"] = _oracle_chunks(oracle, few_clean, few_noisy, few_t, few_text)
+        given, given_t = torch.cat([clean[:, :, :1], noisy[:, :, 1:]], 2), torch.cat([0 * t[:, :1], t[:, 1:]], 1)
+        values["first frame, noisy history"] = oracle.noisy_history(given, given_t, text)[:, :, 1:]
+        values["first frame, clean history"] = oracle.clean_history(given, given_t, text, clean)[:, :, 1:]
+        values["first frame, chunks"] = _oracle_chunks(oracle, clean, given, given_t, text)[:, :, 1:]
+
+    def velocity(x, times):
+        return oracle.clean_history(x, times, text, clean)
+
+    _, tangent = torch.func.jvp(velocity, (noisy, t), (other, torch.full_like(t, 0.7)))
+    return values, tangent, {name: _true_gradients(checkpoints, loss) for name, loss in _TRUE_LOSSES.items()}
+
+
+def _true_gradients(folder, loss):
+    network = _plain(folder)
+    value = loss(network)
+    value.backward()
+    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return value.detach(), torch.stack([g.norm() for g in gradients.values()]).norm(), gradients
+
+
+def _true_teacher_forcing(network):
+    clean, noisy, t, text, target = data()
+    return (CausalWan(network, CHUNKS).clean_history(noisy, t, text, clean) - target).square().mean()
+
+
+def _true_rollout(network):
+    noise, second, _, text, target = data()
+    oracle = CausalWan(network, CHUNKS, 1, 0)
+    clip = rollout(
+        lambda x, t: oracle.chunk(x, torch.full((2,), t), text), lambda x0: oracle.remember(x0, text), noise, second
+    )
+    return (clip - target).square().mean()
+
+
+_TRUE_LOSSES = {"teacher forcing": _true_teacher_forcing, "rollout": _true_rollout}
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_a_mesh_computes_as_one_process(pools, checkpoints, truth, sizes):
+    """Ways 1, 2 and 3 with and without window and sink, derivatives, losses, all gradients, clip norms, bf16."""
+    values, tangent, gradients = truth
+    world = sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1) * sizes.get("cp", 1)
+    ranks, errors = pools[world].run(_on_mesh, checkpoints, sizes), {}
+
+    def note(name, error):
+        errors[name] = max(error, errors.get(name, 0.0))
+
+    for mine, ours, our_tangent, our_gradients, in_bf16 in ranks:
+        assert ours.keys() == values.keys()
+        for name, value in ours.items():
+            note(name, relative_error(value, values[name][mine]))
+        note("tangent", relative_error(our_tangent, tangent[mine]))
+        for (name, kind), (_, norm, each) in our_gradients.items():
+            note(f"norm of {name}, {kind}", relative_error(torch.as_tensor(norm), gradients[name][1]))
+            note(f"gradients of {name}, {kind}", max(gradient_errors(each, gradients[name][2]).values()))
+        for name, value in in_bf16.items():
+            assert relative_error(value, values["clean history, all"][mine]) < 0.02, name
+    shares = {tuple(r[0].tolist()): r[3] for r in ranks}  # the loss of each part of the batch once
+    for name, kind in shares[next(iter(shares))]:
+        loss = sum(part[name, kind][0] for part in shares.values())
+        note(f"loss of {name}, {kind}", relative_error(loss, gradients[name][0]))
+    print(f"\n{sizes}: largest {max(errors.values()):.1e}", {k: f"{e:.0e}" for k, e in errors.items() if e > 2e-6})
+    assert max(errors.values()) < 1e-5, errors
+
+
+def _with_adapters(folder, sizes, **sharding):
+    """Velocities in way 2, which are those in way 3, and gradients of adapters through a rollout."""
+    activations.SMALLEST_OFFLOADED = 0  # all saved tensors
+    mesh = build_mesh(**sizes, heads=4, device_type="cpu")
+    role = build(folder, mesh, lora=LoraSettings(rank=2), **sharding)
+    for name, parameter in role.named_parameters().items():
+        if ".lora_B." in name:
+            parameter.data.fill_(0.02)  # 0 at the start, which would hide the adapters
+    clean, noisy, t, text, _ = data()
+    with torch.no_grad():
+        whole = role.velocity(noisy, t, text_condition(text), clean=clean)
+        chunks, _ = by_chunks(role, clean, noisy, t, text_condition(text))
+    assert relative_error(chunks, whole) < 1e-5
+    return whole, _gradients(role, torch.arange(2), _rolled_out)
+
+
+def _offloaded(folder):
+    return _with_adapters(
+        folder, {"cp": 2, "ring": 2}, activation_checkpointing="selective", activation_offload=True, offload="cpu"
+    )
+
+
+def test_adapters(pools, checkpoints):
+    """A causal student with adapters on a ring of two, with weights and saved tensors in CPU memory."""
+    ((whole, (loss, norm, gradients)),) = pools[1].run(_with_adapters, checkpoints, {"cp": 1})
+    assert any(".lora_A." in name for name in gradients)
+    for ours, (our_loss, our_norm, ours_of) in pools[2].run(_offloaded, checkpoints):
+        assert relative_error(ours, whole) < 1e-5 and relative_error(our_loss, loss) < 1e-5
+        assert relative_error(torch.as_tensor(our_norm), torch.as_tensor(norm)) < 1e-5
+        assert max(gradient_errors(ours_of, gradients).values()) < 1e-5
+
+
+def _misused(folder):
+    mesh = build_mesh(cp=1, heads=4, device_type="cpu")
+    role, (clean, noisy, t, text, _) = build(folder, mesh, activation_checkpointing="full"), data()
+    condition, plain = text_condition(text), replace(role, causal=None)
+    with pytest.raises(ValueError, match="student.causal.chunk"):
+        plain.velocity(noisy, t, condition, clean=clean)
+    with pytest.raises(ValueError, match="student.causal.chunk"):
+        plain.cache(condition)
+    with pytest.raises(ValueError, match="whole chunks"):
+        role.velocity(noisy[:, :, :6], t[:, :6], condition)
+    cache = role.cache(condition)
+    for x, time in ((noisy[:, :, :2], t[:, 0]), (noisy[:1, :, :1], t[:1, 0]), (noisy[:, :, :1], t[:, :1])):
+        with pytest.raises(ValueError, match="chunk 0"):
+            role.chunk_velocity(x, time, cache)
+    # A cache that is overwritten between a forward and the recomputation in its backward.
+    cache = cache.with_chunk(clean[:, :, :1])
+    assert cache.bytes > 0 and role.flops > 0
+    with microbatch(role.network, is_first=True, is_last=True):
+        loss = role.chunk_velocity(noisy[:, :, 1:3], t[:, 1], cache).square().mean()
+        cache.chunks[0][0].k.mul_(2)
+        with pytest.raises((ValueError, RuntimeError)):
+            loss.backward()
+        raise _BrokenOff
+
+
+class _BrokenOff(Exception):
+    pass
+
+
+def _misused_and_dropped(folder):
+    with pytest.raises(_BrokenOff):
+        _misused(folder)
+
+
+def test_misuse_and_a_cache_that_is_overwritten_are_refused(pools, checkpoints):
+    pools[1].run(_misused_and_dropped, checkpoints)

@@ -1,0 +1,184 @@
+"""Settings of causal roles: chunks, refusals, and ``causal.json`` next to exported weights."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from distill.planning.roles import build_watched
+from fsdp_cp import ShardSettings
+from fsdp_cp.measure.attributed import AttributedStorages
+from fsdp_cp.measure.fake_world import fake_world
+from fsdp_cp.mesh import mesh_of_shape, resolve_mesh
+from models.causal import CausalSettings, read_causal
+from models.families.wan import Wan
+from models.files.export_folder import write_folder
+from models.lora.merge import Weights
+from models.roles.condition import text_condition
+from models.roles.role_plan import plan_role
+from tests.oracles import tiny_hunyuan, tiny_ltx
+from tests.oracles.tiny_wan import ARCHITECTURE, CONDITION_SHAPES, IMAGE
+from tests.unit.refused import refused
+
+CAUSAL = CausalSettings(chunk=2, first_chunk=1, window=3, sink=1, context_time=0.1)
+
+
+def plan(name="student", architecture=ARCHITECTURE, causal=CAUSAL, **changes):
+    return plan_role(name, checkpoint=None, architecture=dict(architecture), causal=causal, **changes)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder of a causal network, trained on clips of 7 latent frames."""
+    network, folder = WanTransformer3DModel(**ARCHITECTURE), tmp_path_factory.mktemp("exported") / "student"
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in weights.items()}
+    causal = asdict(CAUSAL) | {"frames": 7}
+    write_folder(
+        folder, [Weights(shapes, weights.__getitem__)], dict(network.config), dtype=torch.float32, causal=causal
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "frames", "chunks"),
+    [
+        ({"chunk": 3}, 21, (3,) * 7),
+        ({"chunk": 3}, 3, (3,)),
+        ({"chunk": 4, "first_chunk": 1}, 9, (1, 4, 4)),
+        ({"chunk": 1}, 3, (1, 1, 1)),
+        ({"chunk": 8, "first_chunk": 2}, 2, (2,)),
+    ],
+)
+def test_whole_chunks(settings, frames, chunks):
+    assert CausalSettings(**settings).chunks(frames) == chunks
+    assert CausalSettings(**settings).last_start(frames) == frames - chunks[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "frames", "words"),
+    [
+        ({"chunk": 3}, 20, ("18", "21")),
+        ({"chunk": 4, "first_chunk": 1}, 8, ("5", "9")),
+        ({"chunk": 8, "first_chunk": 1}, 3, ("1", "9")),
+        ({"chunk": 8}, 3, ("8", "3")),
+        ({"chunk": 1, "first_chunk": 5}, 4, ("first_chunk", "4")),
+    ],
+)
+def test_frames_that_are_not_whole_chunks_are_refused(settings, frames, words):
+    """The message names the nearest numbers."""
+    role = plan(causal=CausalSettings(**settings))
+    for word in words:
+        with refused(word):
+            role.tokens((4, frames, 8, 8), CONDITION_SHAPES)
+    with refused("student.causal."):
+        role.tokens((4, frames, 8, 8), CONDITION_SHAPES)
+
+
+@pytest.mark.parametrize(
+    "values", [{"chunk": 0}, {"first_chunk": 0}, {"window": 0}, {"sink": -1}, {"context_time": 1.0}], ids=str
+)
+def test_values_out_of_range_are_refused(values):
+    with refused(next(iter(values))):
+        CausalSettings(**{"chunk": 1} | values)
+
+
+def test_what_cannot_be_causal_is_refused_by_name():
+    for family, architecture in (
+        ("wan", IMAGE), ("ltx", tiny_ltx.ARCHITECTURE), ("hunyuan15", tiny_hunyuan.ARCHITECTURE),
+    ):  # fmt: skip
+        with refused("student.causal.chunk"):
+            plan(family=family, architecture=architecture)
+    with refused("student.causal.chunk"):
+        plan(architecture=ARCHITECTURE | {"patch_size": (2, 2, 2)})
+    with refused("student.causal.chunk"):
+        plan(boundary=0.9)
+    with refused("student.compile"):
+        plan(sharding=ShardSettings(compile=True))
+    with refused("student.causal.chunk"):
+        plan(causal=CausalSettings(window=2))
+    assert plan(causal=CausalSettings()).causal is None
+
+
+def test_a_given_frame_is_a_chunk():
+    shapes = CONDITION_SHAPES | {"first_frame": (4, 1, 8, 8)}
+    assert plan().tokens((4, 7, 8, 8), shapes) == 7 * 16
+    with refused("student.causal.first_chunk"):
+        plan(causal=CausalSettings(chunk=2)).tokens((4, 8, 8, 8), shapes)
+
+
+def test_an_export_says_that_it_is_causal(exported):
+    """A role that loads it takes its settings; ``fake`` attends to all frames."""
+    assert read_causal(exported, "x") == (CAUSAL, 7)
+    assert "distill.sample" in (exported / "README.md").read_text()
+    role = plan_role("student", checkpoint=str(exported))
+    assert (role.causal, role.trained_frames) == (CAUSAL, 7)
+    assert plan_role("teacher", checkpoint=str(exported), causal=CausalSettings(chunk=2)).causal == CAUSAL
+    assert plan_role("fake", checkpoint=str(exported)).causal is None
+    WanTransformer3DModel.from_pretrained(exported)
+
+
+@pytest.mark.parametrize("other", [{"chunk": 3}, {"window": 2}, {"sink": 2}, {"context_time": 0.2}], ids=str)
+def test_settings_that_contradict_the_checkpoint_are_refused(exported, other):
+    with refused(f"student.causal.{next(iter(other))}"):
+        plan_role("student", checkpoint=str(exported), causal=CausalSettings(**{"chunk": 2} | other))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"chunk": 2}', '{"chunk": 0, "frames": 7}', '{"chunk": 2, "frames": 7}',
+             '{"chunk": 2, "frames": "7"}', '{"chunk": 2, "frames": 8, "more": 1}', "[" * 10_000],
+)  # fmt: skip
+def test_a_damaged_file_is_refused(exported, tmp_path, text):
+    (tmp_path / "causal.json").write_text(text)
+    with refused("causal.json"):
+        read_causal(tmp_path, "student.checkpoint=x")
+
+
+def test_operations_follow_the_mask():
+    """All pairs and one time: those of a network that attends to all frames. A clean history: rectangles alone."""
+    family, config = Wan(), Wan().defaults() | ARCHITECTURE
+    whole = family.forward_flops(config, 48, CONDITION_SHAPES)
+    flops = family.causal_flops(config, 48, 48 * 48, 1, CONDITION_SHAPES)
+    assert flops.forward == whole
+    assert flops.tangent == family.tangent_flops(config, 48, CONDITION_SHAPES)
+    assert flops.attention == family.attention_flops(config, 48, CONDITION_SHAPES)
+    mask = CausalSettings(chunk=1).mask(3, 16, clean=True)
+    assert mask.pairs == 2 * 16 * 16 * (1 + 2 + 3)
+    fewer = family.causal_flops(config, 96, mask.pairs, 1, CONDITION_SHAPES)
+    pairs = 96 * 96 - mask.pairs
+    assert family.forward_flops(config, 96, CONDITION_SHAPES) - fewer.forward == 4 * 3 * pairs * 48
+    by_token = family.causal_flops(config, 96, mask.pairs, 96, CONDITION_SHAPES)
+    assert by_token.forward - fewer.forward == 2 * 95 * 48 * (16 + 7 * 48)
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_a_plan_counts_the_cache(cp):
+    """Keys and values of the visible chunks, divided by cp, and those of the text; operations by the mask."""
+    shapes = ((4, 7, 8, 8), CONDITION_SHAPES)
+    role_plan = plan(causal=CausalSettings(chunk=2, first_chunk=1, window=2))
+    run = SimpleNamespace(method=SimpleNamespace(trained_roles=("student",)), roles=[role_plan])
+    with fake_world(cp) as fakes:
+        mesh = mesh_of_shape(resolve_mesh(world_size=cp, cp=cp, heads=4))
+        storages = AttributedStorages(fakes=True)
+        role = build_watched(run, shapes, mesh, storages, fakes, {})["student"]
+        with fakes, storages:
+            x, condition = torch.zeros(2, *shapes[0]), text_condition(torch.zeros(2, *CONDITION_SHAPES["text"]))
+            cache = role.cache(condition)
+            for chunk in x.split([1, 2, 2, 2], 2):
+                role.chunk_velocity(chunk, torch.zeros(2), cache).sum().backward()
+                cache = cache.with_chunk(chunk)
+            held = storages.by["student", "cache"]
+            of_chunks = role.flops
+            role.flops = 0
+            role.velocity(x, torch.zeros(2), condition, clean=x)
+    of_layer = 2 * 2 * 48 * 4  # keys and values of 2 samples, width 48, fp32
+    assert held == cache.bytes == 3 * of_layer * (4 * 16 // cp + CONDITION_SHAPES["text"][0])
+    tokens = [16, 32, 32, 32]
+    pairs = [n * sum(tokens[max(0, i - 2) : i + 1]) for i, n in enumerate(tokens)]
+    family, config = role.family, role.config
+    each = [family.causal_flops(config, n, p, 1, CONDITION_SHAPES).forward for n, p in zip(tokens, pairs, strict=True)]
+    assert of_chunks == 2 * (3 + 1) * sum(each)
+    seen = 2 * sum(pairs)  # clean to clean, and noisy to clean and itself
+    assert role.flops == 2 * 3 * family.causal_flops(config, 224, seen, 224, CONDITION_SHAPES).forward
