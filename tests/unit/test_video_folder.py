@@ -208,7 +208,7 @@ def test_distinct_captions_and_distinct_clips_are_encoded_once(make, counts, vid
             pytest.param(change, clips, texts, marks=pytest.mark.slow)
             for change, clips, texts in (
                 ({"negative_prompt": "blurred"}, 3, 5),
-                ({"precision": "bf16"}, 3, 4),
+                ({"latents": "bf16"}, 3, 4),
                 ({"max_text_tokens": 16}, 3, 4),
             )
         ),
