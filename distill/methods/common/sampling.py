@@ -6,6 +6,7 @@ A causal role is sampled chunk by chunk: a chunk's samplers see the finished chu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -135,6 +136,39 @@ def euler_sample(velocity: Velocity, noise: Tensor, *, times: list[float]) -> Te
     for t, t_next in zip(times[:-1], times[1:], strict=True):
         x = x + (t_next - t) * velocity(x, t)
     return x
+
+
+def sample_with_states(
+    role: Role,
+    noise: Tensor,
+    condition: Condition,
+    *,
+    states: Sequence[float],
+    steps: int,
+    shift: float,
+    scale: Guidance,
+) -> tuple[Tensor, Tensor]:
+    """Sample by Euler's method; return the states at some times, and the clean latents.
+
+    Args:
+        role: the network.
+        noise: ``(B, C, T, H, W)``.
+        condition: conditions of the B samples.
+        states: K times in (0, 1], descending; they are added to the times of the steps.
+        steps: number of steps without them.
+        shift: time shift.
+        scale: guidance ``w``.
+
+    Returns:
+        States ``(B, K, C, T, H, W)`` and clean latents ``(B, C, T, H, W)``.
+    """
+    times = sorted({*euler_times(steps, shift), *states}, reverse=True)
+    x, kept, velocity = noise, [], guided(role, condition, scale)
+    for start, end in pairwise(sorted({1.0, *states, 0.0}, reverse=True)):
+        if start in states:
+            kept.append(x)
+        x = euler_sample(velocity, x, times=[time for time in times if end <= time <= start])
+    return torch.stack(kept, dim=1), x
 
 
 @torch.no_grad()
